@@ -75,7 +75,7 @@ class Cleaned(Returned):
 
     @property
     def num_bytes(self) -> int:
-        """Total size on disk, removable or removed."""
+        """Size on disk of all removable and removed leftovers."""
         return sum(one.num_bytes for one in self.removable)
 
     def _summary(self) -> str:

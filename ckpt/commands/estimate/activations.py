@@ -5,11 +5,11 @@ tensor that autograd saves, once. Attention is fused (flash or memory-efficient)
 squared elements unless eager attention is requested. There are two implementations:
 
 * `transformers`: its modules as they are (5.23). A norm keeps its float32 input, its normalised input and its output. A
-gated MLP keeps gate, its activation, up and their product. Counts follow the modules' source and equal the results of
-`torch.autograd.graph.saved_tensors_hooks`.
+  gated MLP keeps gate, its activation, up and their product. Counts follow the modules' source and equal the results of
+  `torch.autograd.graph.saved_tensors_hooks`.
 * `megatron`: fused layers, as in the paper without dropout. Tensor parallelism divides tensors inside attention and MLP
-(section 4.2.1), sequence parallelism divides everything (4.2.2). Pipeline stages hold one micro batch for each later
-stage (4.2.3).
+  (section 4.2.1), sequence parallelism divides everything (4.2.2). Pipeline stages hold one micro batch for each later
+  stage (4.2.3).
 
 With checkpointing, every layer keeps only its input, and one layer at a time is recomputed (section 5). Context
 parallelism gives each GPU its share of the tokens.

@@ -4,23 +4,23 @@ Model states follow the ZeRO paper (Rajbhandari et al. 2020, section 3.1) and th
 included. They count the rank with the most memory:
 
 * ddp: torch.nn.parallel.DistributedDataParallel. Its buckets are a second copy of the gradients (torch docs,
-`gradient_as_bucket_view`). Autocast keeps 16-bit copies of matrices until the backward pass ends.
+  `gradient_as_bucket_view`). Autocast keeps 16-bit copies of matrices until the backward pass ends.
 * zero1, zero2: DeepSpeed 0.19 runtime/zero/stage_1_and_2.py. 16-bit parameters are whole, flat, and padded to twice the
-number of ranks. A rank has float32 masters and states for its partition, and float32 gradients for it during the step.
-zero1 keeps all gradients until they are reduced. zero2 keeps whole gradients of every parameter that overlaps the
-partition.
+  number of ranks. A rank has float32 masters and states for its partition, and float32 gradients for it during the
+  step. zero1 keeps all gradients until they are reduced. zero2 keeps whole gradients of every parameter that overlaps
+  the partition.
 * zero3: runtime/zero/stage3.py and partition_parameters.py. Every parameter is padded alone and partitioned over all
-ranks. There are whole copies of parameters in use (`stage3_max_live_parameters`) and of the smallest ones
-(`stage3_param_persistence_threshold`).
+  ranks. There are whole copies of parameters in use (`stage3_max_live_parameters`) and of the smallest ones
+  (`stage3_param_persistence_threshold`).
 * Offload: DeepSpeed's `offload_optimizer` and `offload_param`, alone or together, to device cpu or (stage 3) nvme.
-ZeRO-Infinity has buffers in host memory, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py. FSDP's
-CPUOffload and CPUOffloadPolicy move parameters, gradients and states together.
+  ZeRO-Infinity has buffers in host memory, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py. FSDP's
+  CPUOffload and CPUOffloadPolicy move parameters, gradients and states together.
 * fsdp1, fsdp2: torch.distributed.fsdp, one unit per layer and one for the rest, which stays gathered between forward
-and backward. FSDP2 shards dim 0 of each parameter into equal chunks. FSDP1 shards a unit's flat parameter, which aligns
-parameters to 16 bytes.
+  and backward. FSDP2 shards dim 0 of each parameter into equal chunks. FSDP1 shards a unit's flat parameter, which
+  aligns parameters to 16 bytes.
 * megatron: megatron-core 0.16, tensor and pipeline parallel, float32 gradients, distributed optimizer
-(distributed/param_and_grad_buffer.py: parameters start at multiples of 64, buffers end at a multiple of 128 and of the
-data parallel size).
+  (distributed/param_and_grad_buffer.py: parameters start at multiples of 64, buffers end at a multiple of 128 and of
+  the data parallel size).
 
 Sizes are in bytes. Not counted: the CUDA context, NCCL's own buffers, and the allocator's fragmentation.
 """
@@ -226,7 +226,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
-    """Return the largest total size of parameters that overlap one partition."""
+    """Return the elements of all parameters that overlap one partition, at most."""
     found = {0: 0}
     start = 0
     for parameter in (p for p in parameters if p.numel):

@@ -43,7 +43,7 @@ class RunConfig:
 
 
 def model_of(content: Mapping[str, Any], path: Path) -> str:
-    """Return Axolotl's model."""
+    """Return the base model in Axolotl's config."""
     if not isinstance(content.get("base_model"), str):
         raise CorruptError(
             "the config names no model",

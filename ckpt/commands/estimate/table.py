@@ -75,7 +75,7 @@ class Subject:
 class EstimateRow:
     """A row of the table. `options` holds parallel sizes and LoRA, by option name.
 
-    `stages` counts the layers in Megatron's pipeline stages.
+    `stages` counts the layers in each of Megatron's pipeline stages.
     """
 
     strategy: str

@@ -1,4 +1,4 @@
-"""Content of the page by `ckpt inspect --html`: every tensor in columns, and each distinct sharding once.
+"""Content of the `ckpt inspect --html` page: every tensor in columns, and each distinct sharding once.
 
 This module is pure and works on the description alone, without tensor data. Texts have a maximum length, and the page
 escapes them.

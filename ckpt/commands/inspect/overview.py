@@ -257,13 +257,13 @@ def lines(
 
 
 def named_facts(checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False) -> list[tuple[str, str]]:
-    """Return the description as names and texts. Further texts under the same name have an empty one."""
+    """Return the description as names and texts. A repeated name is empty."""
     facts = describe(checkpoint, not_read, everything=everything)
     return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
 
 
 def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield names and texts for all facts. Further texts under the same name have an empty one."""
+    """Yield names and texts for all facts. A repeated name is empty."""
     limit = FULL.text if everything else SHORT.text
 
     def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

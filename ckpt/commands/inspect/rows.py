@@ -139,7 +139,7 @@ def _relative(path: str, folder: str) -> str:
 
 
 def _fold(sketches: Iterable[tuple[Tensor, Sketch]]) -> list[Row]:
-    """Return one row for all tensors that look the same and differ only in numbers, in the model's order."""
+    """Put tensors into one row if they look the same and their names differ only in numbers. Keep the model's order."""
     by_fqn: dict[str, dict[tuple[Shape, Sketch], list[Tensor]]] = {}
     for tensor, sketch in sketches:
         by_fqn.setdefault(tensor.fqn, {}).setdefault((tensor.shape, sketch), []).append(tensor)

@@ -101,7 +101,7 @@ class Sketcher:
 
     @property
     def by_role(self) -> dict[Holder, Counter[str]]:
-        """Bytes by holder and role. Holders with padding only have 0."""
+        """Bytes by holder and role. Holders with nothing but padding have no roles."""
         found: dict[Holder, Counter[str]] = {}
         for (key, role), times in self._times.items():
             for holder, nbytes in self._known[key][1].items():

@@ -30,7 +30,7 @@ import torch
 
 @dataclass
 class _Threads:
-    """Torch's threads `before` the first of `num_running` computations began."""
+    """Running computations, and torch's number of threads `before` the first."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_running: int = 0
@@ -93,7 +93,7 @@ def merge_experts(
 ) -> torch.Tensor:
     """Merge linear layers into experts stacked in `weight`, [experts, in, out] if `transposed`.
 
-    `factors` holds `a` and `b` for each part. A part is an expert and a half of the rows, each None for all.
+    `factors` holds `a` and `b` for each part. A part is an expert and a half of the rows. None means all.
     """
     merged = weight.clone()
     for number, (expert, half) in enumerate(parts):
@@ -180,7 +180,7 @@ def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, *, scaling: float) -> t
 
 
 def replace_rows(weight: torch.Tensor, rows: torch.Tensor, *, index: list[int]) -> torch.Tensor:
-    """Return `weight` with trained token rows (`trainable_token_indices`)."""
+    """Return `weight` with the trained `rows` of tokens `index` (`trainable_token_indices`)."""
     return weight.index_copy(0, torch.tensor(index), rows.to(weight))
 
 

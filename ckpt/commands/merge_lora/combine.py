@@ -1,8 +1,8 @@
 """PEFT's own operations: combine adapters (`add_weighted_adapter`), convert transformers 4's adapters.
 
 PEFT needs a model to hold the adapters and gets one without weights (`ckpt.commands.merge_lora.empty_model`). Combining
-reads only the adapters' factors, so the bits are the same as in the real model. The random draws for `dare_*` are too,
-for the same seed.
+reads only the adapters' factors, so the bits are the same as in the real model. With the same seed, so are the random
+draws for `dare_*`.
 """
 
 from __future__ import annotations

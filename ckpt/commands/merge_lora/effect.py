@@ -42,7 +42,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect on a target's weight in `dtype`: `is_changed`, or unchanged because there `is_nothing` to add."""
+    """Effect on a target's weight in `dtype`. `is_nothing` marks unchanged targets with nothing to add."""
 
     adapter: str
     target: str
@@ -202,7 +202,7 @@ class Merge(api.Conversion):
         return {**report, "not_read": [*report["not_read"], *found]}
 
     def write(self, output: Any, **options: Any) -> MergedModel:
-        """Run the conversion and return its effects."""
+        """Run the conversion, and return the result with its effects."""
         written = super().write(output, **options)
         return MergedModel(**{**vars(written), "effects": self.noted.effects})
 

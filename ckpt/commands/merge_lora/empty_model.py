@@ -143,7 +143,7 @@ class EmptyModel:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Changed layers."""
+        """Layers changed by the adapter."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         modules = self.wrapped.base_model.model.named_modules()

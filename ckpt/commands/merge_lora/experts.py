@@ -1,4 +1,4 @@
-"""LoRA on the experts of a layer, in layouts other than PEFT's and single experts in the base's files.
+"""LoRA on experts, in the layouts of Unsloth and Tinker.
 
 Unsloth's gpt-oss in bitsandbytes has a linear layer for each expert (`experts.gate_up_projs.3`). Tinker stores the
 factors of all experts in one tensor (`experts.w1`, [experts, rank, in]), with size 1 if the experts share a factor.

@@ -218,7 +218,7 @@ def _model(path: Path, config: str | None) -> Checkpoint:
 
 
 def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str, Any]) -> Checkpoint:
-    """Return the same adapter as `ckpt.open`, or the adapter's own file in the same place."""
+    """Return the adapter at `path`: the same as `ckpt.open`, or else the adapter file there."""
     empty: list[tuple[str, str, int, int]] = []
 
     def holds(checkpoint: Checkpoint) -> bool:

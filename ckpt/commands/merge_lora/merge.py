@@ -1,6 +1,6 @@
-"""LoRA merge, tensor by tensor.
+"""Merge of LoRA adapters, tensor by tensor.
 
-A merge converts the base and computes some tensors. Each adapted tensor is read, merged and written by itself, and all
+A merge is a conversion that computes some tensors. Each adapted tensor is read, merged and written by itself, and all
 other tensors are copied. So the largest adapted tensor bounds the memory: its base and its fp32 delta.
 `ckpt.commands.merge_lora.arithmetic` has the arithmetic.
 
@@ -552,7 +552,7 @@ class _Merge:
         return sorted(found, key=lambda module: order.get(module, len(order)))
 
     def _has_own_base(self, adapter: Adapter, owner: str) -> bool:
-        """Return True if the adapter brings the base weight `owner` after its init's change."""
+        """Return True if the adapter includes the base weight `owner`, changed by its init."""
         return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
 
     def _is_tied_duplicate(self, module: str, modules: Iterable[str]) -> bool:

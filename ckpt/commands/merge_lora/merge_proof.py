@@ -168,7 +168,7 @@ def verify_merge(
     """Compare `merged` with the merge of `adapters` into `base`, bit by bit, unchanged tensors included.
 
     Notes report an unexpected base and differing configs. Raises LossError if an adapter does not fit the base, or if
-    its folder has trained weights outside the merge.
+    the merge would leave out trained weights in its folder.
 
     Args:
         base: The base model, in any format.

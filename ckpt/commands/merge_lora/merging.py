@@ -93,8 +93,8 @@ def merge_lora(
     The bits are PEFT's, except if only one of two tied weights changes. By default, the result is the trained model,
     with both weights. `as_peft` adds the change to both, like PEFT's `merge_and_unload`.
 
-    Raises LossError if an adapter's folder has trained weights outside the merge, such as a value head. `ignore_files`
-    names files to leave out.
+    Raises LossError if the merge would leave out trained weights in an adapter's folder, such as a value head.
+    `ignore_files` names files to leave out.
 
     Args:
         adapters: Adapters: folders, checkpoints or Hub ids in the cache.

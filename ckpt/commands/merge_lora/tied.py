@@ -1,4 +1,4 @@
-"""Adapters on tied weights, and broken ties.
+"""Adapters on tied weights, and the ties they break.
 
 PEFT's `merge_and_unload` adds one layer's change to a shared tensor, so the result is not the trained model
 (peft#2018).

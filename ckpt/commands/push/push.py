@@ -130,7 +130,7 @@ def push(
     say: Callable[[str], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Upload the files of `folder`, or of the URL behind it, and verify them on the Hub bit for bit.
+    """Upload the files in `folder`, or at the URL it stands for, and verify them on the Hub bit for bit.
 
     Hidden files are skipped with a note. The text from `card` becomes README.md if neither side has one. A model card
     in the repository stays if ckpt did not write it. `progress` shows the library's own bars. The folder is only read,

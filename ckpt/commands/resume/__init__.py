@@ -1,1 +1,1 @@
-"""`ckpt resume`: the folder to go on from, on the processes and the engine that there are now."""
+"""`ckpt resume`: search for the folder to resume from, on the current processes and engine."""

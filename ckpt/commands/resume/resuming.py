@@ -119,8 +119,8 @@ def resume(
 
     The folder is the newest complete checkpoint with an optimizer, in `path` or its steps. A converted copy goes into a
     hidden folder next to `path` (`.NAME.ckpt-resume`). The next call uses the copy again, or continues an interrupted
-    conversion. It deletes older steps, and copies whose source changed or is gone. Before a copy is used again, it is
-    compared with its manifest: every bit up to 4 GB, only the sizes and non-tensor data if it is larger.
+    conversion. It deletes copies of older steps, and copies whose source changed or is gone. Before a copy is used
+    again, it is compared with its manifest: every bit up to 4 GB, only the sizes and non-tensor data if it is larger.
 
     `format` and `world_size` are detected: from torch.distributed, from the environment of torchrun, deepspeed, srun,
     mpirun and accelerate, and from HF Trainer's DeepSpeed config. The fallback is the source's own.
