@@ -228,6 +228,7 @@ def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: Optimizer
     shapes = held.sharing.rank_shapes(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
     for fqn, values in optimizer.states.items():
         own.add(fqn, shapes[fqn], values, held.file.path)
+    own.check_shapes(shapes, held.file.path)
     for (fqn, role), tensor in list(own.tensors.items()):
         source = replace(tensor.source, rank=rank) if isinstance(tensor.source, Whole) else tensor.source
         own.tensors[fqn, role] = replace(tensor, source=source, native=held.tensors[fqn, WEIGHT].dtype)

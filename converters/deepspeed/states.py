@@ -70,9 +70,13 @@ def group_states(
         values = [values.get(name) for values in ranks]
         there = [(inner, value) for inner, value in zip(inners, values, strict=True) if value is not None]
         if any(_is_part(value, size) for value, size in zip(values, sizes, strict=True)):
-            for inner, value in zip(inners, values, strict=True):
+            for inner, value, size in zip(inners, values, sizes, strict=True):
                 if value is None:
                     raise CorruptError("a rank lacks an optimizer state", **inner.where, expected=name)
+                if isinstance(value, StoredTensor) and len(value.shape) == 1 and value.shape[0] not in size:
+                    what = f"{name} does not have the size of the rank's part"
+                    expected = " or ".join(map(str, sorted(size)))
+                    raise CorruptError(what, **inner.where, expected=expected, found=value.shape[0])
             found.buffers[name] = [_state_extent(value, inner) for inner, value in there]
             if quantized := [value for value in values if isinstance(value, Quantized)]:
                 found.quantized[name] = quantized
@@ -88,12 +92,15 @@ def group_states(
 
 
 def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) -> GroupStates:
-    """Return a stage 1 or 2 group's states, padded like its partitions, or unpadded with `elastic_checkpoint`."""
+    """Return a stage 1 or 2 group's states, padded like its partitions, or unpadded with `elastic_checkpoint`.
+
+    DeepSpeed pads states only if they are elastic. Others it loads as they are, and the next step fails.
+    """
     sizes: list[Sizes] = []
     for inner in inners:
         kept = flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner).numel
         is_elastic = not isinstance(inner.content.get("base_optimizer_state"), Mapping)
-        sizes.append((kept,) if is_elastic else (kept, partition))
+        sizes.append((kept if is_elastic else partition,))
     return group_states(inners, lambda inner: base_state(inner, group), sizes)
 
 

@@ -3,11 +3,15 @@
 Only plain tensors with real numbers are compared with the parameter. Quantized states have their own checks. Sums of
 rows and columns (Adafactor, CAME) or means of blocks (Adam-mini) have other names. A parameter with an object among its
 states, such as GaLore's or APOLLO's projection, is trained in another shape.
+
+A state with an unknown name must have its parameter's shape if most parameters like it do: parameters with the same
+number of dimensions and the same states. A square matrix proves nothing: Shampoo's preconditioners are square. Sums
+that keep their dimensions (SM3) and single numbers (Prodigy, for a parameter of zeros) may be anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -16,7 +20,7 @@ from ckpt.base.text import counted
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.precision import CAST_SOURCES
-from ckpt.plan.tensors import Shape
+from ckpt.plan.tensors import Shape, Tensor
 from converters.quantized.states import understood
 
 #: States with a value per parameter element in every known optimizer, except optimizers with a single number.
@@ -35,14 +39,51 @@ def must_fit(name: str, shape: Shape) -> bool:
 
 def per_element(states: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shapes of one parameter's states that must equal the parameter's shape."""
+    return {name: shape for name, shape in plain_shapes(states).items() if must_fit(name, shape)}
+
+
+def plain_shapes(states: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of one parameter's plain tensors, or an empty dict if there is an object among them."""
     plain = understood(states)
     if any(isinstance(value, Mapping | Record) for value in plain.values()):
         return {}
     return {
         name: value.shape
         for name, value in plain.items()
-        if isinstance(value, StoredTensor) and value.extent.dtype in CAST_SOURCES and must_fit(name, value.shape)
+        if isinstance(value, StoredTensor) and value.extent.dtype in CAST_SOURCES
     }
+
+
+def misshapen(
+    tensors: Collection[Tensor], parameters: Mapping[str, Shape], names: Mapping[str, Collection[str]]
+) -> Iterator[Tensor]:
+    """Yield states that lack their parameter's shape, but must have it: by their name, or if most states like them do.
+
+    `names` has all state names of each parameter.
+    """
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        fqn, name = tensor.key
+        if fqn in parameters and must_fit(name, tensor.shape) and tensor.shape != parameters[fqn]:
+            yield tensor
+        elif fqn in parameters:
+            alike.setdefault((name, len(parameters[fqn]), frozenset(names[fqn])), []).append(tensor)
+    for group in alike.values():
+        fit = [tensor for tensor in group if tensor.shape == parameters[tensor.fqn]]
+        odd = [tensor for tensor in group if not _may_have(tensor.shape, parameters[tensor.fqn])]
+        if 2 * len(fit) > len(group) and sum(map(_is_proof, fit)) > len(odd):
+            yield from odd
+
+
+def _is_proof(tensor: Tensor) -> bool:
+    """Return True if a state with its parameter's shape proves that it has a value per element."""
+    return len(tensor.shape) == 1 or (len(set(tensor.shape)) > 1 and 1 not in tensor.shape)
+
+
+def _may_have(shape: Shape, parameter: Shape) -> bool:
+    """Return True for the parameter's shape, for its sums that keep their dimensions, and for a single number."""
+    is_sum = len(shape) == len(parameter) and all(size in (1, own) for size, own in zip(shape, parameter, strict=True))
+    return is_sum or prod(shape) == 1
 
 
 def check_shape(fqn: str, name: str, found: Shape, expected: Shape, path: str) -> None:

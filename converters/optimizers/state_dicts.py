@@ -24,7 +24,7 @@ from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Shape
 from ckpt.state.numbered import names_by_shapes
 from ckpt.state.wrapper_prefixes import clean_names
-from converters.optimizers.shapes import per_element
+from converters.optimizers.shapes import per_element, plain_shapes
 from converters.quantized.states import Quantized, understood
 
 STATE, GROUPS, MEMBERS, NAMES = "state", "param_groups", "params", "param_names"
@@ -103,6 +103,7 @@ class Optimizer:
             key
             for key, values in self.states.items()
             if any(shape not in known for shape in per_element(values).values())
+            or (plain_shapes(values) and _shape(values) not in known)
         }
         empty = {key for key in odd if all(prod(shape) == 0 for shape in per_element(self.states[key]).values())}
         dropped = odd if 2 * len(odd - empty) < len(self.members) else set[Any]()

@@ -12,9 +12,10 @@ from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.skipped_states import Unread
-from converters.optimizers.shapes import check_shape, per_element
+from converters.optimizers.shapes import check_shape, misshapen, per_element
 from converters.quantized.states import (
     NESTED,
     Quantized,
@@ -46,6 +47,8 @@ class OptimizerStates:
     quantized: dict[Key, str] = field(default_factory=dict)
     blocks: dict[Key, Stored] = field(default_factory=dict)
     unread: Unread = field(default_factory=Unread)
+    #: Parameters with an object or a dict among their states.
+    objects: set[str] = field(default_factory=set)
     #: Quantized states in an unknown form, by kind. One example: its parameter, name and file.
     odd: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     #: Quantized states with a known part, by kind. One example: its parameter and name.
@@ -77,6 +80,23 @@ class OptimizerStates:
                 self.add_unknown(fqn, name, value, path)
             else:
                 self.add_number(fqn, name, value)
+
+    def check_shapes(self, parameters: Mapping[str, Shape], path: str) -> None:
+        """Raise CorruptError for a state that must have its parameter's shape, and does not.
+
+        `path` names the file in the error.
+        """
+        names: dict[str, set[str]] = {}
+        numbers = ((fqn, name) for name, own in self.scalars.items() for fqn in own)
+        for fqn, name in (*self.tensors, *numbers):
+            names.setdefault(fqn, set()).add(name)
+        plain = [
+            tensor
+            for key, tensor in self.tensors.items()
+            if key not in self.quantized and tensor.dtype in CAST_SOURCES and tensor.fqn not in self.objects
+        ]
+        for tensor in misshapen(plain, parameters, names):
+            check_shape(tensor.fqn, tensor.role, tensor.shape, parameters[tensor.fqn], path)
 
     def add_number(self, fqn: str, name: str, value: Any) -> None:
         self.scalars.setdefault(name, {})[fqn] = value
@@ -162,6 +182,7 @@ class OptimizerStates:
         `path` names its file, or another place, in messages.
         """
         kind = value.typename if isinstance(value, Record) else "a dict"
+        self.objects.add(fqn)
         self.unread.add(name, f"it is {kind}, in an unknown form", [fqn])
         if known := kind_of(value):
             files = [part.extent.path for part in value.attributes.values() if isinstance(part, StoredTensor)]

@@ -40,7 +40,6 @@ from ckpt.plan.checkpoint import (
     Target,
     TrainingState,
 )
-from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 from ckpt.plan.tiling import faults_of
 from ckpt.runs.model_files import read_config
@@ -49,7 +48,7 @@ from ckpt.runs.trainer_files import run_companions, trainer_folder
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import tied_names
 from converters.optimizers.ranks import check_same
-from converters.optimizers.shapes import check_shape, must_fit
+from converters.optimizers.shapes import PER_ELEMENT
 from converters.optimizers.state_dicts import GROUPS
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
@@ -302,14 +301,11 @@ class _DcpReading:
                 states.add(fqn, weight.shape if weight else (), values, self.metadata)
             else:
                 odd.setdefault(fqn, {})[name] = value
-        objects = {fqn for (fqn, _), value in found.states.items() if not isinstance(value, Leaf | int | float)}
-        for (fqn, name), tensor in states.tensors.items():
-            weight = tensors.get((fqn, WEIGHT))
-            is_plain = (fqn, name) not in states.quantized and fqn not in objects and tensor.dtype in CAST_SOURCES
-            if weight is None or tensor.shape == weight.shape or any(faults_of(weight)):
-                continue  # a damaged weight has its own error
-            if is_plain and must_fit(name, tensor.shape):
-                check_shape(fqn, name, tensor.shape, weight.shape, self.metadata)
+        states.objects |= {fqn for (fqn, _), value in found.states.items() if not isinstance(value, Leaf | int | float)}
+        weights = [tensor for (_, role), tensor in tensors.items() if role == WEIGHT]
+        # A damaged weight has its own error.
+        shapes = {weight.fqn: weight.shape for weight in weights if not any(faults_of(weight))}
+        states.check_shapes(shapes, self.metadata)
         tensors |= states.tensors
         _check_steps(said)
         return odd
@@ -417,6 +413,10 @@ def _step(rest: Mapping[str, Any]) -> int | None:
     return None
 
 
+#: States that do not depend on a parameter's dimensions.
+_OF_EVERY = PER_ELEMENT | {"step"}
+
+
 def _check_states(found: Understood, path: str, is_pair: bool) -> None:
     """Raise CorruptError for states without a parameter, or a parameter missing a state of its group.
 
@@ -439,22 +439,32 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
         raise CorruptError(
             "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
         )
-    if error := _missing_state_error(found.groups, states, CorruptError, path):
+    dimensions = {fqn: len(leaf.shape) for fqn, leaf in found.weights.items()}
+    if error := _missing_state_error(found.groups, states, dimensions, CorruptError, path):
         raise error
 
 
 def _missing_state_error(
-    groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Any]], kind: type[_Error], path: str
+    groups: Iterable[ParamGroup],
+    states: Mapping[str, Mapping[str, Any]],
+    dimensions: Mapping[str, int],
+    kind: type[_Error],
+    path: str,
 ) -> _Error | None:
-    """Return the error for a parameter that lacks a state of its group. `states` has dtypes by fqn and name."""
+    """Return the error for a parameter that lacks a state of its group.
+
+    `states` has dtypes by fqn and name. A parameter with fewer dimensions may have fewer states, unless every optimizer
+    has them per element: SM3 and Shampoo have a state for each dimension.
+    """
     for group in groups:
-        kinds: dict[frozenset[str], str] = {}
+        kinds: dict[tuple[frozenset[str], int], str] = {}
         for fqn in group.fqns:
             if states.get(fqn):
-                kinds.setdefault(frozenset(states[fqn]), fqn)
-        for few, fqn in kinds.items():
-            for more, other in kinds.items():
-                if few < more and all(states[fqn][name] == states[other][name] for name in few):
+                kinds.setdefault((frozenset(states[fqn]), dimensions.get(fqn, 0)), fqn)
+        for (few, own), fqn in kinds.items():
+            for (more, others), other in kinds.items():
+                may_lack = own < others and not (more - few) & _OF_EVERY
+                if few < more and not may_lack and all(states[fqn][name] == states[other][name] for name in few):
                     return kind(
                         "a parameter lacks an optimizer state that others of its group have",
                         path=path,
@@ -470,13 +480,14 @@ def _check_can_be_read(checkpoint: Checkpoint) -> None:
     if not checkpoint.unread:
         return
     states: dict[str, dict[str, Any]] = {}
+    dimensions = {fqn: len(tensor.shape) for (fqn, role), tensor in checkpoint.tensors.items() if role == WEIGHT}
     for (fqn, name), tensor in checkpoint.tensors.items():
         if name in checkpoint.optimizer_states:
             states.setdefault(fqn, {})[name] = tensor.dtype
     for name, of in checkpoint.state.scalars.items():
         for fqn in of:
             states.setdefault(fqn, {})[name] = None
-    if error := _missing_state_error(checkpoint.state.param_groups, states, LossError, checkpoint.path):
+    if error := _missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
         error.hint = "; ".join((*checkpoint.unread, "`ckpt convert ... hf` takes the weights alone"))
         raise error
 

@@ -428,6 +428,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
                 found.add_parts(fqn, name, opened[0][0], (part for _, part in opened))
             elif odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
                 kind = f"an object {odd[0].typename}" if isinstance(odd[0], Record) else "a dict"
+                found.objects.add(fqn)
                 found.unread.add(name, f"each rank has {kind} of its own", [fqn])
             elif _is_scalar(name, values[0][1], shape):
                 numbers = different_numbers(name, values, fqn)
@@ -441,6 +442,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
             else:
                 found.add_tensor(tensor, files[0].path)
                 is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
+    found.check_shapes(owned, files[0].path)
     if is_cut:
         reading.sources.check_distinct((file.rank, file.path) for file in files)
     reading.tensors |= found.tensors

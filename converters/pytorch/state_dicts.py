@@ -65,6 +65,7 @@ class Reading:
             if any(map(is_part, values.values())):
                 raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
             self.states.add(owner, shapes[owner], values, path)
+        self.states.check_shapes(shapes, path)
         self.states.groups = optimizer.groups
         return True
 

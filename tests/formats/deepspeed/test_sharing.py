@@ -164,7 +164,12 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         IncompleteError,
         "files of experts are missing",
     ),
-    "fewer ranks share a group": ("experts-zero2", partitions, CorruptError, "experts that the layer does not have"),
+    "fewer ranks share a group": (
+        "experts-zero2",
+        partitions,
+        CorruptError,
+        "does not have the size of the rank's part",
+    ),
     "an optimizer gone": (
         "experts-zero0",
         remove("expp_rank_1_mp_rank_00_optim_states.pt"),

@@ -36,6 +36,7 @@ from tests.support.building import (
     write_stage2,
     write_stage3,
 )
+from tests.support.commands import ckpt
 from tests.support.describing import assert_equals_truth, content
 from tests.support.engines import Truth, raw
 from tests.support.model_files import edit
@@ -680,3 +681,23 @@ def test_a_plain_read_imports_neither_neox_nor_pipelines_nor_megatron(fixtures: 
     steps = [str(fixtures / name / "global_step2") for name in names]
     done = subprocess.run([sys.executable, "-c", code, *steps], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("run", ["toy-zero1", "toy-zero2"])
+@pytest.mark.parametrize(("states", "masters", "code"), [(0, 0, 0), (3, 0, 4), (2, 0, 4), (0, 3, 0)])
+def test_the_last_rank_has_the_padding_of_its_states(
+    run: str, states: int, masters: int, code: int, fixtures: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed 0.19.8 pads masters when it loads them. Shorter states load, and the next step fails."""
+    shutil.copytree(fixtures / run, tmp_path / "run")
+    (path,) = (tmp_path / "run").rglob("*_rank_2_*optim_states.pt")
+    saved = torch.load(path, weights_only=False)
+    inner = saved["optimizer_state_dict"]
+    own = inner["base_optimizer_state"]["state"][0]
+    own["exp_avg"] = own["exp_avg"][: len(own["exp_avg"]) - states].clone()
+    kept = inner["single_partition_of_fp32_groups"]
+    kept[0] = torch.cat([kept[0], torch.zeros(masters)])
+    torch.save(saved, path)
+    checked = ckpt("check", tmp_path / "run")
+    assert checked.code == code, checked.out
+    assert ("exp_avg does not have the size of the rank's part" in checked.out) == bool(code), checked.out

@@ -155,3 +155,93 @@ def test_a_parameter_that_is_trained_in_a_projection_is_no_damage(tmp_path: Path
     content["optimizer"]["state"]["weight"] = {"step": torch.tensor(2.0), **own}
     checked = ckpt("check", full(content, tmp_path / "save"))
     assert "shape of its parameter" not in checked.out and checked.code == 0, checked.out
+
+
+Made = Callable[[torch.nn.Parameter], dict[str, torch.Tensor]]
+
+
+def unknown(made: Made, **own: Made) -> dict[str, Any]:
+    """Return a save with states of unknown names: `made` for each parameter, or the one in `own` for its name.
+
+    For example `at0_weight` is for `0.weight`.
+    """
+    layers = [torch.nn.Linear(6, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)]
+    model = torch.nn.Sequential(*layers)
+    states = {
+        name: {"step": torch.tensor(2.0), **own.get("at" + name.replace(".", "_"), made)(parameter)}
+        for name, parameter in model.named_parameters()
+    }
+    first = ["0.weight"] if own else []  # in a group of its own, like GaLore's
+    groups = [
+        {"lr": 0.1, "params": names} for names in (first, [name for name in states if name not in first]) if names
+    ]
+    return {"model": model.state_dict(), "optimizer": {"state": states, "param_groups": groups}, "step": 2}
+
+
+def moments(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    return {"m": torch.zeros_like(parameter), "v": torch.ones_like(parameter)}
+
+
+def sums(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Make SM3's states: a sum per dimension, in the parameter's shape for a bias."""
+    shapes = [[n if axis == kept else 1 for axis, n in enumerate(parameter.shape)] for kept in range(parameter.ndim)]
+    return {f"accumulator_{axis}": torch.zeros(shape) for axis, shape in enumerate(shapes)}
+
+
+def preconditioners(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Make Shampoo's states: a square matrix per dimension, in the parameter's shape for a square parameter."""
+    return {f"precond_{axis}": torch.eye(size) for axis, size in enumerate(parameter.shape)}
+
+
+def heads(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Make Adam-mini's states of a query, with a head per row."""
+    return {"m": torch.zeros(2, parameter.numel() // 2), "vmean": torch.ones(2, 1), "head": torch.tensor(2)}
+
+
+def low_rank(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    return {"m": torch.zeros(2, 6), "v": torch.ones(2, 6), "ortho": torch.ones(4, 2)}
+
+
+def zero(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Make Prodigy's state of a parameter that starts at zero."""
+    return {**moments(parameter), "v": torch.tensor(0.0)}
+
+
+@EITHER
+@pytest.mark.parametrize("shape", [(5, 6), (4, 5), (6, 4), (24,), (23,)])
+def test_a_state_of_an_unknown_name_is_compared_with_its_parameter(
+    shape: tuple[int, ...], write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
+) -> None:
+    def odd(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        return {**moments(parameter), "m": torch.zeros(shape)}
+
+    checked = ckpt("check", write(unknown(moments, at0_weight=odd), tmp_path / "damaged"))
+    assert checked.code == 4 and "tensor 0.weight" in checked.out, checked.out
+    assert "m does not have the shape of its parameter" in checked.out, checked.out
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("made", "odd"),
+    [(moments, None), (sums, None), (preconditioners, None)] + [(moments, odd) for odd in (heads, low_rank, zero)],
+    ids=["whole", "SM3", "Shampoo", "Adam-mini", "low rank", "Prodigy"],
+)
+def test_factored_states_of_unknown_names_are_no_damage(
+    made: Made, odd: Made | None, write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
+) -> None:
+    checked = ckpt("check", write(unknown(made, **({"at0_weight": odd} if odd else {})), tmp_path / "save"))
+    assert checked.code == 0 and "shape of its parameter" not in checked.out, checked.out
+
+
+def test_a_numbered_state_of_an_unknown_name_is_compared(fixtures: Path, tmp_path: Path) -> None:
+    def renamed(states: States) -> None:
+        for own in states.values():
+            own |= {"m": own.pop("exp_avg"), "v": own.pop("exp_avg_sq")}
+
+    def odd(states: States) -> None:
+        renamed(states)
+        states[1]["m"] = states[1]["m"].flatten()[:-1].clone()
+
+    assert ckpt("check", trainer(fixtures, tmp_path / "healthy", renamed)).code == 0
+    checked = ckpt("check", trainer(fixtures, tmp_path / "damaged", odd))
+    assert checked.code == 4 and "m does not have the shape of its parameter" in checked.out, checked.out
