@@ -1,20 +1,20 @@
 """Checkpoint conversion and sharded-state toolkit.
 
-    ckpt.convert("outputs", "hf", "outputs-hf")           # commands are functions, which take paths and URLs
+    ckpt.convert("outputs", "hf", "outputs-hf")           # commands are functions, with paths and URLs
     ckpt.verify("outputs", "outputs-hf").equal
-    ckpt.diff("base", "outputs-hf").layers                # what changed, by layer
-    ckpt.inspect("outputs")                               # what it returns is shown as the command shows it
+    ckpt.diff("base", "outputs-hf").layers                # changes by layer
+    ckpt.inspect("outputs")                               # the result prints like the command
     ckpt.open("outputs")["model.norm.weight"][0:8]        # a lazy description; only these bytes are read
-    ckpt.plan("outputs", "hf").run("outputs-hf")          # proved first, run later
-    ckpt.mount("outputs", "hf")                           # a folder that is not there, while a `with` block runs
-    ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
-    ckpt.doctor("outputs").commands                       # which commands work on it
-    ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
-    ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
-    ckpt.clean("outputs").remove()                        # staging folders and copies that are not needed any more
+    ckpt.plan("outputs", "hf").run("outputs-hf")          # prove first, run later
+    ckpt.mount("outputs", "hf")                           # a virtual folder during a `with` block
+    ckpt.load_into(model, "outputs")                      # any format into a plain torch module
+    ckpt.doctor("outputs").commands                       # usable commands
+    ckpt.check("outputs").whole                           # nothing missing, truncated or damaged
+    ckpt.resume("outputs")                                # the folder to resume from, on the current ranks
+    ckpt.clean("outputs").remove()                        # delete unneeded staging folders and copies
     ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
-    Trainer(..., callbacks=[ckpt.TrainerCallback()])      # each checkpoint checked, converted and verified meanwhile
-    except ckpt.CkptError as error: ...                   # the base of all errors of `ckpt.base.errors`
+    Trainer(..., callbacks=[ckpt.TrainerCallback()])      # check, convert and verify each checkpoint in the background
+    except ckpt.CkptError as error: ...                   # base class of all errors in `ckpt.base.errors`
 
 Importing this package imports neither torch nor any framework.
 """

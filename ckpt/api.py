@@ -270,8 +270,8 @@ class Conversion(Returned):
     ) -> int:
         """Write the target to `destination`, which must not overlap the source (see `ckpt.move.run.execute`).
 
-        It continues an interrupted run, and returns the number of existing bytes. In a `group`, all processes call it,
-        and each writes its share.
+        It continues an interrupted run, and returns the number of bytes already written. In a `group`, all processes
+        call it, and each writes its share.
 
         Args:
             destination: The folder or URL to write to.
@@ -824,7 +824,6 @@ def diff(
 
 
 def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoint]:
-    """Open both checkpoints for a comparison."""
     both: dict[str, Any] = {"config": sides.config, "accept_settings": sides.accept_settings}
     return opened(a, sides.from_a, tag=sides.tag_a, **both), opened(b, sides.from_b, tag=sides.tag_b, **both)
 
@@ -853,7 +852,7 @@ def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sid
 
 
 def _differing(group: OptionGroup) -> dict[str, Any]:
-    """Return a group's options without defaults."""
+    """Return a group's options that differ from their defaults."""
     usual = vars(type(group)())
     return {name: value for name, value in vars(group).items() if value != usual[name]}
 
@@ -866,10 +865,10 @@ def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
 
 
 def prove_names(path: Path) -> None:
-    """Prove that a model folder has exactly the names and shapes in its config's architecture.
+    """Prove that a model folder has exactly its architecture's names and shapes.
 
-    For an adapter, prove that PEFT loads its names. Other folders pass, and configs without an architecture too. Raise
-    LossError for any difference, UsageError for an unknown architecture.
+    For an adapter, prove that PEFT loads its names. Folders of other kinds pass, and so do configs without an
+    architecture. Raise LossError for any difference, UsageError for an unknown architecture.
     """
     if not path.is_dir():
         return
@@ -894,7 +893,7 @@ def prove_names(path: Path) -> None:
 def check_loads(path: Path) -> Loading:
     """Let transformers load a folder, and compare its names with its architecture's.
 
-    transformers loads more names than other tools.
+    Loading alone proves little: transformers accepts names that other tools do not.
     """
     from ckpt.compare.transformers_loads import check_loads as check
 
@@ -919,7 +918,7 @@ def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Return both checkpoints. If one is a PEFT folder, the other becomes the adapter that PEFT would save."""
+    """Return both checkpoints. Next to a PEFT folder, a run becomes the adapter that PEFT would save."""
     from ckpt.adapters.names import is_adapter, under_saved_names
 
     sides, notes = [a, b], []

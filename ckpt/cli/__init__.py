@@ -46,7 +46,6 @@ def _options(
 
 
 def application(commands: Iterable[Command]) -> typer.Typer:
-    """Return a command line with `commands`."""
     app = typer.Typer(
         name="ckpt",
         cls=CommandGroup,

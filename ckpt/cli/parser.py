@@ -95,7 +95,7 @@ _HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
 
 
 def _for_command(hint: str, name: str) -> str:
-    """Return `hint` with options for the command `name`. Mark the options that only `ckpt convert` has."""
+    """Return `hint` with the option names of the command `name`. Mark options that only `ckpt convert` has."""
     known = _options_of(name) if "--" in hint else set()
     if not known:
         return hint

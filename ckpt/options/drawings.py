@@ -35,7 +35,6 @@ class HeatMap:
             raise UsageError("--overwrite goes with --html")
 
     def write(self, report: Returned, *, quiet: bool) -> None:
-        """Write a report's page, if requested."""
         if self.html is not None:
             from ckpt.pictures.pages import heat_map
 

@@ -237,7 +237,6 @@ def _converted_step(run: Path, place: Path) -> tuple[Step, str] | None:
 
 
 def _holds_model(step: Step) -> bool:
-    """Return True if a model can be opened in the step."""
     with contextlib.suppress(CkptError):
         return holds_model(api.open(step.path))
     return False

@@ -142,7 +142,6 @@ def megatron(
 
 
 def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Return frozen and trained parameters."""
     if not setup.lora_rank:
         return (), model.parameters
     made = [adapter for parameter in model.parameters for adapter in _adapters(parameter, setup)]

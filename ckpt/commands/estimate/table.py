@@ -264,7 +264,7 @@ def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
             break
 
 
-# -- what fits -----------------------------------------------------------------------------------------------
+# -- suggestions ---------------------------------------------------------------------------------------------
 
 #: Preferred strategies first: less sharding and less traffic is faster.
 _PREFERRED = (DDP, ZERO1, ZERO2, FSDP2, ZERO3)

@@ -143,5 +143,4 @@ def run_of(path: Path, tag: str | None, everything: bool) -> list[Checked]:
 
 
 def run_json(run: Sequence[Checked]) -> dict[str, Any]:
-    """Return a run's checkpoints for JSON, if there are any."""
     return {"checkpoints": [one.to_json() for one in run]} if run else {}

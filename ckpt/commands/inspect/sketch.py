@@ -221,7 +221,6 @@ class _Plane:
         return cls(shape, prod(shape), across, tuple(down), edges)
 
     def patches(self, kind: Kind, region: Region, holders: tuple[Holder, ...]) -> Iterator[Patch]:
-        """Yield a region's rectangles."""
         if not region.numel or not self.numel:
             return
         if self.across is None:

@@ -46,12 +46,10 @@ def part_of(name: str) -> str:
 
 
 def part_colour(name: str) -> str:
-    """Return the colour for a tensor's name."""
     return PART_COLOURS[part_of(name)]
 
 
 def facts(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield short facts about a checkpoint."""
     yield checkpoint.format
     if checkpoint.framework:
         yield checkpoint.framework

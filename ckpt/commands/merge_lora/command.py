@@ -112,7 +112,6 @@ def merge_lora(
 
 
 def _merge_card(to: Push, facts: dict[str, str], base: str | None, folder: Path) -> dict[str, bytes]:
-    """Return the model card for the merge in `folder`."""
     from ckpt import api
     from ckpt.commands.push.card import CARD, model_card
     from ckpt.runs.opening import open_checkpoint

@@ -100,7 +100,6 @@ class AdapterFiles:
         weakref.finalize(self, self._sources.close)
 
     def load(self, choice: Choice, of: Checkpoint) -> torch.Tensor:
-        """Return the chosen tensor from the checkpoint `of`, in the choice's dtype."""
         with self._lock:  # opening a file must not close one in another thread
             return load(choice, of, self._sources)
 

@@ -217,7 +217,6 @@ def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:
 
 
 def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Return a model with this layer only."""
     from torch import nn
 
     made = empty_layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)

@@ -203,7 +203,6 @@ def _identity(adapters: Sequence[Adapter]) -> str:
 
 
 def _installed(package: str) -> str | None:
-    """Return a package's version, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -264,7 +263,7 @@ class _Merge:
                 changed |= rows
         return changed
 
-    # -- what an adapter changes -----------------------------------------------------------------------------
+    # -- changes by an adapter -------------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
         """Plan the merge for `adapter`'s tensors. Skip PEFT's second copy of a resized embedding."""
@@ -860,7 +859,7 @@ class _Merge:
             self.overruled.append(fqn)
         return layout == "grouped_by_expert"
 
-    # -- what the base is ------------------------------------------------------------------------------------
+    # -- facts about the base --------------------------------------------------------------------------------
 
     def _weight(self, adapter: Adapter, module: str) -> str:
         """Return the tensor with `module`'s weight."""

@@ -99,7 +99,6 @@ class MergeReport(Returned):
         return self.code
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         return {
             "equal": self.equal,
             "base": shown(self.base),

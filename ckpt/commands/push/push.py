@@ -317,7 +317,6 @@ def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, 
 
 
 def files_to_push(folder: Path) -> list[str]:
-    """Return the file names for a push."""
     return list(_local_files(folder, lambda _: None)[0])
 
 

@@ -220,7 +220,7 @@ def _has_saved(path: Path) -> bool:
     return named or any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
 
 
-# -- what all processes do together ------------------------------------------------------------------------------------
+# -- all processes together --------------------------------------------------------------------------------------------
 
 
 def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | None:
@@ -286,7 +286,7 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
         )
 
 
-# -- what there is, and what it becomes --------------------------------------------------------------------------------
+# -- the source and its conversion -------------------------------------------------------------------------------------
 
 
 class _Way(NamedTuple):

@@ -77,7 +77,6 @@ class Watcher:
         self.ranks: dict[int, Seen] = {}
 
     def look(self) -> None:
-        """Read every rank's beat."""
         now = self.clock()
         for file in self.folder.glob("rank-*.json"):
             try:
