@@ -1,4 +1,4 @@
-"""`ckpt/containers/sources.py`: files are stated and parsed once, and missing files are reported."""
+"""`ckpt/containers/sources.py`: each file's stat and content are read once, and missing files are reported."""
 
 from __future__ import annotations
 

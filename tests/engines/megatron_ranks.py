@@ -42,10 +42,10 @@ State = dict[str, Any]
 
 
 def main() -> None:
-    """Check the cases from the command line in a folder. A case is an architecture and its config sizes."""
+    """Run the cases given on the command line. A case is an architecture and its config sizes."""
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank = int(os.environ["RANK"])
-    for case in cases[rank::RANKS]:  # with a group, transformers would save on one rank only
+    for case in cases[rank::RANKS]:  # a process group would make transformers save on one rank only
         noted(case, _write)(folder / case[0], *case)
     dist.init_process_group("gloo")
     outcomes = {}

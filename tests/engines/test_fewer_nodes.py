@@ -74,7 +74,7 @@ def test_these_are_the_commands_of_the_script() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -> None:
-    """The trainer refused a DCP checkpoint from other ranks after `ckpt resume` had passed it on."""
+    """The trainer refuses a DCP checkpoint from other ranks, so `ckpt resume` must convert it."""
     found, unbroken = losses(resumed / name), losses(resumed / "unbroken" / name)
     assert sorted(found) == [1, 2, 3, 4]
     for step, loss in found.items():
@@ -100,7 +100,7 @@ def failed(words: list[str]) -> str:
     [("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("zero3", "rng_state_1.pth"), ("fsdp2", "__1_0.distcp")],
 )
 def test_the_error_of_another_rank_is_shown_once(strategy: str, file: str, stopped: Path, tmp_path: Path) -> None:
-    """Rank 0 only said that its connection was closed, and hid that rank 1 could not read its shard."""
+    """Rank 0 only reports a closed connection, so the message must include rank 1's read error."""
     run = shutil.copytree(stopped / "unbroken" / strategy, tmp_path / "run")
     (cut,) = (path for path in run.rglob("*") if path.name.endswith(file))
     os.truncate(cut, 8000)
@@ -121,12 +121,12 @@ def test_a_checkpoint_that_no_rank_can_read_is_one_line(stopped: Path, tmp_path:
 
 
 def test_ddp_warns_of_nothing(tmp_path: Path) -> None:
-    """Every rank used to print torch's advice on find_unused_parameters."""
+    """By default, every rank prints torch's advice on find_unused_parameters."""
     code, said = started(train("ddp", tmp_path / "run", steps=1))
     assert code == 0 and re.sub("step 1: loss [0-9.]+\n", "", said) == ""
 
 
 def test_a_pipeline_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
-    """megatron-core's AssertionError used to reach the user, with 113 lines."""
+    """An AssertionError from megatron-core would print 113 lines."""
     said = failed(train("megatron", tmp_path / "run", pp=2, vpp=2, accumulate=2, layers=2))
     assert said == "train: error: --pp 2 --vpp 2: 2 layers do not divide into 4 chunks"

@@ -246,7 +246,7 @@ def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resume
 
 
 def kinds(run: Path) -> list[dict[str, Any]]:
-    """Return each step's hyperparameters of groups with and without decay. Experts may have their own."""
+    """Return hyperparameters by step, for groups with and without decay. Experts may have their own."""
     steps = []
     for groups in options(run):
         step: dict[str, Any] = {}

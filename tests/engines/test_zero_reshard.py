@@ -264,7 +264,7 @@ def test_a_source_of_no_hyperparameters_is_loaded_by_name(loaded: Path) -> None:
 
 @pytest.mark.parametrize("cell", [c for c in OTHERS if c.source is ELASTIC and c.stage < 3], ids=lambda c: c.name)
 def test_an_elastic_checkpoint_stays_one_that_loads_with_its_optimizer(cell: Cell, loaded: Path) -> None:
-    """The checkpoint has no hyperparameters. DeepSpeed keeps the engine's and puts the step into each group."""
+    """The checkpoint has no hyperparameters, so DeepSpeed keeps the engine's. It puts the step into each group."""
     before, after = truths(cell, loaded)
     assert after.tensors == before.tensors and any(role == "exp_avg" for _, role in after.tensors)
     assert after.metadata["adam_step"] == before.metadata["adam_step"]

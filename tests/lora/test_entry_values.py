@@ -20,7 +20,7 @@ from tests.support.adapters import edited
 from tests.support.commands import ckpt
 
 TARGETS = ["up", "down"]
-#: An adapter of each kind, by the options that PEFT needs for these layers.
+#: Options of an adapter of each kind, as PEFT needs them for these layers.
 OPTIONS: dict[str, dict[str, Any]] = {
     "LORA": {"r": 2},
     "ADALORA": {"init_r": 3, "target_r": 2, "total_step": 10},
@@ -90,7 +90,7 @@ def trained(kind: str, folder: Path, **options: Any) -> Path:
 
 
 def loads_in_peft(folder: Path) -> bool:
-    """Return True if PEFT loads and merges the adapter without making up a tensor."""
+    """Return True if PEFT loads and merges the adapter without inventing a tensor."""
     from peft import PeftModel
 
     with warnings.catch_warnings(record=True) as said:
@@ -103,7 +103,7 @@ def loads_in_peft(folder: Path) -> bool:
 
 
 def is_refused(folder: Path) -> bool:
-    """Return True if `check` finds damage, and merge-lora names the same."""
+    """Return True if `check` finds damage and merge-lora reports the same."""
     checked = toolkit.check(folder)
     try:
         open_adapter(str(folder))
@@ -119,9 +119,9 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-#: Values of each kind of entry, some of which PEFT takes for some.
+#: Values to try for each kind of entry. PEFT accepts some of them for some entries.
 VALUES: tuple[Any, ...] = (None, -1, "x", [], [3], {})
-#: Entries whose values only the base tells apart, or that a merge leaves out.
+#: Entries checked only against the base, or ignored by a merge.
 OF_THE_BASE = {
     *("base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "runtime_config"),
     *("init_lora_weights", "target_svd_config", "feedforward_modules", "alora_invocation_tokens", "sparsity"),
@@ -132,7 +132,7 @@ def cases(kind: str, folder: Path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     raw = json.loads((folder / "adapter_config.json").read_text())
     from ckpt.adapters.entry_values import known
 
-    unknown = {"target_modules"} if kind == "UNILORA" else set()  # whose tensors name no layers
+    unknown = {"target_modules"} if kind == "UNILORA" else set()  # its tensors name no layers
     for entry in sorted(known(kind) & raw.keys() - OF_THE_BASE - unknown):
         for value in VALUES:
             if value != raw[entry]:
@@ -151,7 +151,7 @@ def test_values_that_peft_refuses_are_refused(kind: str, adapters: dict[str, Pat
     assert not wrong
 
 
-#: Values that PEFT loads.
+#: Values accepted by PEFT.
 TAKEN: list[tuple[str, dict[str, Any]]] = [
     *(("LORA", {"lora_dropout": value}) for value in (0, 1, 0.5, True)),
     *(("LORA", {"modules_to_save": value}) for value in ("x", {"x": 1}, ["x"], "")),
@@ -178,7 +178,7 @@ def test_values_that_peft_takes_are_taken(
     assert loads_in_peft(changed) and not is_refused(changed)
 
 
-#: Sizes, blocks and layers that are not those of the tensors, and settings that contradict each other.
+#: Sizes, blocks and layers that contradict the tensors, and settings that contradict each other.
 CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     *((kind, {"r": 1}) for kind in ("DEFT", "DELORA", "GLORA", "HIRA", "HRA", "LOHA", "MISS", "PEANUT", "PSOFT")),
     *((kind, {"r": 1}) for kind in ("LORA", "PVERA", "RANDLORA", "VBLORA", "VERA")),

@@ -301,7 +301,7 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
             expected_logits = merged(input_ids=stored["input_ids"]).logits
             logits = load_base(folder).eval()(input_ids=stored["input_ids"]).logits
         assert same(expected_logits, logits)
-        torch.testing.assert_close(logits, stored["logits"].float(), rtol=2e-2, atol=2e-2)  # live and unmerged
+        torch.testing.assert_close(logits, stored["logits"].float(), rtol=2e-2, atol=2e-2)  # the live, unmerged model
         assert ckpt("verify", "--loads", folder).code == 0
         tables[TABLE][f"out of a {job['strategy']} run"]["llama"] = f"{equal}/{len(theirs)} (14)"
 

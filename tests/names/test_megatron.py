@@ -581,7 +581,7 @@ class TestArrangement:
 class TestPadding:
     @pytest.mark.parametrize("tp, padded", [(1, 384), (2, 512), (3, 384), (8, 1024)])
     def test_rows_are_zero_up_to_what_megatron_pads_to(self, tmp_path: Path, tp: int, padded: int) -> None:
-        """Ranks don't divide the vocabulary, so it is padded (Megatron-Bridge#1853)."""
+        """The vocabulary doesn't divide among the ranks, so it is padded (Megatron-Bridge#1853)."""
         hub, there = saved(tmp_path, "llama"), moved(tmp_path, tp=tp)
         for ours, theirs in ((EMBEDDING, "model.embed_tokens.weight"), (OUTPUT, "lm_head.weight")):
             found = there[ours][...]

@@ -52,7 +52,7 @@ BY_TENSORS = names_in(
     linear_attention_freq is_hybrid_model
     """
 )
-#: Fields with meaning only together with another, compared field.
+#: Fields without effect unless another, compared field is set.
 LATENT = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale mscale_all_dim beta_fast
     beta_slow original_max_position_embeddings rotary_scaling_factor
@@ -67,7 +67,7 @@ SAID = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "a
 SAID |= dict.fromkeys(("rope_type", "mscale", "mscale_all_dim"), "rotary_scaling_factor")
 
 
-#: Values with an effect, for fields with other values that have none.
+#: Values to try for fields whose other values may have no effect.
 VALUES: dict[str, list[Any]] = {
     "num_query_groups": [9],
     "window_size": [(3, 0), "something"],
@@ -110,7 +110,7 @@ def run_of(architecture: str, **recorded: Any) -> tuple[Checkpoint, Table, Sizes
     return Checkpoint("run", "megatron", {}, (), namespace=MEGATRON, state=state), table, sizes
 
 
-#: Models for fields without meaning in other models.
+#: Models to test fields that other models ignore.
 MODELS = {
     **dict.fromkeys(LATENT.split(), "deepseek_v3 with YaRN"),
     **dict.fromkeys(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), "nemotron_h"),
@@ -324,7 +324,7 @@ def test_what_is_refused_and_what_is_not(architecture: str, recorded: dict[str, 
     ],
 )
 def test_two_names_of_a_setting_have_one_value(model: str, recorded: dict[str, Any], wrong: dict[str, Any]) -> None:
-    """The second name was silently ignored if the first agreed with the config."""
+    """The second name must be checked even if the first agrees with the config."""
     grouped = {"group_query_attention": True} if "num_query_groups" in recorded else {}
     assert refusal(model, **grouped, **recorded) is None
     assert refusal(model, **grouped, **{**recorded, **wrong})

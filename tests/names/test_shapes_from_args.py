@@ -32,7 +32,7 @@ UNTOLD = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_arguments_tell_of_what_the_table_has(case: str) -> None:
-    """Every predicted tensor has the table's shape. megatron-core's own models prove the table."""
+    """Every predicted tensor has the table's shape. Other tests prove the table on megatron-core's models."""
     architecture, more = CASES[case]
     relation, sizes = relation_of(config_of(architecture, **more), padded=384)
     args = {**table_of(architecture).args(sizes), "padded_vocab_size": 384}
@@ -78,7 +78,7 @@ def test_arguments_that_are_not_all_there_tell_of_nothing() -> None:
     ],
 )
 def test_arguments_of_another_kind_tell_of_nothing(more: dict[str, Any]) -> None:
-    """Megatron-LM's examples with the first setting have sizes that differ from these arguments."""
+    """Megatron-LM's examples with `yaml_cfg` have other sizes than these arguments."""
     assert model_shapes({**SIZES, **more}) == {}
 
 

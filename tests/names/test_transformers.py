@@ -136,7 +136,7 @@ def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_what_is_in_memory_becomes_the_file_that_save_pretrained_writes(tmp_path: Path, model_type: str) -> None:
-    """The whole safetensors file is equal byte for byte, and reading it restores the memory names."""
+    """The whole safetensors file is equal byte for byte, and reading it back gives the model in memory."""
     differs, pattern = MODELS[model_type]
     saved = Saved(model_type, tmp_path)
     checkpoint = saved.in_memory()

@@ -230,7 +230,7 @@ def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
     assert "tensor: up.weight" in done.err
 
 
-# -- what is in no known form --------------------------------------------------------------------------------
+# -- unknown forms --------------------------------------------------------------------------------
 def bundle(path: Path, change: Any) -> Path:
     """Write bitsandbytes' file with edited states for one parameter."""
     content = torch.load(FIXTURES / "quantized-full/bnb8.pt", weights_only=False)
@@ -282,7 +282,7 @@ def test_one_ranks_part_is_not_taken_for_the_parameters_state(tmp_path: Path) ->
     assert any("state1 of up.weight" in line and "one rank" in line for line in checkpoint.unread)
 
 
-# -- states of other forms under ZeRO ------------------------------------------------------------------------
+# -- other states under ZeRO ------------------------------------------------------------------------
 def zero_with(folder: Path, change: Any) -> Path:
     """Copy bitsandbytes' ZeRO-2 run with edited states on each rank."""
     shutil.copytree(FIXTURES / "quantized-zero2/bnb8", folder)
@@ -376,7 +376,7 @@ def test_codes_of_no_element_beside_scales_are_no_state() -> None:
 
 
 def test_a_state_that_has_not_the_shape_of_its_place_is_refused(tmp_path: Path) -> None:
-    """One changed number in `.metadata`, a chunk size, made ckpt drop this state but keep its siblings."""
+    """A wrong chunk size in `.metadata` must not silently drop one state and keep its siblings."""
     run = Path(shutil.copytree(FIXTURES / "quantized-dcp/ao8", tmp_path / "run"))
     metadata = bytearray((run / ".metadata").read_bytes())
     assert metadata[1639] == 64
@@ -415,7 +415,7 @@ def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_oth
 
 
 def test_a_state_that_one_rank_calls_otherwise_is_refused_wherever_it_goes(tmp_path: Path) -> None:
-    """Writing such states as plain storages of codes raised an AssertionError."""
+    """Writing such states as plain storages of codes must not raise an AssertionError."""
     run = Path(shutil.copytree(FIXTURES / "quantized-ranks/ao8", tmp_path / "run"))
     file = run / "optim_world_size_2_rank_1.pt"
     content = file.read_bytes()

@@ -56,7 +56,7 @@ def test_flipped_bits_are_refused_or_change_nothing(fixtures: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "dcp-fsdp2"])
 def test_other_numbers_are_refused_or_change_nothing(fixtures: Path, tmp_path: Path, name: str) -> None:
-    """Zero sizes made tensors empty, and an offset of 0 turned foreign bytes into values."""
+    """Zero sizes would make tensors empty, and an offset of 0 would turn foreign bytes into values."""
     step = Path(shutil.copytree(fixtures / name / "step-2", tmp_path / "step"))
     expected = outcome(step)
     metadata = step / ".metadata"

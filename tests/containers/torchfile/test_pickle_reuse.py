@@ -1,5 +1,6 @@
-"""`ckpt/containers/torchfile/pickle_reuse.py`: equal pickles of many ranks are parsed once, with each file's
-tensors.
+"""`ckpt/containers/torchfile/pickle_reuse.py`: equal pickles of many ranks are parsed once.
+
+Each file keeps its own tensors.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_container_is_torchs_own_to_the_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_torch_can_compute_the_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, debug: str) -> None:
-    """`calculate_storage_offsets` trusts the writer to be miniz; with TORCH_SERIALIZATION_DEBUG it checks every one."""
+    """`calculate_storage_offsets` expects miniz's layout. With TORCH_SERIALIZATION_DEBUG, torch checks every offset."""
     from torch.utils.serialization import config
 
     tensors = {f"w{i}": torch.randn(i % 7, 3) for i in range(50)}

@@ -45,7 +45,7 @@ def main() -> None:
 
 def _engine(name: str, ep_size: int) -> Any:
     stage, is_bf16 = RUNS[name]
-    model = build((ep_size, ep_size), balance=0.0, drop_tokens=False)  # both would depend on the rank
+    model = build((ep_size, ep_size), balance=0.0, drop_tokens=False)  # both depend on the tokens of a rank
     fill(model, dist.get_rank())
     config = {
         "train_batch_size": 8,

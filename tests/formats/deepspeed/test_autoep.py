@@ -140,7 +140,7 @@ def test_masters_and_states_go_on_to_dcp(fixtures: Path, tmp_path: Path, name: s
     api.plan(api.open(fixtures / name), "dcp", Layout(world_size=2)).run(tmp_path / "out")
     written = api.open(tmp_path / "out", "dcp")
     for (fqn, role), expected in truth_of(fixtures, name).tensors.items():
-        if role != WEIGHT:  # the masters exist
+        if role != WEIGHT:  # DCP stores the masters as weights
             assert content(written.tensors[fqn, WEIGHT if role == MASTER else role]) == expected, (fqn, role)
 
 

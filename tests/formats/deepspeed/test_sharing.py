@@ -208,7 +208,7 @@ def test_faults_are_refused(fixtures: Path, tmp_path: Path, fault: str) -> None:
 
 
 def test_several_ep_sizes_without_zero_leave_the_optimizer_out(fixtures: Path, tmp_path: Path) -> None:
-    """Then the files don't record which ranks share an expert's states."""
+    """With several ep_sizes and no ZeRO, files don't record which ranks share an expert's states."""
     run = Path(shutil.copytree(fixtures / "experts-zero0", tmp_path / "run"))
 
     def other(found: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ SHAPES = st.lists(st.sampled_from([(2, 3), (3, 2), (4,)]), min_size=1, max_size=
 @settings(deadline=None)
 @given(SHAPES, st.data())
 def test_names_are_given_where_one_way_alone_fits(shapes: list, data: st.DataObject) -> None:
-    """Compare with trying every assignment. Parameters left out are frozen."""
+    """The result equals a brute-force search. Parameters left out are frozen."""
     parameters = {f"p{i}": shape for i, shape in enumerate(shapes)}
     trained = [i for i in range(len(shapes)) if data.draw(st.booleans())]
     asked = [shapes[i] for i in trained]

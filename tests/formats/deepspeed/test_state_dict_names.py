@@ -95,7 +95,7 @@ def stored(*shape: int) -> StoredTensor:
 
 
 def test_the_place_most_names_agree_on_decides() -> None:
-    """`b.weight` lacks `outer` as the others do, though `outer.b.b.weight` without one `b` has its name too."""
+    """`b.weight` could be `outer.b.weight` or `b.b.weight`. The other names lack `outer`, so `outer.b.weight` wins."""
     recorded = {"outer.a.weight": (2,), "outer.c.weight": (2,), "outer.b.weight": (2,), "b.b.weight": (2,)}
     module = {"a.weight": stored(2), "c.weight": stored(2), "b.weight": stored(2)}
     names = match(module, recorded)

@@ -184,7 +184,7 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "num_ranks"),
     [
-        ("toy-zero3", 3, 3),  # toy-zero1 and toy-zero2 fail: parameters without dims
+        ("toy-zero3", 3, 3),  # not toy-zero1 or toy-zero2: their 0-d parameters make it fail
         ("moe-zero3", 3, 2),
         ("lora-zero3", 3, 2),
         ("trainer-zero2", 2, 2),
@@ -197,7 +197,7 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
 def test_against_deepspeeds_own_converter(
     name: str, stage: int, num_ranks: int, fixtures: Path, tmp_path: Path
 ) -> None:
-    """Its output, from a run or from ckpt's partition files, reads like the source. ckpt writes the same files."""
+    """The converter's output, from a run or from ckpt's files, reads like the source. ckpt writes the same files."""
     import torch
 
     checkpoint = source(fixtures, name)

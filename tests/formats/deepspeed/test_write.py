@@ -355,7 +355,7 @@ def test_different_steps_in_a_group_are_refused(fixtures: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_numbers_that_differ_in_a_group_are_listed(fixtures: Path, tmp_path: Path, stage: int) -> None:
-    """Adafactor in transformers keeps an RMS per parameter. Its weights could not be written as ZeRO files."""
+    """Adafactor in transformers keeps an RMS per parameter, but ZeRO files have one number per group."""
     source = api.open(fixtures / "toy-zero3")
     values = {fqn: float(number) for number, fqn in enumerate(source.state.scalars["step"])}
     odd = replace(source, state=replace(source.state, scalars={**source.state.scalars, "RMS": values}))

@@ -236,7 +236,7 @@ def test_old_names_without_an_underscore(tmp_path: Path) -> None:
 
 
 def elastic(inner: dict[str, Any], rank: int) -> None:
-    """List of dicts with unpadded states, and no param groups (stage_1_and_2.py, `_get_base_optimizer_state`)."""
+    """Keep unpadded states in a list of dicts, without param groups (stage_1_and_2.py, `_get_base_optimizer_state`)."""
     states = []
     for number, kept in enumerate(inner["single_partition_of_fp32_groups"]):
         state = inner["base_optimizer_state"]["state"][number]
@@ -251,7 +251,7 @@ def elastic_step_in_groups(inner: dict[str, Any], rank: int) -> None:
 
 
 def elastic_with_two_steps(inner: dict[str, Any], rank: int) -> None:
-    """DeepSpeed's own Adam counts in its states and also keeps the step its groups started with."""
+    """Add the step at which the groups started. DeepSpeed's own Adam keeps it and counts in its states."""
     elastic(inner, rank)
     inner["base_optimizer_state_step"] = 0
 
@@ -266,7 +266,7 @@ def test_elastic_checkpoints(tmp_path: Path, num_ranks: int, change: Callable[..
 
 
 def bf16_optimizer(inner: dict[str, Any], rank: int) -> None:
-    """No stage, and partitions with padding (runtime/bf16_optimizer.py, `state_dict`)."""
+    """Remove the stage and pad the partitions (runtime/bf16_optimizer.py, `state_dict`)."""
     del inner["zero_stage"], inner["loss_scaler"], inner["param_alignment_paddings"]
     kept = inner["single_partition_of_fp32_groups"]
     inner["single_partition_of_fp32_groups"] = [
@@ -283,7 +283,7 @@ def test_bf16_optimizer(tmp_path: Path, num_ranks: int) -> None:
 
 
 def paddings_of_the_last_rank(num_ranks: int, stateless: bool) -> Callable[..., None]:
-    """Before DeepSpeed 0.16.4, the last rank records and strips the whole group's padding, other ranks nothing."""
+    """Return an edit for DeepSpeed before 0.16.4: the last rank alone records and strips the whole group's padding."""
 
     def change(inner: dict[str, Any], rank: int) -> None:
         partitions = zip(inner["single_partition_of_fp32_groups"], inner["group_paddings"], GROUPS, strict=True)
@@ -423,7 +423,7 @@ def test_extra_state_of_modules_is_carried(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_frozen_parameters_of_stage_3(tmp_path: Path, num_ranks: int) -> None:
-    """Each rank has a slot of each. Since 0.19.6 the list includes trainable parameters without elements."""
+    """Each rank has a slot of each frozen parameter. Since 0.19.6 the list includes empty trainable parameters."""
     frozen = {"base.weight": torch.randn(3, 5).bfloat16(), "none": torch.empty(0, 4).bfloat16()}
 
     def add(model: dict[str, Any], rank: int) -> None:
@@ -573,7 +573,7 @@ def test_partitions_over_different_ranks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_a_run_with_other_groups_says_so(tmp_path: Path) -> None:
-    """With equal rank count and stage, the message's found and expected would be identical without the groups."""
+    """Rank count and stage are equal, so the message must name the groups to show a difference."""
 
     def more_groups(inner: dict[str, Any], rank: int) -> None:
         inner["partition_count"] = [2] * (len(GROUPS) + rank)
@@ -660,7 +660,7 @@ def test_a_structure_of_the_future_is_refused_with_its_version(tmp_path: Path) -
 def test_frozen_parameters_that_were_not_saved_are_told_of(
     fixtures: Path, tmp_path: Path, name: str, is_left_out: bool
 ) -> None:
-    """DeepSpeed records it. Without a config, no missing name is known and the output looked complete."""
+    """DeepSpeed records this. Without a config, no missing name is known and the output looks complete."""
     done = commands.ckpt("convert", "auto", "zero3", fixtures / name, "-o", tmp_path / "out", "--world-size", "1")
     assert done.code == 0
     assert ("saved without its frozen parameters" in done.err) == is_left_out

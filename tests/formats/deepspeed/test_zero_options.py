@@ -101,7 +101,7 @@ def test_option(scenario: Scenario, scenario_runs: Path, tmp_path: Path, tables:
     named = [[fqn for fqn in group["names"] if fqn in masters] for group in truth.metadata["param_groups"]]
     assert [list(group.fqns) for group in checkpoint.state.param_groups] == named
 
-    # Only a LoRA run's own names can be written during training. merge-lora creates an hf model.
+    # A LoRA run in training can only be written under its own names. merge-lora writes the hf model.
     layout = Layout(options={"names": "own"}) if "lora" in scenario.options else None
     api.plan(checkpoint, "hf", layout).run(tmp_path / "hf")
     written = stored(tmp_path / "hf")

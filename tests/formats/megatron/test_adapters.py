@@ -42,7 +42,7 @@ SWIFTS_LOGITS = load_file(SWIFT / "logits.safetensors") if SWIFT.is_dir() else {
 NEMO = FIXTURES / "nemo-lora"
 NEMOS_LOGITS = load_file(NEMO / "logits.safetensors") if NEMO.is_dir() else {}
 RUNS = sorted(LOGITS.keys() - {"ids"})
-#: Runs whose trainer computed something else than the adapter says, or mixed several models.
+#: Runs whose trainer computed something else than the adapter says, or a result that no single model computes.
 WRONG = {"experts-etp2", "dora-tp2-columns"}
 
 

@@ -91,7 +91,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
-    """The checkpoint is intact, but ckpt called it damaged, because Muon's buffers have another layout."""
+    """The checkpoint is intact and must not be called damaged: Muon's buffers have another layout."""
     run = tmp_path / "run"
     shutil.copytree(sample("llama-buckets", "buckets"), run)
     common = torch.load(run / FOLDER / "common.pt", weights_only=False)

@@ -295,7 +295,7 @@ DEPARTURES = [
 
 @pytest.fixture(scope="module")
 def loaded() -> Path:
-    """Convert everything, then load and gather it in the target's engine, in one launch. Folders have list numbers."""
+    """Convert everything, then load and gather it in the target's engine, in one launch. Folders are named by index."""
     folder = scratch() / "loads"
     sample("llama")
     launch(

@@ -244,7 +244,7 @@ def test_of_models_without_a_name_wrappers_and_sgd_hide_none(tmp_path: Path) -> 
     weights, states = nested(model, optimizer)
     wrapped = {f"module.{name}": value for name, value in weights.items()}
     average = {name: value + 1 for name, value in weights.items()}
-    for number, held in enumerate(({"optimizer": states}, {})):  # without an optimizer no model was trained
+    for number, held in enumerate(({"optimizer": states}, {})):  # nothing shows which model was trained
         with pytest.raises(LossError, match="several models") as caught:
             read(save({"net": wrapped, "average": average, **held}, tmp_path / f"two-{number}"))
         assert caught.value.found == "average, net"
@@ -444,7 +444,7 @@ def test_the_file_system_writers_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_tensors_of_one_size_in_a_file_of_safetensors_are_no_ties(tmp_path: Path, nested: bool) -> None:
-    """Because torch records one place and length for all, ckpt took them for a single tensor stored once."""
+    """For all of them, torch records one place and length, so they look like a single tensor stored once."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -491,6 +491,7 @@ def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> N
 
 
 # -- real engines ------------------------------------------------------------------------------------------------------
+#: (strategy, model, keys) by name, on 4 ranks.
 RUNS = {
     "fsdp2": ("fsdp2", "toy", "nested"),
     "fsdp1": ("fsdp1", "toy", "nested"),

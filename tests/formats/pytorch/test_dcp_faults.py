@@ -171,7 +171,7 @@ def test_a_file_of_one_rank_copied_over_that_of_another(fixtures: Path, tmp_path
 
 
 def test_a_model_whose_halves_are_equal_is_written_and_read(tmp_path: Path) -> None:
-    """Each rank has one half. After writing, ckpt refused the output as a copy."""
+    """Each rank has one half. Equal halves are no copied file."""
     import numpy as np
     from safetensors.numpy import save_file
 

@@ -32,7 +32,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_wor
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function of a kind and rank count, as `runs("fsdp2-3")`, that gives the run's folder."""
+    """Return a function: `runs("fsdp2-3")` gives the folder of an FSDP2 run on 3 ranks."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:

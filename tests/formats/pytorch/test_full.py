@@ -551,7 +551,7 @@ def test_an_entry_called_optimizer_that_only_names_one(tmp_path: Path) -> None:
 
 
 def test_a_count_is_no_parameter_that_a_number_may_stand_for(tmp_path: Path) -> None:
-    """BatchNorm's `num_batches_tracked` or another integer is next to a 0-d parameter."""
+    """An integer such as BatchNorm's `num_batches_tracked` must not match a 0-d parameter."""
     model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0)), "weight": nn.Parameter(torch.ones(3))})
     model.register_buffer("count", torch.tensor(3))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
 }
-#: States outside the flat buffers. In other states' buffers, such parameters get zeros.
+#: States outside ZeRO's flat buffers. Their parameters have zeros for states of other parameters in the buffer.
 NOT_UNDER_ZERO = {"adafactor": {"row_var", "col_var"}}
 
 States = dict[tuple[str, str], Any]
@@ -72,7 +72,7 @@ def test_states_are_those_that_torch_saved(name: str, tmp_path: Path) -> None:
 
 
 def test_a_first_moment_of_a_single_element_is_damage(fixtures: Path, tmp_path: Path) -> None:
-    """It was read as one number for the whole parameter, and the tensor was silently lost."""
+    """Reading it as one number for the whole parameter would silently lose the tensor."""
     run = tmp_path / "run"
     shutil.copytree(fixtures / "trainer-plain", run)
     path = max(run.rglob("optimizer.pt"))
