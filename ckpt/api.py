@@ -18,8 +18,8 @@ from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, 
 from ckpt.base.flags import OptionGroup, others
 from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size, show_size
-from ckpt.base.text import counted, scheme_of
-from ckpt.base.type_checks import takes, typed
+from ckpt.base.text import pluralize, scheme_of
+from ckpt.base.type_checks import check_types, takes
 from ckpt.move.files import check_destination, is_filled, is_inside_folder
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 #: A path, a URL, or a result from `ckpt.open`.
 Source = str | PathLike[str] | Checkpoint
 
-#: Value of a read option, resolved by `typed`.
+#: Value of a read option, resolved by `check_types`.
 ReadOption = Annotated[OptionValue, registry.options_for_reading]
 
 _RANKS = Option("world_size", int, None, "Ranks of a sharded target", min=1, max=MAX_SIZE)
@@ -99,7 +99,7 @@ _REPLICA = Option("replica", int, None, "The rank whose copies are taken", min=0
 WORKERS = Option("workers", int, 0, "Threads that copy", min=0, max=256)
 
 
-@typed
+@check_types
 def open(
     path: str | PathLike[str],
     format: str = AUTO,
@@ -213,7 +213,7 @@ class Conversion(Returned):
 
     def __repr__(self) -> str:
         size = show_size(self.plan.total_bytes)
-        return f"<{shown(self.plan.checkpoint.path)} to {self.format}: {counted(len(self.files), 'file')}, {size}>"
+        return f"<{shown(self.plan.checkpoint.path)} to {self.format}: {pluralize(len(self.files), 'file')}, {size}>"
 
     def check_destination(self, destination: Path) -> None:
         """Raise UsageError if `destination` overlaps an input, or if a trainer would mistake it for its own step."""
@@ -252,7 +252,7 @@ class Conversion(Returned):
         """
         return self.views.open(name)
 
-    @typed
+    @check_types
     def run(
         self,
         destination: str | PathLike[str],
@@ -681,7 +681,7 @@ def mount(
     return served_by(["mount", *flags, "--foreground", "--quiet", to, fspath(source)], view)
 
 
-@typed
+@check_types
 def hash(
     source: Source,
     format: str = AUTO,
@@ -930,7 +930,8 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
         frozen = len({fqn for fqn, _ in run.tensors}) - len({fqn for fqn, _ in sides[this].tensors})
         if frozen:
             notes.append(
-                f"the base model in {'AB'[this]}, {counted(frozen, 'tensor')}, is not compared: {'AB'[other]} has none"
+                f"the base model in {'AB'[this]}, {pluralize(frozen, 'tensor')}, is not compared: "
+                f"{'AB'[other]} has none"
             )
     return sides[0], sides[1], notes
 

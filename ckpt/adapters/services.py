@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.adapters.config import AdapterConfig
-from ckpt.base.entries import late
+from ckpt.base.entries import lazy_module
 from ckpt.plan.checkpoint import Checkpoint
 
 
@@ -34,5 +34,5 @@ class NamesProtocol(Protocol):
     def prove_names(self, folder: Path) -> None: ...
 
 
-settings: SettingsProtocol = late("converters.names.adapter_settings")
-names: NamesProtocol = late("converters.huggingface.peft")
+settings: SettingsProtocol = lazy_module("converters.names.adapter_settings")
+names: NamesProtocol = lazy_module("converters.huggingface.peft")

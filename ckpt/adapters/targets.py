@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.adapters.config import LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 
 #: Entry of LoRA's files by PEFT. Configs that other trainers made name layers by their last names.
 _OF_PEFTS_FILES = "layers_to_transform"
@@ -95,7 +95,7 @@ def _entries_in_words(raw: Mapping[str, Any], always: str = "") -> str:
 
 
 def _layers_in_words(layers: list[str]) -> str:
-    return f"{counted(len(layers), 'layer')} ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})"
+    return f"{pluralize(len(layers), 'layer')} ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})"
 
 
 def _is_saved(saved: Iterable[str], layer: str) -> bool:

@@ -75,6 +75,6 @@ class Late:
         return getattr(import_module(self.name), name)
 
 
-def late(name: str) -> Any:
+def lazy_module(name: str) -> Any:
     """Return the module `name`, imported on first use. The caller annotates the result with the module's protocol."""
     return Late(name)

@@ -57,7 +57,7 @@ def one_line(text: str, limit: int = 400) -> str:
     return printable(text, limit).replace("\n", "\\n")
 
 
-def counted(number: int, what: str, spec: str = "") -> str:
+def pluralize(number: int, what: str, spec: str = "") -> str:
     """Return `number` and the noun `what`, in the plural unless `number` is 1: 2 ranks, 3 copies, 4 processes."""
     if number != 1:
         ends_in_y = what.endswith("y") and what[-2:-1] not in "aeiou"

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def typed(function: Callable[P, R]) -> Callable[P, R]:
+def check_types(function: Callable[P, R]) -> Callable[P, R]:
     """Make `function` raise UsageError for an unknown argument or a value its annotation forbids.
 
     If its `**options` are `Annotated` with a function, only the names returned by this function are known.
@@ -37,7 +37,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator like `typed` for a function with the fields of `groups` as `**keywords`.
+    """Return a decorator like `check_types` for a function with the fields of `groups` as `**keywords`.
 
     The signature in `help()` lists them all. `others` annotates further keywords, if any are allowed.
     """

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
@@ -78,7 +78,7 @@ class Difference:
     num_nan: int
 
     def __str__(self) -> str:
-        of = counted(self.numel, "element")
+        of = pluralize(self.numel, "element")
         text = f"{self.num_different} of {of} differ, first {list(self.index)}: {self.a} and {self.b}"
         if self.largest is not None:
             text += f"; largest difference {self.largest}"
@@ -245,8 +245,8 @@ def check_covered(covered: int, shape: Shape) -> None:
     if covered != prod(shape):
         raise CorruptError(
             "the stored parts of a tensor do not cover it once",
-            expected=f"{counted(prod(shape), 'element')} of shape {list(shape)}",
-            found=f"{counted(covered, 'element')} that both sides have in common",
+            expected=f"{pluralize(prod(shape), 'element')} of shape {list(shape)}",
+            found=f"{pluralize(covered, 'element')} that both sides have in common",
         )
 
 

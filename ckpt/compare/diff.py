@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ckpt.base.errors import UsageError, shown
 from ckpt.base.sizes import show_size
-from ckpt.base.text import aligned, counted, one_line
+from ckpt.base.text import aligned, one_line, pluralize
 from ckpt.compare.changes import Change, Tolerance, can_measure, measure, together
 from ckpt.compare.compare import Reader
 from ckpt.compare.pairs import (
@@ -117,7 +117,7 @@ class Diff(Report):
         numbers = [one for one in self.results if one.status != EQUAL and one.is_scalar]
         scalars = Counter((one.role, one.a, one.b, one.error) for one in numbers)
         for (role, x, y, error), count in scalars.items():
-            yield one_line(f"{role}: {error or f'{x} in A, {y} in B'}, for {counted(count, 'parameter')}")
+            yield one_line(f"{role}: {error or f'{x} in A, {y} in B'}, for {pluralize(count, 'parameter')}")
         yield from map(str, self.not_compared)
         yield from (f"note: {one_line(note)}" for note in self.notes)
         yield self.outcome
@@ -127,15 +127,15 @@ class Diff(Report):
         measured = [one for found in self.layers.values() for one in found]
         of_model = [one for one in measured if not self._is_state(one)]
         whole = _together(of_model or measured)
-        text = f"{len(self.changed)} of {counted(self.num_compared, 'tensor')} changed ({show_size(self.num_bytes)})"
+        text = f"{len(self.changed)} of {pluralize(self.num_compared, 'tensor')} changed ({show_size(self.num_bytes)})"
         if whole.num_changed:
             whose = "of the model " if len(of_model) < len(measured) and of_model else ""
             text += f"; {whose}relative error {_number(whole.relative)}, largest change {_number(whole.largest)}"
         every = _together(measured)
         if num_odd := sum(every.not_finite):
-            text += f"; {counted(num_odd, 'element')} NaN or infinite"
+            text += f"; {pluralize(num_odd, 'element')} NaN or infinite"
         if self.within is not None:
-            beyond = f"beyond the tolerance, {counted(every.num_beyond, 'element')}"
+            beyond = f"beyond the tolerance, {pluralize(every.num_beyond, 'element')}"
             text += "; all within the tolerance" if self.within else f"; {beyond}"
         return text
 

@@ -24,7 +24,7 @@ from xxhash import xxh3_128
 
 from ckpt.base.errors import printable
 from ckpt.base.results import Returned
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.compare.compare import Reader, blocks, check_replicas, location, number_text
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
@@ -85,7 +85,7 @@ class Digests(Returned):
     def lines(self, tensors: bool = False) -> Iterator[str]:
         """Yield each kind's digest, and each tensor's digest if `tensors`."""
         for kind, digest in self.whole.items():
-            yield f"{ALGORITHM}:{digest}  {kind}  ({counted(len(self.of_kind(kind)), 'tensor')})"
+            yield f"{ALGORITHM}:{digest}  {kind}  ({pluralize(len(self.of_kind(kind)), 'tensor')})"
         for one in self.tensors if tensors else ():
             yield printable(f"{one.digest}  {one.role}  {one.fqn}  {one.dtype} {list(one.shape)}")
 

@@ -20,7 +20,7 @@ from xxhash import xxh3_128
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, printable, shown
 from ckpt.base.results import Returned
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.compare.digest import ALGORITHM, Progress, digests
 from ckpt.move.filehash import FileDigest, Hasher, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
@@ -106,7 +106,7 @@ class ManifestCheck(Returned):
 
     def __repr__(self) -> str:
         return (
-            f"<{shown(self.path)}: {'as its manifest says' if self.good else counted(len(self.problems), 'problem')}>"
+            f"<{shown(self.path)}: {'as its manifest says' if self.good else pluralize(len(self.problems), 'problem')}>"
         )
 
     @property
@@ -118,10 +118,10 @@ class ManifestCheck(Returned):
         if self.unknown:
             yield f"note: not in the manifest: {printable(', '.join(self.unknown))}"
         if self.good:
-            size = f"{counted(self.num_files, 'file')}, {counted(self.num_bytes, 'byte')}"
+            size = f"{pluralize(self.num_files, 'file')}, {pluralize(self.num_bytes, 'byte')}"
             yield f"as the manifest says: {size}, every bit of them"
         else:
-            yield f"not as the manifest says: {counted(len(self.problems), 'problem')}"
+            yield f"not as the manifest says: {pluralize(len(self.problems), 'problem')}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -156,7 +156,7 @@ def check(folder: Path, progress: Progress | None = None, *, elements: bool = Tr
         if not is_there:
             problems.append(f"{name}: the file is missing")
         elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{name}: {counted(path.stat().st_size, 'byte')} instead of {entry['bytes']}")
+            problems.append(f"{name}: {pluralize(path.stat().st_size, 'byte')} instead of {entry['bytes']}")
         else:
             pieces = {(offset, length): digest for offset, length, digest in entry["pieces"]}
             present[name] = FileDigest(entry["bytes"], pieces, entry["rest"])

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.compare.compare import narrower
 from ckpt.compare.pairs import EQUAL, ONLY_B, Report
 from ckpt.move.casts import cast_bits
@@ -55,7 +55,7 @@ def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
             if not path.is_file():
                 yield f"{file.name} is missing"
             elif path.stat().st_size != file.size:
-                yield f"{file.name} has {counted(path.stat().st_size, 'byte')} instead of {file.size}"
+                yield f"{file.name} has {pluralize(path.stat().st_size, 'byte')} instead of {file.size}"
             elif (at := _first_change(file, path)) is not None:
                 yield f"{file.name} has other bytes at {at}"
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 from ckpt.compare.other_files import is_of_training
@@ -79,7 +79,7 @@ class NotCompared:
     why: str
 
     def __str__(self) -> str:
-        return f"not compared: {one_line(self.role)} of {counted(self.count, 'tensor')} of {self.side}: {self.why}"
+        return f"not compared: {one_line(self.role)} of {pluralize(self.count, 'tensor')} of {self.side}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Report(Returned):
 
     def __repr__(self) -> str:
         outcome = "equal" if self.equal else "unreadable" if self.counts[UNREADABLE] else "different"
-        compared = counted(self.num_compared, "tensor")
+        compared = pluralize(self.num_compared, "tensor")
         return f"<{shown(self.a.path)} and {shown(self.b.path)}: {outcome}, {compared} compared>"
 
     @property
@@ -159,9 +159,9 @@ class Report(Returned):
     def outcome(self) -> str:
         counts = self.counts
         if self.equal:
-            tensors = counted(self.num_compared, "tensor")
+            tensors = pluralize(self.num_compared, "tensor")
             num_scalars = counts[EQUAL] - self.num_compared
-            scalars = f" and {counted(num_scalars, 'scalar')}" if num_scalars else ""
+            scalars = f" and {pluralize(num_scalars, 'scalar')}" if num_scalars else ""
             how = "equal after rounding" if any(result.cast for result in self.results) else "equal"
             return f"{how}: {tensors} ({show_size(self.num_bytes)}){scalars}, every bit compared"
         if counts[EQUAL] == len(self.results):
@@ -375,7 +375,9 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
         if only != "weights":
             _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), is_second)
     if num_tied:
-        work.notes.append(f"{counted(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
+        work.notes.append(
+            f"{pluralize(num_tied, 'tensor')} compared with the owner of a tie that the other side records"
+        )
     if not num_common and work.a.names and work.b.names:
         work.notes.append(
             f"no name is on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
@@ -587,14 +589,14 @@ def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iter
         yield "nothing was compared, so nothing was found equal"
     castable = sum(r.kind == "dtype" and _castable(r) for r in results)
     if castable:
-        yield f"{counted(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
+        yield f"{pluralize(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
-        yield f"{counted(count, 'tensor')} compared in {name}, to which the wider side was rounded; --exact does not"
+        yield f"{pluralize(count, 'tensor')} compared in {name}, to which the wider side was rounded; --exact does not"
     crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
     for (role, b_role), count in crossed.items():
         if {role, b_role} != {WEIGHT, BUFFER}:
-            yield f"{counted(count, 'tensor')} compared across roles: {role} of A with {b_role} of B"
+            yield f"{pluralize(count, 'tensor')} compared across roles: {role} of A with {b_role} of B"
     if a.state.step is not None and b.state.step is not None and a.state.step != b.state.step:
         yield f"the training steps differ: {a.state.step} in A, {b.state.step} in B"
     yield from _hyperparameter_notes(a, b)
@@ -619,9 +621,9 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
             if name in other and same_value(one[name], other[name]) is False:
                 found[f"{name} is {summary_text(one[name])} in A, {summary_text(other[name])} in B"] += count
     for text, count in list(found.items())[:_SHOWN]:
-        yield f"hyperparameter {text}, for {counted(count, 'parameter')}"
+        yield f"hyperparameter {text}, for {pluralize(count, 'parameter')}"
     if len(found) > _SHOWN:
-        yield f"{counted(len(found) - _SHOWN, 'more hyperparameter')} differ"
+        yield f"{pluralize(len(found) - _SHOWN, 'more hyperparameter')} differ"
 
 
 def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.compare.other_files import differing_files, first_names
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
@@ -60,11 +60,11 @@ def _entry(name: str, one: Any, other: Any) -> str:
 def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
     """Return a sentence for each part without a digest. `named` has the Hub's names."""
     found = [
-        f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in count_state_tensors(checkpoint).items()
+        f"{pluralize(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in count_state_tensors(checkpoint).items()
     ]
     for role, values in checkpoint.state.scalars.items():
         plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
         if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):
-            found.append(f"optimizer state {one_line(role)} of {counted(num_others, 'parameter')}: it is no number")
+            found.append(f"optimizer state {one_line(role)} of {pluralize(num_others, 'parameter')}: it is no number")
     left = [note for note in named.notes if note not in checkpoint.notes]  # tensors without a name on the Hub
     return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, (*left, *checkpoint.unread)))]

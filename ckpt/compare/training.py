@@ -19,7 +19,7 @@ from xxhash import xxh3_64
 
 from ckpt.base.errors import shown
 from ckpt.base.results import Returned
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.compare.compare import Reader
 from ckpt.compare.digest import row_major
 from ckpt.containers.torchfile.read import read
@@ -73,7 +73,7 @@ class RunReport(Returned):
         return not self.differences and self.num_equal > 0
 
     def __repr__(self) -> str:
-        outcome = "equal" if self.equal else f"{counted(len(self.differences), 'difference')}"
+        outcome = "equal" if self.equal else f"{pluralize(len(self.differences), 'difference')}"
         return f"<{shown(self.a.path)} and {shown(self.b.path)}: training states, {outcome}>"
 
     @property
@@ -95,13 +95,13 @@ class RunReport(Returned):
         yield from map(str, shown)
         if len(shown) < len(self.differences):
             yield f"... and {len(self.differences) - len(shown)} more; -v lists them all"
-        same = f"{counted(self.num_equal, 'value')} of the training state equal"
+        same = f"{pluralize(self.num_equal, 'value')} of the training state equal"
         if self.equal:
             yield f"equal: {same}"
         elif not self.differences:
             yield "different: neither run recorded a training state"
         else:
-            yield f"different: {counted(len(self.differences), 'value')} of the training state, {same}"
+            yield f"different: {pluralize(len(self.differences), 'value')} of the training state, {same}"
 
 
 def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
@@ -189,10 +189,10 @@ def _comparable(value: Any, reader: Reader) -> Any:
         content = value.data if value.objects is None else repr(value.objects).encode()
         return f"{value.dtype} {list(value.shape)} {xxh3_64(content).hexdigest()}"
     if isinstance(value, bytes | bytearray):
-        return f"{counted(len(value), 'byte')} {xxh3_64(bytes(value)).hexdigest()}"
+        return f"{pluralize(len(value), 'byte')} {xxh3_64(bytes(value)).hexdigest()}"
     if isinstance(value, list | tuple | set | frozenset):
         members = sorted(map(repr, value)) if isinstance(value, set | frozenset) else list(map(repr, value))
-        return f"{counted(len(value), 'value')} {xxh3_64(repr(members).encode()).hexdigest()}"
+        return f"{pluralize(len(value), 'value')} {xxh3_64(repr(members).encode()).hexdigest()}"
     if isinstance(value, DType):
         return value.name
     if isinstance(value, float) and math.isnan(value):

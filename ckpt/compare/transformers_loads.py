@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from ckpt.base.errors import NotFoundError, UsageError, printable, shown
 from ckpt.base.results import Returned
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.runs.model_files import CONFIG, read_config
 
 GENERATION = "generation_config.json"
@@ -45,7 +45,7 @@ class Loading(Returned):
         return not self.problems
 
     def __repr__(self) -> str:
-        return f"<{shown(self.path)}: {'loads' if self.good else counted(len(self.problems), 'problem')}>"
+        return f"<{shown(self.path)}: {'loads' if self.good else pluralize(len(self.problems), 'problem')}>"
 
     @property
     def exit_code(self) -> int:
@@ -53,10 +53,10 @@ class Loading(Returned):
 
     def lines(self) -> list[str]:
         found = [f"- {printable(problem)}" for problem in self.problems]
-        end = "loads" if self.good else counted(len(self.problems), "problem")
+        end = "loads" if self.good else pluralize(len(self.problems), "problem")
         return [
             *found,
-            f"{printable(self.model)}, {counted(self.num_tensors, 'tensor')}; {', '.join(self.looked_at)}: {end}",
+            f"{printable(self.model)}, {pluralize(self.num_tensors, 'tensor')}; {', '.join(self.looked_at)}: {end}",
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _tokenizer_problems(tokenizer: Any, size: int | None) -> Iterator[str]:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         yield "tokenizer: it has no vocabulary; is a file of it missing?"
     if size is not None and len(tokenizer) > size:
-        yield f"tokenizer: it has {counted(len(tokenizer), 'token')}, the embedding {counted(size, 'row')}"
+        yield f"tokenizer: it has {pluralize(len(tokenizer), 'token')}, the embedding {pluralize(size, 'row')}"
     for message in _ids(tokenizer, size):
         yield f"tokenizer: {message}"
     if tokenizer.chat_template:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError, StorageError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
@@ -96,19 +96,19 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise StorageError(f"the file cannot be read: {error.strerror}", path=name) from error
     if len(header) != length:
         raise CorruptError(
-            "the file ends within its header", path=name, expected=f"{counted(length + 8, 'byte')} or more"
+            "the file ends within its header", path=name, expected=f"{pluralize(length + 8, 'byte')} or more"
         )
     return parse_header(header, size, name)
 
 
 def _header_length(first: bytes, size: int, path: str) -> int:
-    length, found = int.from_bytes(first, "little"), f"{counted(size, 'byte')}"
+    length, found = int.from_bytes(first, "little"), f"{pluralize(size, 'byte')}"
     if len(first) < 8:
         what, expected = "the file is too short for a safetensors header", "8 bytes or more"
     elif length > MAX_HEADER:
         what, expected, found = "the header is too long", f"at most {show_size(MAX_HEADER)}", show_size(length)
     elif length + 8 > size:
-        what, expected = "the file ends within its header", f"{counted(length + 8, 'byte')} or more"
+        what, expected = "the file ends within its header", f"{pluralize(length + 8, 'byte')} or more"
     else:
         return length
     raise CorruptError(what, path=path, expected=expected, found=found)
@@ -247,8 +247,8 @@ class _Entries:
                 "the offsets do not fit the shape and dtype",
                 path=self.path,
                 fqn=name,
-                expected=f"{counted(nbytes, 'byte')} for {dtype} {list(shape)}",
-                found=f"{counted(stop - start, 'byte')}, offsets [{start}, {stop}]",
+                expected=f"{pluralize(nbytes, 'byte')} for {dtype} {list(shape)}",
+                found=f"{pluralize(stop - start, 'byte')}, offsets [{start}, {stop}]",
             )
         return HeaderEntry(name, dtype, shape, self.base + start, self.base + stop)
 
@@ -311,8 +311,8 @@ def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: s
         raise CorruptError(
             "the file is shorter than its header says" if reached > size else "the file is longer than its header says",
             path=path,
-            expected=f"{counted(reached, 'byte')}",
-            found=f"{counted(size, 'byte')}",
+            expected=f"{pluralize(reached, 'byte')}",
+            found=f"{pluralize(size, 'byte')}",
             hint="the file is truncated or was not written to the end; fetch or save it again",
         )
 

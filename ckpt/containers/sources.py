@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.pickle_reuse import Pickles
 from ckpt.containers.torchfile.read import TorchFile
@@ -194,6 +194,6 @@ def check_all_there(
             what,
             path=path,
             rank=", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else ""),
-            expected=counted(count, "file") + (f", among them {example}" if example else ""),
-            found=counted(len(found), "file"),
+            expected=pluralize(count, "file") + (f", among them {example}" if example else ""),
+            found=pluralize(len(found), "file"),
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.shards import DCP_KEY, saved_offsets
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.containers.sources import Sources
@@ -96,8 +96,8 @@ def check_shard_set(names: Iterable[str], folder: Path) -> None:
         raise IncompleteError(
             "the set of shards is not complete",
             path=folder,
-            expected=f"{counted(count, 'shard')}, from 1 on",
-            found=counted(len(found), "shard") + (f", number {missing} is missing" if missing is not None else ""),
+            expected=f"{pluralize(count, 'shard')}, from 1 on",
+            found=pluralize(len(found), "shard") + (f", number {missing} is missing" if missing is not None else ""),
         )
 
 
@@ -132,7 +132,7 @@ def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptErr
     return CorruptError(
         "a file of weights is missing",
         path=file,
-        expected=f"a file with {counted(len(lost), 'tensor')}" if lost else "a file",
+        expected=f"a file with {pluralize(len(lost), 'tensor')}" if lost else "a file",
         found="no file",
         fqn=", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "") if lost else None,
         hint="fetch it again, or wait until the folder is written completely",

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.source import read_file
 
 MAX_JSON = 256 << 20
@@ -51,7 +51,7 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
         raise CorruptError("the file is not JSON", path=path, found=str(error)) from None
     if content.count(b"[") + content.count(b"{") > MAX_JSON_DEPTH and _is_deep(found):
         raise CorruptError(
-            "the JSON file is nested too deeply", path=path, expected=f"at most {counted(MAX_JSON_DEPTH, 'level')}"
+            "the JSON file is nested too deeply", path=path, expected=f"at most {pluralize(MAX_JSON_DEPTH, 'level')}"
         )
     return found
 

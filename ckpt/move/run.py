@@ -77,7 +77,7 @@ def execute(
     """
     group = group or Alone()
     resources = resources or Resources()
-    progress = group.counted(progress or (lambda _: None))
+    progress = group.count_all_ranks(progress or (lambda _: None))
     is_first = group.rank == 0
     for source in plan.checkpoint.files:  # links may lead out of the checkpoint's folder
         check_destination(destination, Path(source.path))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ckpt.base.errors import CorruptError, NotFoundError, StorageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.tensors import ZEROS
 
 #: Maximum gap to read over. A second read would take longer, because its thread waits for the others.
@@ -200,8 +200,8 @@ def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
         raise CorruptError(
             "the file ends too early",
             path=path,
-            expected=f"{counted(offset + length, 'byte')} or more",
-            found=f"{counted(offset + len(data), 'byte')}",
+            expected=f"{pluralize(offset + length, 'byte')} or more",
+            found=f"{pluralize(offset + len(data), 'byte')}",
         )
     return data
 

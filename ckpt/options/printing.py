@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.streams import coloured, folded, width_of
-from ckpt.base.text import aligned, counted, note_lines
+from ckpt.base.text import aligned, note_lines, pluralize
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion, Converted
@@ -151,7 +151,7 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False,
     if quiet:
         say_notes(checkpoint.passed_over)
         return
-    ranks = f", {counted(checkpoint.world_size, 'rank')}" if checkpoint.world_size else ""
+    ranks = f", {pluralize(checkpoint.world_size, 'rank')}" if checkpoint.world_size else ""
     step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
     say(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.dtypes import DType
 from ckpt.plan.load_check import Loads
 from ckpt.plan.options import OF_FILES, Options, read_options
@@ -173,7 +173,7 @@ class SourceFile:
         return cls(path, info.st_size, info.st_mtime_ns, info.st_ino, info.st_ctime_ns)
 
     def facts(self) -> str:
-        return f"{counted(self.size, 'byte')}, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns, inode {self.inode}"
+        return f"{pluralize(self.size, 'byte')}, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns, inode {self.inode}"
 
     def check_unchanged(self) -> None:
         try:
@@ -336,7 +336,7 @@ class Checkpoint:
         """
         counts = Counter(self.quantized.methods.values())
         notes = [
-            f"{counted(count, 'optimizer state')} dequantized from {method} to float32"
+            f"{pluralize(count, 'optimizer state')} dequantized from {method} to float32"
             for method, count in counts.items()
         ]
         return replace(self, quantized=QuantizedStates(), notes=(*self.notes, *notes))

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.plan.spans import Rows, Spans
@@ -168,10 +168,10 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
         found.fill(tensor, places)
         regions[key] = {slot.region: None for _, slot in places}
     _prove_nothing_is_lost(checkpoint, target, regions, carries_optimizer)
-    counted = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
+    pluralize = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
     spans = {name: rows.spans() for name, rows in found.rows.items()}
     moved = (found.num_copies, found.span_bytes, found.buffered_bytes)
-    return Plan(checkpoint, target, *moved, counted, found.largest_computed, spans, found.others)
+    return Plan(checkpoint, target, *moved, pluralize, found.largest_computed, spans, found.others)
 
 
 @dataclass
@@ -208,8 +208,8 @@ class _Found:
                     "nothing fills a part of the target",
                     path=file.name,
                     fqn=tensor.fqn,
-                    expected=f"{counted(slot.extent.numel, 'element')}",
-                    found=f"{counted(filled, 'element')}",
+                    expected=f"{pluralize(slot.extent.numel, 'element')}",
+                    found=f"{pluralize(filled, 'element')}",
                 )
 
     def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
@@ -353,7 +353,7 @@ def _check_file_cover(file: TargetFile) -> None:
     spans.sort()
     overlapping = any(stop > start for (_, stop), (start, _) in pairwise(spans))
     if covered != file.size or overlapping or outside or (spans and not 0 <= spans[0][0] <= spans[-1][1] <= file.size):
-        raise AssertionError(f"{file.name}: literals and slots cover {covered} of {counted(file.size, 'byte')}")
+        raise AssertionError(f"{file.name}: literals and slots cover {covered} of {pluralize(file.size, 'byte')}")
 
 
 def _prove_nothing_is_lost(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
@@ -128,7 +128,7 @@ def describe(
         notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks"))
     parts = [c for c in parameters if asked is not None and c.tensor.fqn in checkpoint.uncast]
     if parts:
-        notes.append(f"{counted(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")
+        notes.append(f"{pluralize(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")
     kept = [c for c in parameters if asked is not None and c.dtype != asked and c.tensor.fqn not in checkpoint.uncast]
     if kept:
         notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
@@ -136,7 +136,7 @@ def describe(
 
 
 def _count(chosen: list[Choice]) -> str:
-    return counted(len(chosen), "parameter")
+    return pluralize(len(chosen), "parameter")
 
 
 def _dtypes(chosen: list[Choice]) -> str:

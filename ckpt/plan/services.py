@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt.base.entries import late
+from ckpt.base.entries import lazy_module
 
 if TYPE_CHECKING:
     from ckpt.plan import protocols
 
-ties: protocols.TiesProtocol = late("converters.names.transformers.ties")
-torchtitan: protocols.TorchtitanProtocol = late("converters.names.torchtitan")
-layer_names: protocols.LayerNamesProtocol = late("converters.deepspeed.layer_names")
-proof: protocols.ProofProtocol = late("converters.names.hub.proof")
-expected: protocols.ExpectedProtocol = late("converters.names.hub.expected_tensors")
-modules: protocols.ModulesProtocol = late("converters.names.transformers.modules")
-classes: protocols.ClassesProtocol = late("converters.names.hub.classes")
-state_dicts: protocols.StateDictsProtocol = late("converters.pytorch.state")
-quantization: protocols.QuantizationProtocol = late("converters.names.quantization.parts")
-dequantizing: protocols.DequantizingProtocol = late("converters.quantized.dequantize")
-stored_states: protocols.StoredStatesProtocol = late("converters.quantized.stored_states")
+ties: protocols.TiesProtocol = lazy_module("converters.names.transformers.ties")
+torchtitan: protocols.TorchtitanProtocol = lazy_module("converters.names.torchtitan")
+layer_names: protocols.LayerNamesProtocol = lazy_module("converters.deepspeed.layer_names")
+proof: protocols.ProofProtocol = lazy_module("converters.names.hub.proof")
+expected: protocols.ExpectedProtocol = lazy_module("converters.names.hub.expected_tensors")
+modules: protocols.ModulesProtocol = lazy_module("converters.names.transformers.modules")
+classes: protocols.ClassesProtocol = lazy_module("converters.names.hub.classes")
+state_dicts: protocols.StateDictsProtocol = lazy_module("converters.pytorch.state")
+quantization: protocols.QuantizationProtocol = lazy_module("converters.names.quantization.parts")
+dequantizing: protocols.DequantizingProtocol = lazy_module("converters.quantized.dequantize")
+stored_states: protocols.StoredStatesProtocol = lazy_module("converters.quantized.stored_states")

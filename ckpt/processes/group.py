@@ -45,7 +45,7 @@ class Alone:
         """Return each process's value, by rank. All processes must call it."""
         return [value]
 
-    def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+    def count_all_ranks(self, progress: Callable[[int], None]) -> Callable[[int], None]:
         """Wrap `progress` so that the first process's `progress` counts all processes."""
         return progress
 
@@ -54,7 +54,8 @@ class TorchGroup(Alone):
     """All processes in torch.distributed, connected by gloo to keep messages off the GPUs.
 
     `store` is torch.distributed's, used to find dead processes. An error in any process is raised in all of them: from
-    `gather`, from the result of `counted`, or on exit. Use it as a context manager: only errors inside it are shared.
+    `gather`, from the result of `count_all_ranks`, or on exit. Use it as a context manager: only errors inside it are
+    shared.
     """
 
     def __init__(self, distributed: Any, store: Any = None) -> None:
@@ -112,8 +113,8 @@ class TorchGroup(Alone):
         """Return True if a process left without sending a value."""
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
-    def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """Count like `Alone.counted`. The result raises another process's error."""
+    def count_all_ranks(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        """Count like `Alone.count_all_ranks`. The result raises another process's error."""
         self._progress = progress if self.rank == 0 else self._progress
         return self._count
 

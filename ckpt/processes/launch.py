@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # timeout for all processes to start
@@ -39,7 +39,7 @@ class Launch:
     port: int = _PORT
 
     def __str__(self) -> str:
-        return f"{counted(self.size, 'process')} of {self.by} (by {' and '.join(self.variables)})"
+        return f"{pluralize(self.size, 'process')} of {self.by} (by {' and '.join(self.variables)})"
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
@@ -191,7 +191,7 @@ def _attempt(store: Any, rank: int, size: int) -> str:
     missing, name, end = set(range(1, size)), f"ckpt/{mine}", time.monotonic() + _JOINING.total_seconds()
     while missing := {other for other in missing if not store.check([f"{name}/{other}"])}:
         if time.monotonic() > end:
-            raise RuntimeError(f"of {counted(size, 'rank')} did not come: {', '.join(map(str, sorted(missing)[:8]))}")
+            raise RuntimeError(f"of {pluralize(size, 'rank')} did not come: {', '.join(map(str, sorted(missing)[:8]))}")
         for other in (other for other in missing if store.check([f"ckpt/joins/{other}"])):
             store.set(f"ckpt/answer/{store.get(f'ckpt/joins/{other}').decode()}", name)
         time.sleep(0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 
@@ -35,7 +35,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
     named = [f"{fqn} {list(shape)}" for fqn, shape in [*shapes.items()][:_MAX_SHOWN]]
     have = "has" if len(shapes) == 1 else "have"
     why = "right only if the model declares them so"
-    return f"{counted(len(shapes), 'parameter')} {have} no elements ({_shortened(named, len(shapes))}): {why}"
+    return f"{pluralize(len(shapes), 'parameter')} {have} no elements ({_shortened(named, len(shapes))}): {why}"
 
 
 def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
@@ -49,9 +49,9 @@ def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
         return "", False
     if len(without) == len(trained):
         why = "all were skipped, or the states are lost"
-        return (f"the optimizer has no states after {counted(step, 'step')}: {why}" if step else ""), True
+        return (f"the optimizer has no states after {pluralize(step, 'step')}: {why}" if step else ""), True
     have = "has" if len(without) == 1 else "have"
-    what = f"{len(without)} of {counted(len(trained), 'parameter')} {have} no optimizer state"
+    what = f"{len(without)} of {pluralize(len(trained), 'parameter')} {have} no optimizer state"
     why = "no gradient ever came, or states are lost"
     return f"{what} ({_shortened(without[:_MAX_SHOWN], len(without))}): {why}", False
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ckpt.base.errors import IncompleteError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.listing import entries_in, folders_in, is_folder, names_in
 from ckpt.runs.steps import LATEST, recorded_step, step_number
 
@@ -139,7 +139,7 @@ def check_one_is_meant(place: Path, asked: Path, tag: str | None) -> None:
 def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> UsageError:
     """Return the error for a save with several models if the user named none."""
     return UsageError(
-        f"this save holds {counted(len(models), 'model')}: choose one",
+        f"this save holds {pluralize(len(models), 'model')}: choose one",
         path=save,
         found=", ".join(map(name_of, models)),
         hint=how_to_choose(models, with_tag=with_tag),

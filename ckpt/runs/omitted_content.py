@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.runs.model_files import run_files
 
@@ -14,10 +14,10 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
     if names := checkpoint.optimizer_states:
         tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
         size = show_size(sum(t.nbytes for t in tensors))
-        much = f"({counted(len(tensors), 'tensor')}, {size})"
+        much = f"({pluralize(len(tensors), 'tensor')}, {size})"
         lines.append(Brief(f"optimizer states {', '.join(names)} {much}", f"optimizer states {much}"))
     if groups := checkpoint.state.param_groups:
-        lines.append(f"hyperparameters of {counted(len(groups), 'param group')}")
+        lines.append(f"hyperparameters of {pluralize(len(groups), 'param group')}")
     step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
     if state := step + sorted(checkpoint.state.entries()):
         lines.append(
@@ -30,5 +30,5 @@ def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
     """Return a line with the run's other files, except those that the optimizer was read from."""
     read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
     names = run_files(checkpoint.run_folders, read)
-    short = counted(len(names), "file") + " of the run"
+    short = pluralize(len(names), "file") + " of the run"
     return [Brief(f"files of the run {', '.join(names)}", short)] if names else []

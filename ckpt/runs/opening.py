@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError
-from ckpt.base.text import counted, did_you_mean
+from ckpt.base.text import did_you_mean, pluralize
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
 from ckpt.plan import registry, services
@@ -167,7 +167,7 @@ def rank_copies_note(tensors: Iterable[Tensor]) -> str:
     if not own:
         return ""
     names = f"{own[0]}, ..." if len(own) > 1 else own[0]
-    what = f"every rank saved its own values of {counted(len(own), 'buffer')} ({names})"
+    what = f"every rank saved its own values of {pluralize(len(own), 'buffer')} ({names})"
     return f"{what}; ckpt reads rank 0's, as DeepSpeed and torch do"
 
 

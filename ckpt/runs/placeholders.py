@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, IncompleteError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
 from ckpt.runs.steps import trainer_steps
@@ -32,13 +32,13 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
     """
     sizes = [tensor.numel for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
     if len(sizes) > 1 and not any(sizes) and not _placeholders(checkpoint):
-        what = f"none of {counted(len(sizes), 'tensor')} has an element: these are no weights"
+        what = f"none of {pluralize(len(sizes), 'tensor')} has an element: these are no weights"
         raise IncompleteError(what, path=checkpoint.path, fqn=next(iter(checkpoint.tensors))[0])
     if registry.get(checkpoint.format).records_shapes or not (empty := _placeholders(checkpoint)):
         return
     names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     place = _checkpoint_with_weights(Path(checkpoint.path), empty)
-    what = f"{len(empty)} of {counted(len(names), 'tensor')} {'are' if len(empty) > 1 else 'is'} empty: "
+    what = f"{len(empty)} of {pluralize(len(names), 'tensor')} {'are' if len(empty) > 1 else 'is'} empty: "
     raise IncompleteError(
         f"{what}placeholders of ZeRO-3 or FSDP, saved without the weights"
         if place is None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, in_short, note_lines
+from ckpt.base.text import in_short, note_lines, pluralize
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.load_check import Loads
@@ -48,18 +48,18 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
     files = report["files"]
     shown = files if verbose or len(files) <= 12 else files[:10]
     to = "" if report["destination"] is None else f", to {printable(report['destination'])}"
-    lines = [f"would write {counted(len(files), 'file')}, {show_size(report['total_bytes'])}{to}"]
+    lines = [f"would write {pluralize(len(files), 'file')}, {show_size(report['total_bytes'])}{to}"]
     lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
     if len(shown) < len(files):
         lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
     kernel = show_size(report["copied_by_the_kernel_bytes"])
     lines.append(
-        f"bytes to move: {show_size(report['moved_bytes'])} in {counted(report['copies'], 'copy')}, "
+        f"bytes to move: {show_size(report['moved_bytes'])} in {pluralize(report['copies'], 'copy')}, "
         f"{kernel} as they are"
     )
     lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
     lines += [
-        f"cast: {counted(c['tensors'], 'tensor')} from {c['from']} to {c['to']}, {show_size(c['bytes'])}"
+        f"cast: {pluralize(c['tensors'], 'tensor')} from {c['from']} to {c['to']}, {show_size(c['bytes'])}"
         for c in report["casts"]
     ]
     return [*lines, *lost_lines(report, verbose=True), *loads_lines(report)]
@@ -104,7 +104,7 @@ def written_lines(
     if any(file["name"] == TRAINER_STATE for file in report["files"]):  # Trainer accepts the folder under any name
         place = printable(report["destination"])
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
-    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
+    wrote = f"wrote {pluralize(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
     rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
     speed = f", {show_size(rate)}/s" if rate else ""  # nothing may be left to move
     how = f"{seconds:.1f} s{speed}, {'verified' if verified else 'not verified'}"

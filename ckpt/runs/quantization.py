@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
 from ckpt.plan.model_config import config_parts
@@ -42,7 +42,7 @@ class Quantization:
         settings = {**self.settings, **(inner if isinstance(inner, Mapping) else {})}
         algorithm, bits = settings.get("quant_algo"), settings.get("bits")
         name = " ".join(map(str, filter(None, (self.method, algorithm))))
-        return f"{name}, {counted(bits, 'bit')}" if type(bits) is int else name
+        return f"{name}, {pluralize(bits, 'bit')}" if type(bits) is int else name
 
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
 from ckpt.plan.model_config import config_parts
@@ -95,7 +95,7 @@ def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
         match = _PART.match(fqn)
         parts.setdefault(match[0] if match else fqn, []).append(tensor)
     listed = ", ".join(
-        f"{part} ({counted(len(of), 'tensor')}, {show_size(sum(tensor.nbytes for tensor in of))})"
+        f"{part} ({pluralize(len(of), 'tensor')}, {show_size(sum(tensor.nbytes for tensor in of))})"
         for part, of in parts.items()
     )
     return f"taken from {path} as it is there, as the run lacks it: {listed}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, Checkpoint, Format, Layout, Target
 
@@ -59,7 +59,7 @@ def check_place(checkpoint: Checkpoint, target: Format) -> None:
         path=checkpoint.path,
         fqn=min(parts),
         expected="weights in bf16, fp16 or fp32",
-        found=f"{counted(len(parts), 'part')} of quantized weights",
+        found=f"{pluralize(len(parts), 'part')} of quantized weights",
         hint=dequantizing_hint(checkpoint),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 
 
 @dataclass
@@ -23,4 +23,4 @@ class Unread:
 
 
 def listed(fqns: Sequence[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{counted(len(fqns), 'parameter')} ({fqns[0]}, ...)"
+    return fqns[0] if len(fqns) == 1 else f"{pluralize(len(fqns), 'parameter')} ({fqns[0]}, ...)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.plan.dtypes import DType
 
 _MAX_TEXT = 120  # characters per value
@@ -48,20 +48,20 @@ def _summarise(value: Any, bounds: Bounds, depth: int, budget: list[int]) -> JSO
         return value
     if isinstance(value, int):
         # Printing a long integer takes quadratic time, and Python refuses the longest ones.
-        return value if value.bit_length() <= 64 else f"<integer of {counted(value.bit_length(), 'bit')}>"
+        return value if value.bit_length() <= 64 else f"<integer of {pluralize(value.bit_length(), 'bit')}>"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
         return one_line(value, bounds.text)
     if isinstance(value, bytes | bytearray):
-        return f"<{counted(len(value), 'byte')}>"
+        return f"<{pluralize(len(value), 'byte')}>"
     if isinstance(value, DType):
         return value.name
     if isinstance(value, Mapping):
         return _summarise_mapping(value, bounds, depth, budget)
     if isinstance(value, list | tuple | set | frozenset):
         if depth == 0 or budget[0] <= 0:
-            return f"<{counted(len(value), 'value')}>"
+            return f"<{pluralize(len(value), 'value')}>"
         shown = []
         for member in islice(value, bounds.members):
             if budget[0] <= 0:
@@ -74,7 +74,7 @@ def _summarise(value: Any, bounds: Bounds, depth: int, budget: list[int]) -> JSO
 
 def _summarise_mapping(value: Mapping[Any, Any], bounds: Bounds, depth: int, budget: list[int]) -> JSON:
     if depth == 0 or budget[0] <= 0:
-        return f"<{counted(len(value), 'entry')}>"
+        return f"<{pluralize(len(value), 'entry')}>"
     shown: dict[str, JSON] = {}
     for key in islice(value, bounds.members * 2):
         if budget[0] <= 0:

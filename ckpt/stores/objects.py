@@ -25,7 +25,7 @@ from uuid import uuid4
 
 from ckpt.base.entries import entries, load
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, SourceGoneError, StorageError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 
 T = TypeVar("T")
 
@@ -334,7 +334,7 @@ def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]
             data = get()
             if len(data) == length:
                 return data
-            error: Exception = _BrokenOffError(f"{counted(len(data), 'byte')} came instead of {length}")
+            error: Exception = _BrokenOffError(f"{pluralize(len(data), 'byte')} came instead of {length}")
         except passing as raised:
             error = raised
         if tried < _TRIES:

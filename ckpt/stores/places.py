@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.base.errors import NotFoundError, StorageError, UnsafeError, UsageError
-from ckpt.base.text import counted, scheme_of
+from ckpt.base.text import pluralize, scheme_of
 from ckpt.move.files import translate_os_errors
 from ckpt.stores import placeholder_files
 
@@ -45,7 +45,9 @@ def local(where: str | os.PathLike[str]) -> Path:
     objects, home = store(scheme, root), placeholder_files.place(f"{scheme}://{root}")
     found = {home / entry.key: entry for entry in islice(_files(unique_entries(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
-        raise UsageError("too many objects are below this URL", found=f"more than {counted(_MOST, 'object')}", path=url)
+        raise UsageError(
+            "too many objects are below this URL", found=f"more than {pluralize(_MOST, 'object')}", path=url
+        )
     looked_at = {path}
     for _ in range(_ABOVE if key else 0):
         key = key.rpartition("/")[0]

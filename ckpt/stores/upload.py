@@ -20,7 +20,7 @@ from typing import Protocol
 from xxhash import xxh3_128
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
 from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
@@ -127,7 +127,7 @@ def _claim_error(destination: Path, claim: Entry | None = None, num_others: int 
     return StorageError(
         "another process is writing this destination, or was killed while it did",
         path=destination / _CLAIM,
-        found=f"this object{made}" + (f", and {counted(num_others, 'more object')}" if num_others else ""),
+        found=f"this object{made}" + (f", and {pluralize(num_others, 'more object')}" if num_others else ""),
         hint=f"if none is running, remove what it left: {_removal(str(placeholder_files.url_of(destination)))}",
     )
 
@@ -261,9 +261,9 @@ class _Sending:
         there = {entry.key.removeprefix(self._below): entry.size for entry in listed}
         for name, size in self._sent.items():
             if there.get(name) != size:
-                found = f"{counted(there[name], 'byte')}" if name in there else "none"
+                found = f"{pluralize(there[name], 'byte')}" if name in there else "none"
                 raise StorageError(
-                    "an object did not arrive", path=name, expected=f"{counted(size, 'byte')}", found=found
+                    "an object did not arrive", path=name, expected=f"{pluralize(size, 'byte')}", found=found
                 )
 
     def close(self) -> None:

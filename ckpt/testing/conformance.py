@@ -21,7 +21,7 @@ import pytest
 
 import ckpt
 from ckpt.base.errors import CkptError, CorruptError, HalfError, LossError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.compare import manifest
 from ckpt.compare.manifest import MANIFEST
 from ckpt.plan import registry
@@ -98,7 +98,7 @@ def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
                 start, length = random.randrange(len(expected) + 2), int(2 ** random.uniform(0, 14))
                 view.seek(start)
                 assert view.read(length) == expected[start : start + length], (
-                    f"{counted(length, 'byte')} at {start} of {name}"
+                    f"{pluralize(length, 'byte')} at {start} of {name}"
                 )
 
 

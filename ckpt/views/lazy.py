@@ -11,7 +11,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.text import aligned, counted, did_you_mean, preformatted
+from ckpt.base.text import aligned, did_you_mean, pluralize, preformatted
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
 
@@ -200,10 +200,10 @@ class OpenCheckpoint(Checkpoint):
 
     def __repr__(self) -> str:
         facts: list[Any] = [self.format]
-        facts += [counted(self.world_size, "rank")] if self.world_size else []
+        facts += [pluralize(self.world_size, "rank")] if self.world_size else []
         facts += [f"step {self.state.step}"] if self.state.step is not None else []
         states = f", with {', '.join(self.optimizer_states)}" if self.optimizer_states else ""
-        return f"<{shown(self.path)}: {', '.join(facts)}; {counted(len(self), 'tensor')}{states}>"
+        return f"<{shown(self.path)}: {', '.join(facts)}; {pluralize(len(self), 'tensor')}{states}>"
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.base.errors import LossError, NotFoundError, UsageError, shown
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
@@ -62,7 +62,7 @@ def load_into(
         raise LossError(
             "the checkpoint and the model do not have the same tensors",
             path=checkpoint.path,
-            expected=f"{counted(len(wanted), 'tensor')}; not in the checkpoint: {_sample_names(missing)}",
+            expected=f"{pluralize(len(wanted), 'tensor')}; not in the checkpoint: {_sample_names(missing)}",
             found=f"not in the model: {_sample_names(extra)}",
             hint="strict=False fills what both have" if len(missing) < len(wanted) else "is it the same model?",
         )

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.compare.compare import Reader, check_replicas
 from ckpt.compare.sample import sample_digest
 from ckpt.containers.dcp.write import SourceTensor
@@ -385,7 +385,7 @@ class _RankReading:
     def casts(self) -> Iterator[str]:
         """Yield a line for each kind of rounding that no framework does by itself."""
         for (kind, stored, asked), keys in self._casts.items():
-            yield f"{counted(len(keys), kind)} rounded: stored in {stored}, and asked for in {asked}"
+            yield f"{pluralize(len(keys), kind)} rounded: stored in {stored}, and asked for in {asked}"
 
     def _read(self, tensor: Tensor, box: Box, target: torch.Tensor, asked: DType) -> None:
         is_direct = target.device.type == "cpu" and target.is_contiguous() and asked == tensor.dtype

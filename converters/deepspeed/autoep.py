@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import WEIGHT, Key
@@ -198,7 +198,7 @@ def sharers_under_stage3(
         raise CorruptError(
             "expert parallel ranks are not those that share experts",
             path=inners[0].path,
-            expected=f"{counted(sharing.num_ranks, 'group')} of ranks in sub-group {number}",
+            expected=f"{pluralize(sharing.num_ranks, 'group')} of ranks in sub-group {number}",
             found="; ".join(f"{sorted(one)}: ranks {list(ranks)}" for one, ranks in by_expert_rank.items()),
         )
     if sharing.num_ranks > 1:

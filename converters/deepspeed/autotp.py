@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
@@ -217,7 +217,7 @@ def _boxes(
             "the pieces of a parameter do not make up a rank's part of it",
             path=file.path,
             fqn=fqn,
-            expected=f"{counted(prod(shard), 'element')}",
-            found=f"{counted(at, 'element')}",
+            expected=f"{pluralize(prod(shard), 'element')}",
+            found=f"{pluralize(at, 'element')}",
         )
     return tuple(found)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.plan.checkpoint import ParamGroup
 from converters.deepspeed.experts import is_in_rows
@@ -130,7 +130,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
         raise UsageError(
             f"experts do not divide among expert parallel ranks of ep_size {size}",
             expected="an ep_size that divides the ranks and the experts of every layer",
-            found=f"{counted(num_ranks, 'rank')}; {', '.join(map(str, counts.values()))} experts",
+            found=f"{pluralize(num_ranks, 'rank')}; {', '.join(map(str, counts.values()))} experts",
             hint=f"--ep-size N, which divides {uneven[0]}",
         )
     if sizes - {size}:

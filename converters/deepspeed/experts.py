@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
@@ -74,16 +74,16 @@ def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[
         raise CorruptError(
             "a file of an expert that the model does not have: left over from another run",
             path=files[extra[0]],
-            expected=f"{', '.join(map(str, recorded))} experts in {counted(len(recorded), 'layer')}",
+            expected=f"{', '.join(map(str, recorded))} experts in {pluralize(len(recorded), 'layer')}",
             hint="move it away if it does not belong to this run",
         )
     if missing := [one for one in wanted if one not in files]:
         raise IncompleteError(
             "files of experts are missing",
             path=Path(model.path).parent,
-            expected=f"{counted(len(wanted), 'file')}, among them "
+            expected=f"{pluralize(len(wanted), 'file')}, among them "
             + "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing[0]),
-            found=counted(len(wanted) - len(missing), "file"),
+            found=pluralize(len(wanted) - len(missing), "file"),
         )
     return recorded, wanted
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
 from ckpt.runs.finding import Steps, find_step, newest_first
@@ -116,7 +116,7 @@ def check_names(folder: Path) -> None:
     num_ranks = max(len(list_step_folder(step, 0).optimizer) for step in zero_steps(folder.parent))
     if not list_step_folder(folder, 0).has_files_of(num_ranks):
         raise IncompleteError(
-            "files of ranks are missing", path=folder, expected=f"files of {counted(num_ranks, 'rank')}"
+            "files of ranks are missing", path=folder, expected=f"files of {pluralize(num_ranks, 'rank')}"
         )
 
 

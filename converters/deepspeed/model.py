@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
@@ -353,7 +353,7 @@ def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
             + (
                 "load this with load_checkpoint(..., load_lr_scheduler_states=False)"
                 if checkpoint.state.step is None or not checkpoint.optimizer_states
-                else f"it goes on as the config has it after {counted(checkpoint.state.step or 0, 'step')}"
+                else f"it goes on as the config has it after {pluralize(checkpoint.state.step or 0, 'step')}"
             )
         )
 

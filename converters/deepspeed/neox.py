@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile
 from ckpt.plan.tensors import Shape
 from ckpt.runs.model_files import read_config
@@ -58,7 +58,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
         raise CorruptError(
             "there are files of other tensor parallel ranks than the run had",
             path=file.path,
-            expected=f"{counted(args['model_parallel_size'], 'rank')}",
+            expected=f"{pluralize(args['model_parallel_size'], 'rank')}",
             found=f"files of ranks {', '.join(map(str, ranks))}",
         )
     entries: dict[int, dict[str, Any]] = {}
@@ -72,8 +72,8 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
         raise CorruptError(
             "there are other layers than the run's arguments tell",
             path=file.path,
-            expected=f"{counted(args['num_layers'], 'layer')}",
-            found=f"{counted(len(layers.transformers), 'layer')}",
+            expected=f"{pluralize(args['num_layers'], 'layer')}",
+            found=f"{pluralize(len(layers.transformers), 'layer')}",
         )
     cuts: dict[str, Cut] = {}
     are_added = _are_added(folders)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
@@ -80,7 +80,7 @@ def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
             raise CorruptError(
                 "the optimizer file and the model file do not belong together",
                 **inner.where,
-                expected=f"{counted(count, 'parameter group')}",
+                expected=f"{pluralize(count, 'parameter group')}",
                 found=f"{len(found)}",
             )
 
@@ -117,8 +117,8 @@ def partition_size(inners: list[RankFile], group: int) -> int:
             raise CorruptError(
                 "ranks hold partitions of different sizes",
                 **inner.where,
-                expected=f"at most {counted(size, 'element')} in group {group}",
-                found=f"{counted(kept, 'element')}",
+                expected=f"at most {pluralize(size, 'element')} in group {group}",
+                found=f"{pluralize(kept, 'element')}",
             )
     return size
 
@@ -131,7 +131,7 @@ def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, s
         raise CorruptError(
             "parameter paddings and parameters do not match",
             path=inner.path,
-            expected=f"{counted(len(shapes), 'padding')}",
+            expected=f"{pluralize(len(shapes), 'padding')}",
             found=f"{len(paddings)} in group {group}",
         )
     starts, position = {}, 0
@@ -142,8 +142,8 @@ def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, s
         raise CorruptError(
             "the partitions are too short for their parameters",
             path=inner.path,
-            expected=f"{counted(position, 'element')} on all ranks together in group {group}",
-            found=f"{counted(size, 'element')}",
+            expected=f"{pluralize(position, 'element')} on all ranks together in group {group}",
+            found=f"{pluralize(size, 'element')}",
         )
     return starts
 
@@ -170,6 +170,6 @@ def check_lengths(files: Sequence[RankFile], extents: Sequence[Extent], length: 
             raise CorruptError(
                 "a rank's partition is too short for its parameters",
                 **file.where,
-                expected=f"{counted(length, 'element')} of {role}",
-                found=f"{counted(extent.numel, 'element')}",
+                expected=f"{pluralize(length, 'element')} of {role}",
+                found=f"{pluralize(extent.numel, 'element')}",
             )

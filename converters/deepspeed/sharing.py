@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Box, Shape, Source, Tensor, whole
 from converters.deepspeed.folder import experts_unsupported
@@ -178,7 +178,7 @@ class Sharing:
         matches = [EXPERT.fullmatch(fqn) for fqn in fqns]
         if not self.counts or not all(matches) or world_size % count:
             raise NotFoundError(
-                f"a parameter group partitioned over {count} of {counted(world_size, 'rank')} is not supported, "
+                f"a parameter group partitioned over {count} of {pluralize(world_size, 'rank')} is not supported, "
                 "unless it is DeepSpeed-MoE's, of experts alone",
                 path=self.path,
             )
@@ -194,7 +194,7 @@ class Sharing:
                     "a rank has experts that the layer does not have",
                     path=self.path,
                     fqn=layer,
-                    expected=f"{counted(known, 'expert')} on {num_ranks} expert parallel ranks",
+                    expected=f"{pluralize(known, 'expert')} on {num_ranks} expert parallel ranks",
                     found=f"experts {', '.join(map(str, sorted(numbers)))} on rank 0",
                 )
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.tensors import Shape
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT
@@ -39,15 +39,16 @@ class StateDictNames:
         if self.renamed:
             name, recorded = next(iter(self.renamed.items()))
             yield (
-                f"the model's state_dict() renames {counted(len(self.renamed), 'tensor')} ({recorded} to {name}); "
+                f"the model's state_dict() renames {pluralize(len(self.renamed), 'tensor')} ({recorded} to {name}); "
                 "parameters and buffers have the names of the module tree here, and values of trained parameters are "
                 "the masters"
             )
         if self.unmatched:
             shown = ", ".join(sorted(self.unmatched)[:4])
             yield (
-                f"{counted(len(self.unmatched), 'entry')} of the model's state_dict() are no parameters by name and as "
-                f"large as trained parameters without an entry ({shown}); they are left out, and the masters are taken"
+                f"{pluralize(len(self.unmatched), 'entry')} of the model's state_dict() are no parameters by name "
+                f"and as large as trained parameters without an entry ({shown}); they are left out, "
+                f"and the masters are taken"
             )
 
 

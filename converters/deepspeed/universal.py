@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
@@ -205,7 +205,7 @@ def _model_files(reading: _UniversalReading) -> list[RankFile]:
             path=reading.path,
             rank=", ".join(map(str, sorted(folder.model_per_rank.keys() ^ set(range(count)))[:16])),
             expected="mp_rank_00_model_states.pt, or one zero_pp_rank_*_mp_rank_00_model_states.pt for each rank"
-            + (f": {counted(count, 'file')}" if models else ""),
+            + (f": {pluralize(count, 'file')}" if models else ""),
             found=f"files of ranks {', '.join(str(model.rank) for model in models)}" if models else "none",
         )
     return single or models
@@ -229,7 +229,7 @@ def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: D
                 "a tensor has another size than the model's files say",
                 path=folder / name,
                 fqn=fqn,
-                expected=f"{counted(prod(shape), 'element')}, for shape {list(shape)}",
+                expected=f"{pluralize(prod(shape), 'element')}, for shape {list(shape)}",
                 found=f"shape {list(extent.shape)}",
             )
         role = MASTER if role == FP32 else role
@@ -403,8 +403,8 @@ def _universal_notes(model: DeepSpeedModel, stage: int | None) -> Iterator[str]:
     yield f'universal checkpoint: {form}, on any number of ranks, with "checkpoint": {{"load_universal": true}}'
     if model.frozen or model.buffers:
         yield (
-            f"{counted(len(model.frozen), 'frozen parameter')} and {counted(len(model.buffers), 'buffer')} are in the "
-            "model files, but DeepSpeed takes only trained parameters from a universal checkpoint"
+            f"{pluralize(len(model.frozen), 'frozen parameter')} and {pluralize(len(model.buffers), 'buffer')} are in "
+            "the model files, but DeepSpeed takes only trained parameters from a universal checkpoint"
         )
     if stage != 3 and zero_model.zero_options(model.checkpoint).get("round_robin_gradients"):
         yield (

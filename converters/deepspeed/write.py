@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt.adapters.names import is_adapter
 from ckpt.base.errors import LossError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import (
@@ -106,16 +106,16 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
     checkpoint = model.checkpoint
     before = checkpoint.world_size
     yield Brief(
-        f"ZeRO-{stage} for {counted(num_ranks, 'rank')}"
+        f"ZeRO-{stage} for {pluralize(num_ranks, 'rank')}"
         + (f", from {before}" if before not in (None, num_ranks) else "")
     )
     yield from master_notes(model)
     left = [fqn for fqn, master in model.masters.items() if master.role == MASTER and checkpoint.get(fqn, WEIGHT)]
     if stage == 3 and left:
-        yield Brief(f"weights of {counted(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
+        yield Brief(f"weights of {pluralize(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
     if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
         yield (
-            f"the optimizer does not own {counted(len(model.frozen), 'tensor')}, taken for frozen parameters: the "
+            f"the optimizer does not own {pluralize(len(model.frozen), 'tensor')}, taken for frozen parameters: the "
             "source does not tell them from buffers, and ZeRO-3 loads neither as the other"
         )
     yield from batch_notes(config, num_ranks)
@@ -126,14 +126,14 @@ def master_notes(model: DeepSpeedModel) -> Iterator[str]:
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
         what = "have no master in the source: their weights are the masters"
-        yield Brief(f"{counted(len(upcast), 'parameter')} {what}")
+        yield Brief(f"{pluralize(len(upcast), 'parameter')} {what}")
 
 
 def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     """Yield a note if the number of data-parallel ranks does not divide the recorded batch."""
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
-        ranks = counted(num_ranks, "rank")
+        ranks = pluralize(num_ranks, "rank")
         yield f"ds_config: train_batch_size {batch} does not divide by {ranks}; resume with one that does"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import (
@@ -212,7 +212,7 @@ def _without_model_file(path: Path, tp_rank: int) -> IncompleteError:
 
 def _layout_text(stage: int, counts: tuple[int, ...]) -> str:
     """Describe the layout recorded in a file. Stage 3 counts partitions over all groups."""
-    groups = f", with {counted(len(counts), 'param group')}" if stage < 3 else ""
+    groups = f", with {pluralize(len(counts), 'param group')}" if stage < 3 else ""
     return f"ZeRO-{stage} on {_listed(counts)} ranks{groups}"
 
 
@@ -230,8 +230,8 @@ def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: st
             f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
             path=path,
             rank=", ".join(map(str, extra[:_SHOWN])),
-            expected=f"{counted(world_size, 'rank')}",
-            found=f"{counted(len(files), 'file')}",
+            expected=f"{pluralize(world_size, 'rank')}",
+            found=f"{pluralize(len(files), 'file')}",
             hint="move them away if they do not belong to this run",
         )
 
@@ -443,7 +443,7 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
             "a buffer that was offloaded to NVMe is missing",
             path=path,
             rank=inner.rank,
-            expected=f"{counted(length, 'element')}",
+            expected=f"{pluralize(length, 'element')}",
         )
     file = reading.sources.add(path)
     if file.size < length * extent.dtype.itemsize:
@@ -451,8 +451,8 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
             "a file of offloaded elements is too short",
             path=path,
             rank=inner.rank,
-            expected=f"{counted(length * extent.dtype.itemsize, 'byte')}",
-            found=f"{counted(file.size, 'byte')}",
+            expected=f"{pluralize(length * extent.dtype.itemsize, 'byte')}",
+            found=f"{pluralize(file.size, 'byte')}",
         )
     return Extent.contiguous(str(path), 0, extent.dtype, (length,))
 

@@ -21,7 +21,7 @@ from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.adapters.config import is_of_mlx, settings_of
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile import read as torchfile
@@ -143,7 +143,7 @@ class Peft(Format):
             key for key in checkpoint.tensors if key not in written and key not in reasons and key[1] in MODEL_ROLES
         ]
         count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
-        frozen = f"the base model's {counted(count, 'parameter')} and buffers ({size}), which were not trained"
+        frozen = f"the base model's {pluralize(count, 'parameter')} and buffers ({size}), which were not trained"
         return Target(
             files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, content), *beside),
             left_out={**dict.fromkeys(left, frozen), **reasons},
@@ -165,7 +165,7 @@ def prove_names(folder: Path) -> None:
             "PEFT would load nothing of this adapter",
             path=folder,
             fqn=wrapped[0],
-            found=f"{counted(len(wrapped), 'name')} that hold those of wrappers",
+            found=f"{pluralize(len(wrapped), 'name')} that hold those of wrappers",
             hint=f"`ckpt convert peft peft {folder}` writes one that it loads; --names own takes this as it is",
         )
 

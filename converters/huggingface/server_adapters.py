@@ -26,7 +26,7 @@ from ckpt.adapters import names
 from ckpt.adapters.config import AdapterConfig
 from ckpt.adapters.names import PREFIX, parse_name
 from ckpt.base.errors import CorruptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.safetensors import Planned, build_header
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.precision import Choice
@@ -232,7 +232,7 @@ def _parameters(
         rank, layout = config.rank_of(fqn), config.expert_layout(fqn)
         if rows != columns or rows % rank:
             raise _odd_factors(
-                config, fqn, f"{counted(rank, 'rank')} for each expert in both factors", f"{rows} and {columns}"
+                config, fqn, f"{pluralize(rank, 'rank')} for each expert in both factors", f"{rows} and {columns}"
             )
         if layout is None and rank > 1 and rows > rank:
             raise UsageError(
@@ -337,7 +337,7 @@ def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str 
                 "vLLM loads adapters of all layers of all experts, or of none",
                 path=config.path,
                 fqn=f"{experts}.{expert}.{leaf}",
-                expected=f"adapters of {', '.join(sorted(leaves))} in {counted(num, 'expert')}",
+                expected=f"adapters of {', '.join(sorted(leaves))} in {pluralize(num, 'expert')}",
                 found="none of this one",
                 hint="`ckpt merge-lora` merges it into the base, which every server loads",
             )

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.write import FromSource
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key, Layout
 from ckpt.plan.precision import Choice, choices
@@ -496,7 +496,7 @@ def _args(
     model_ranks = grid.tp * grid.pp * (args.get("context_parallel_size") or 1)
     if layout.world_size and layout.world_size % (grid.pp * grid.ranks_in_stage):
         raise UsageError(
-            f"{counted(layout.world_size, 'rank')} do not divide into this layout",
+            f"{pluralize(layout.world_size, 'rank')} do not divide into this layout",
             expected=f"a multiple of {grid.pp * grid.ranks_in_stage}",
             found=f"--world-size {layout.world_size}",
             hint="another --world-size, --tp or --pp",

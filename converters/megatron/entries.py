@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import TrainingState
@@ -85,10 +85,10 @@ def to_write(
         if name in ("args", "grad_scaler", EXTRA, *own) or name in per_rank:
             continue
         if name == FP8:
-            dropped.append(f"FP8 state of {counted(len(value), 'module')}: its scales begin anew")
+            dropped.append(f"FP8 state of {pluralize(len(value), 'module')}: its scales begin anew")
         elif name in state.per_rank:
             advice = f"; {without_random}" if name == RANDOM else ""
-            dropped.append(f"{name} of {counted(len(value), 'rank')}: the layout is another one{advice}")
+            dropped.append(f"{name} of {pluralize(len(value), 'rank')}: the layout is another one{advice}")
         elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
             dropped.append(f"training state {name}")
         else:

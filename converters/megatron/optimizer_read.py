@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent
@@ -232,7 +232,7 @@ class _RankOptimizers:
         stored = gathered(state, path=path)
         if list(stored) != list(range(len(buffers))):
             raise self._misfit(
-                "the state", f"{counted(len(buffers), 'buffer')}", f"{counted(len(stored), 'buffer')}", path
+                "the state", f"{pluralize(len(buffers), 'buffer')}", f"{pluralize(len(stored), 'buffer')}", path
             )
         for (vp, _, members), flat in zip(buffers, stored.values(), strict=True):
             self._read_buffer(path, vp, members, flat)
@@ -246,8 +246,8 @@ class _RankOptimizers:
         sizes = list(bucket_sizes(self.reading.args, self.file.rank.pp, vp, everything))
         buffer = find_buffer(numels, [one.local.shared for one in members], sizes, length)
         if buffer is None:
-            expected = f"{counted(sum(numels), 'element')} and gaps between parameters"
-            raise self._misfit("a buffer", expected, f"{counted(length, 'element')}", path)
+            expected = f"{pluralize(sum(numels), 'element')} and gaps between parameters"
+            raise self._misfit("a buffer", expected, f"{pluralize(length, 'element')}", path)
         for name, elements in flat.items():
             for one, start, numel in zip(members, buffer.starts, numels, strict=True):
                 extent = elements.flat(start, start + numel)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import confined
@@ -264,7 +264,7 @@ def _recorded_grid(reading: MegatronReading, names: Sequence[str]) -> Grid:
         raise CorruptError(
             "the folders of ranks are not those of the recorded layout",
             path=reading.folder,
-            expected=f"{counted(expected, 'number')} in each name: {_describe(grid)}",
+            expected=f"{pluralize(expected, 'number')} in each name: {_describe(grid)}",
             found=", ".join(names[:4]),
         )
     return grid
@@ -282,15 +282,15 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
             "the folder of a rank is missing: it has a part of every tensor",
             path=reading.folder / missing[0],
             rank=", ".join(missing[:8]),
-            expected=f"{counted(len(expected), 'folder')} for {_describe(reading.grid)}",
-            found=f"{counted(len(names), 'folder')}",
+            expected=f"{pluralize(len(expected), 'folder')} for {_describe(reading.grid)}",
+            found=f"{pluralize(len(names), 'folder')}",
         )
     if left_over:
         raise CorruptError(
             "folders of ranks that the recorded layout does not have",
             path=reading.folder / left_over[0],
-            expected=f"{counted(len(expected), 'folder')} for {_describe(reading.grid)}",
-            found=f"{counted(len(names), 'folder')}",
+            expected=f"{pluralize(len(expected), 'folder')} for {_describe(reading.grid)}",
+            found=f"{pluralize(len(names), 'folder')}",
             hint="move those away that are left from a larger run",
         )
 
@@ -487,7 +487,7 @@ class _Chunk:
         found = {int(m[1]) for name in self.state if (m := _LAYER_NUMBER.match(name))}
         if found != set(range(len(layers))):
             dealt = (
-                f"{counted(len(layers), 'layer')} ({layers.start} to {layers.stop - 1} of the model)"
+                f"{pluralize(len(layers), 'layer')} ({layers.start} to {layers.stop - 1} of the model)"
                 if layers
                 else "none"
             )
@@ -496,7 +496,7 @@ class _Chunk:
                 path=self.path,
                 rank=self.rank.number,
                 expected=dealt,
-                found=counted(len(found), "layer"),
+                found=pluralize(len(found), "layer"),
             )
 
     def _canonical(self, name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, Target, TargetFile
@@ -127,4 +127,4 @@ def _megatron_notes(model: MegatronModel, layout: Layout, optimizer: RankOptimiz
         )
     wide = [c for c in model.chosen.values() if c.dtype not in CAST_SOURCES]
     if wide:
-        yield f"Megatron does not train the dtype of {counted(len(wide), 'tensor')}: {wide[0].dtype}"
+        yield f"Megatron does not train the dtype of {pluralize(len(wide), 'tensor')}: {wide[0].dtype}"

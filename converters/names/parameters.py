@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from ckpt.base.errors import UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.state.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
@@ -78,11 +78,11 @@ def megatron_stages(
     if heads % tp or groups % tp:
         raise UsageError(
             "attention heads do not divide among tensor parallel ranks",
-            expected=f"--tp that divides {counted(heads, 'head')} in {counted(groups, 'group')}",
+            expected=f"--tp that divides {pluralize(heads, 'head')} in {pluralize(groups, 'group')}",
             found=f"--tp {tp}",
         )
     if sizes.num_experts % ep:
-        what = f"{counted(sizes.num_experts, 'expert')} do not divide among {ep} expert parallel ranks"
+        what = f"{pluralize(sizes.num_experts, 'expert')} do not divide among {ep} expert parallel ranks"
         raise UsageError(what, hint="another --ep")
     stages = _deal(sizes.num_layers, pp)
     padded = padded_vocab_size(sizes.dims["v"], vocab_multiple, tp)
@@ -107,7 +107,7 @@ def _deal(num_layers: int, pp: int) -> Stages:
     size, rest = divmod(num_layers + 2, pp)
     if not size:
         raise UsageError(
-            f"{counted(num_layers, 'layer')} are too few for {counted(pp, 'pipeline stage')}",
+            f"{pluralize(num_layers, 'layer')} are too few for {pluralize(pp, 'pipeline stage')}",
             expected=f"at most {num_layers + 2}: each has a layer, the embedding or the loss",
         )
     counts = [size + (0 < number <= rest) for number in range(pp)]

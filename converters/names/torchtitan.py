@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ckpt.base.errors import UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import HUB, Checkpoint, Layout
 from ckpt.plan.namespace import TORCHTITAN, Namespace
 from ckpt.plan.relation import Link, Relation, translate
@@ -72,7 +72,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     check_complete(relation, shapes)
     kept = replace(checkpoint, tensors={key: t for key, t in checkpoint.tensors.items() if key[0] not in left})
     notes = (
-        [f"{counted(len(left), 'tensor')} moe.expert_bias of torchtitan's left out, as it does itself"] if left else []
+        [f"{pluralize(len(left), 'tensor')} moe.expert_bias of torchtitan's left out, as it does itself"]
+        if left
+        else []
     )
     return replace(translate(kept, relation, HUB), ties={}, notes=(*checkpoint.notes, *notes))
 

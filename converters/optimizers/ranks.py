@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import StoredTensor
@@ -39,7 +39,7 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
         "ranks of different steps in one folder",
         **odd.where,
         fqn=fqn,
-        expected=f"{name} {common}, as in {len(most)} of {counted(len(said), 'file')}",
+        expected=f"{name} {common}, as in {len(most)} of {pluralize(len(said), 'file')}",
         found="; ".join(listed(*pair) for pair in values),
     )
 

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.precision import CAST_SOURCES
@@ -101,5 +101,5 @@ def check_has_elements(states: Mapping[Any, Mapping[str, Any]], parameters: Mapp
     empty = [key for key, values in states.items() if any(prod(shape) == 0 for shape in per_element(values).values())]
     if len(empty) > sum(prod(shape) == 0 for shape in parameters.values()):
         what = "states of the optimizer have no elements"
-        found = f"states without elements for {counted(len(empty), 'parameter')}, the first is {empty[0]}"
+        found = f"states without elements for {pluralize(len(empty), 'parameter')}, the first is {empty[0]}"
         raise CorruptError(what, path=path, expected="the shapes of the parameters", found=found)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
@@ -182,12 +182,12 @@ class _DcpReading:
         """
         ranks, numbers, counts = zip(*(map(int, SHARD.findall(name)[0]) for name in names), strict=True)
         if missing := sorted({*range(1, max(counts) + 1)} - {*numbers}):
-            left = f"{max(counts) - len(missing)} of {counted(max(counts), 'number')}"
+            left = f"{max(counts) - len(missing)} of {pluralize(max(counts), 'number')}"
             raise IncompleteError(
                 "files of safetensors are missing",
                 path=folder,
                 expected=f"shard-...-model-{missing[0]:05d}-of-{max(counts):05d}.safetensors, of some rank",
-                found=f"{counted(len(names), 'file')}, {left}",
+                found=f"{pluralize(len(names), 'file')}, {left}",
             )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
@@ -327,7 +327,7 @@ class _DcpReading:
             )
         if spread:
             self.notes.append(
-                f"{counted(len(spread), 'tensor')} that belong neither to the model nor to its optimizer are spread "
+                f"{pluralize(len(spread), 'tensor')} that belong neither to the model nor to its optimizer are spread "
                 f"over ranks and not carried: {', '.join(spread[:3])}{', ...' if len(spread) > 3 else ''}"
             )
         return {name: value for name, value in items.items() if value is not _LEFT}

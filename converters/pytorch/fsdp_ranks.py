@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.move.files import confined
@@ -199,7 +199,7 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
         raise CorruptError(
             "files of runs with different numbers of ranks in one folder",
             path=folder,
-            found=", ".join(f"{counted(count, 'rank')}: {name}" for count, name in sorted(stated.items())),
+            found=", ".join(f"{pluralize(count, 'rank')}: {name}" for count, name in sorted(stated.items())),
             hint="move those away that do not belong to this run",
         )
     world_size = next(iter(stated), len(found["model"]))
@@ -211,8 +211,8 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
                 f"files of ranks are missing: each has a part of every tensor ({kind})",
                 path=folder,
                 rank=", ".join(map(str, missing[:16])),
-                expected=f"{counted(max(world_size, len(ranks) + len(missing)), 'file')}",
-                found=f"{counted(len(ranks), 'file')}, such as {Path(next(iter(ranks.values()))).name}",
+                expected=f"{pluralize(max(world_size, len(ranks) + len(missing)), 'file')}",
+                found=f"{pluralize(len(ranks), 'file')}, such as {Path(next(iter(ranks.values()))).name}",
             )
 
 
@@ -323,7 +323,7 @@ def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequenc
     `_StridedShard`, with the number of earlier cuts.
     """
     if len(placements) != len(mesh):
-        raise ValueError(f"{counted(len(placements), 'placement')} on a mesh of {len(mesh)} axes")
+        raise ValueError(f"{pluralize(len(placements), 'placement')} on a mesh of {len(mesh)} axes")
     offsets, sizes = [0] * len(shape), list(shape)
     late: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
@@ -347,7 +347,7 @@ def _check_split_factor(placement: Record, inner: Sequence[Record], sizes: Seque
     cuts = prod(n for p, n in zip(inner, sizes, strict=True) if p.name != "Replicate" and p.attributes["dim"] == dim)
     if factor != cuts:
         raise NotFoundError(
-            f"a tensor is cut in an order that is not known: split factor {factor} after {counted(cuts, 'cut')}"
+            f"a tensor is cut in an order that is not known: split factor {factor} after {pluralize(cuts, 'cut')}"
         )
 
 

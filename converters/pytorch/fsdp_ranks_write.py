@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
 from ckpt.move.files import confined
@@ -87,7 +87,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     written = {choice.key for choice in chosen.values()}
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
         dropped.append(
-            f"fp32 masters of {counted(masters, 'parameter')}, as --dtype asks for weights in {layout.dtype}"
+            f"fp32 masters of {pluralize(masters, 'parameter')}, as --dtype asks for weights in {layout.dtype}"
         )
     return Target(
         files=tuple(files),
@@ -116,7 +116,7 @@ def _position(checkpoint: Checkpoint) -> Iterator[TargetFile]:
 def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int) -> Iterator[str]:
     before = checkpoint.world_size
     changed = f", from {before}" if before not in (None, num_ranks) else ""
-    yield Brief(f"FSDP{version} on {counted(num_ranks, 'rank')}{changed}")
+    yield Brief(f"FSDP{version} on {pluralize(num_ranks, 'rank')}{changed}")
     path = Path(checkpoint.path)
     for role in _ROLES:
         if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():
@@ -124,7 +124,7 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
     if not states.groups:
         yield "no optimizer's files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:
-        yield f"{counted(len(states.groups), 'param group')}, as the source has them; verl's own optimizer has one"
+        yield f"{pluralize(len(states.groups), 'param group')}, as the source has them; verl's own optimizer has one"
     if checkpoint.facts_of(TorchFacts).dtensor is None:
         yield "device meshes are pickled in the form of torch 2.13, which older versions do not load"
 
@@ -141,7 +141,7 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
     ranks = [str(rank) for rank in range(num_ranks)]
     rng = [known[rank] for rank in ranks] if list(known) == ranks else []
     if known and not rng:
-        dropped.append(f"random states of {counted(len(known), 'rank')}: they are those of another number of ranks")
+        dropped.append(f"random states of {pluralize(len(known), 'rank')}: they are those of another number of ranks")
     others = replace(state, lr_scheduler=None, extra_state=None).entries().keys() - {_RNG}
     dropped += [f"training state {name}: verl's files have no place for it" for name in sorted(others)]
     return schedule, rng, dropped

@@ -42,7 +42,7 @@ from ckpt.base.errors import (
     NotFoundError,
     UsageError,
 )
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
@@ -629,7 +629,7 @@ def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     written = {choice.key for choice in chosen.values()}
     masters = [key for key in checkpoint.tensors if key[1] == MASTER and key not in written]
     if masters and checkpoint.optimizer_states:
-        return [f"the masters of {counted(len(masters), 'parameter')}: --dtype asks for another precision"]
+        return [f"the masters of {pluralize(len(masters), 'parameter')}: --dtype asks for another precision"]
     return []
 
 
@@ -638,7 +638,7 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout,
         return describe(chosen, checkpoint, layout.dtype)
     masters = sum(choice.tensor.role == MASTER and not choice.is_cast for choice in chosen.values())
     what = "written as their masters are, which the optimizer updates"
-    notes: list[str] = [Brief(f"{counted(masters, 'parameter')} {what}")] if masters else []
+    notes: list[str] = [Brief(f"{pluralize(masters, 'parameter')} {what}")] if masters else []
     if not checkpoint.state.param_groups:
         notes.append("the source records no param groups: a live optimizer's own have to be kept when this is loaded")
     return notes

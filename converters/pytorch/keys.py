@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, SeveralModelsError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
@@ -417,7 +417,7 @@ def _read_optimizer(
     names = optimizer.names()
     if names is None:
         found.notes.append(
-            f"the optimizer's {counted(len(optimizer.states), 'state')} are recorded by the parameters' numbers, not "
+            f"the optimizer's {pluralize(len(optimizer.states), 'state')} are recorded by the parameters' numbers, not "
             "by their names: they are not carried (torch's get_optimizer_state_dict saves names)"
         )
         return

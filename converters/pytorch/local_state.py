@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
@@ -134,8 +134,8 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
             "files of ranks are missing: each has a part of every flat parameter",
             path=files[-1].path,
             fqn=name,
-            expected=f"{counted(length, 'element')}",
-            found=f"{at} on {counted(len(files), 'rank')}",
+            expected=f"{pluralize(length, 'element')}",
+            found=f"{at} on {pluralize(len(files), 'rank')}",
         )
     return found, length
 
@@ -144,7 +144,7 @@ def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file:
     """Return a flat parameter's members if the known orders agree. Raise NotFoundError if no unit fits `length`."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
-        raise _unknown(file, f"which parameters are in {name}, {counted(length, 'element')}")
+        raise _unknown(file, f"which parameters are in {name}, {pluralize(length, 'element')}")
     if any(unit != fitting[0] for unit in fitting):
         raise CorruptError(
             "the optimizer and the config name the parameters of a flat one in different orders",
@@ -174,7 +174,7 @@ def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -
             "what ranks have of a parameter does not make it up",
             path=own[0][0].path,
             fqn=fqn,
-            expected=f"{counted(prod(shape), 'element')}, of {list(shape)}",
-            found=f"{counted(numel, 'element')} on {counted(len(own), 'rank')}",
+            expected=f"{pluralize(prod(shape), 'element')}, of {list(shape)}",
+            found=f"{pluralize(numel, 'element')} on {pluralize(len(own), 'rank')}",
         )
     return assemble(fqn, WEIGHT, in_turn(shape, own))

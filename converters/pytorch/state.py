@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, SourceTensor, flatten
 from ckpt.containers.torchfile.values import StoredTensor
@@ -59,7 +59,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     written = {choice.key for choice in chosen.values()}
     rest, dropped = _rest(checkpoint)
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(f"fp32 masters of {counted(masters, 'parameter')}, as --dtype asks for weights in {dtype}")
+        dropped.append(f"fp32 masters of {pluralize(masters, 'parameter')}, as --dtype asks for weights in {dtype}")
     return StateDict(
         tuple(_model_entries(checkpoint, chosen)),
         tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
@@ -72,7 +72,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
 def _dcp_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
     exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
     if exact and dtype is None:
-        what = f"{counted(len(exact), 'parameter')} written as the fp32 masters are, bit for bit"
+        what = f"{pluralize(len(exact), 'parameter')} written as the fp32 masters are, bit for bit"
         yield Brief(f"{what}, which is how FSDP keeps them; --dtype bf16 writes weights of that precision instead")
     else:
         yield from describe(chosen, checkpoint, dtype)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.weights import (
     INDEX,
     MAX_INDEX,
@@ -287,7 +287,7 @@ def trainer_groups(
         return [ParamGroup(fqns, groups[0].options) for fqns in decayed], [note]
     raise LossError(
         "HF Trainer numbers parameters by two groups, with weight decay and without, and the source has others",
-        expected=", ".join(f"{counted(len(fqns), 'parameter')}" for fqns in decayed),
-        found=", ".join(f"{counted(len(group.fqns), 'parameter')}" for group in groups),
+        expected=", ".join(f"{pluralize(len(fqns), 'parameter')}" for fqns in decayed),
+        found=", ".join(f"{pluralize(len(group.fqns), 'parameter')}" for group in groups),
         hint="the formats full and dcp hold them by name",
     )

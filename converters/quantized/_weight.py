@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.casts import cast_bits
 from ckpt.move.reading import read_box
 from ckpt.plan.checkpoint import Checkpoint
@@ -97,7 +97,7 @@ class StoredWeights:
             path=self.checkpoint.path,
             fqn=fqn,
             expected="finite scales",
-            found=f"element {index}; {counted(int((~is_finite).sum()), 'such scale')} in the part that was read",
+            found=f"element {index}; {pluralize(int((~is_finite).sum()), 'such scale')} in the part that was read",
             hint="`ckpt check --values` finds all of them; download or copy the folder again",
         )
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.tensors import Box, FlatRange, whole
 from converters.names.quantization.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
@@ -90,7 +90,7 @@ def _four_bits(stored: StoredWeights, owner: str, kind: str, name: str) -> Weigh
     if packed.nbytes != recorded.num_bytes or packed.shape[:1] != (packed.numel,):
         raise stored.corrupt(
             owner,
-            f"one column of {counted(recorded.num_bytes, 'byte')}, for shape {list(recorded.shape)}",
+            f"one column of {pluralize(recorded.num_bytes, 'byte')}, for shape {list(recorded.shape)}",
             f"{packed.dtype} {list(packed.shape)}",
         )
     _check_values(stored, owner, kind)
@@ -114,7 +114,9 @@ def _four_bits(stored: StoredWeights, owner: str, kind: str, name: str) -> Weigh
 def _read_state(stored: StoredWeights, kind: str, name: str) -> FourBitState:
     tensor = stored.tensors[name]
     if tensor.dtype != _UINT8 or tensor.numel > MAX_STATE:
-        raise stored.corrupt(name, f"at most {counted(MAX_STATE, 'byte')} of JSON", f"{tensor.numel} of {tensor.dtype}")
+        raise stored.corrupt(
+            name, f"at most {pluralize(MAX_STATE, 'byte')} of JSON", f"{tensor.numel} of {tensor.dtype}"
+        )
     try:
         return parse_state(stored.read(name).tobytes(), kind)
     except StateError as error:
@@ -145,8 +147,8 @@ def _read_nested(stored: StoredWeights, owner: str, name: str, recorded: FourBit
         if tensor.dtype != FLOAT32 or tensor.numel != count:
             raise stored.corrupt(
                 part,
-                f"{counted(count, 'element')} of {FLOAT32}",
-                f"{counted(tensor.numel, 'element')} of {tensor.dtype}",
+                f"{pluralize(count, 'element')} of {FLOAT32}",
+                f"{pluralize(tensor.numel, 'element')} of {tensor.dtype}",
             )
     read = [stored.read(part).view(np.float32).reshape(-1) for part in (owner + NESTED_MAP, owner + NESTED_ABSMAX)]
     return _Nested(recorded.nested.block_size, np.float32(recorded.nested.offset), *read)
@@ -205,7 +207,7 @@ def _eight_bits(stored: StoredWeights, module: str) -> Weight:
     num_out, num_in = tensor.shape
     if scales.dtype != FLOAT32 or scales.numel != num_out:
         raise stored.corrupt(
-            module + SCB, f"{counted(num_out, 'element')} of {FLOAT32}", f"{scales.dtype} {list(scales.shape)}"
+            module + SCB, f"{pluralize(num_out, 'element')} of {FLOAT32}", f"{scales.dtype} {list(scales.shape)}"
         )
     parts = [owner, module + SCB]
     if module + FORMAT in stored.tensors:

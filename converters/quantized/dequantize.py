@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
@@ -108,7 +108,7 @@ def _path(weight: Weight, number: int) -> str:
 
 def _dequantized_notes(weights: list[Weight], unused: list[str]) -> list[str]:
     counts = Counter((weight.method, weight.dtype.name) for weight in weights)
-    notes = [f"{counted(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
+    notes = [f"{pluralize(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     if unused:
-        notes.append(f"left out: {counted(len(unused), 'scale')} of activations, {unused[0]} for one")
+        notes.append(f"left out: {pluralize(len(unused), 'scale')} of activations, {unused[0]} for one")
     return notes or ["nothing is quantized here, so nothing is dequantized"]

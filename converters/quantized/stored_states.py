@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.subclass import wrapper
 from ckpt.containers.torchfile.values import Record
@@ -95,7 +95,7 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
         ends_with_both = high == whole.stop == one.stop
         inside = (low - one.start, low - whole.start, *(() if ends_with_both else (high - one.start,)))
         if any(offset % size for offset in inside):
-            raise _refused(key, f"blocks of {counted(size, 'element')} do not fall on the cuts between ranks")
+            raise _refused(key, f"blocks of {pluralize(size, 'element')} do not fall on the cuts between ranks")
     return _put_together(key, first, held, whole, box.sizes)
 
 
@@ -147,7 +147,7 @@ def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRang
         return Blocks(codes, scale, values)
     if numel % like.block_size:
         raise _refused(
-            key, f"its part on a rank is no multiple of {counted(like.block_size, 'element')}, a block of torchao's"
+            key, f"its part on a rank is no multiple of {pluralize(like.block_size, 'element')}, a block of torchao's"
         )
     made: dict[str, Any] = {"codes": codes, "scale": scale, "qmap": values, "_shape": Size(sizes)}
     state = {name: made.get(name, value) for name, value in like.record.attributes.items()}

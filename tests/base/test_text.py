@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ckpt
 import converters
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 
 #: Texts in front of a verb: `config.json names no modules`.
 VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{name} names", "{name} records"} | {
@@ -19,15 +19,15 @@ VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{na
 #: Texts that are no single number: several numbers, `all`, or the kind of something.
 NO_NUMBERS = {
     *("{', '.join(map(str, counts.values()))} experts", "{', '.join(map(str, recorded))} experts"),
-    *("{', then '.join(ranks)} ranks", "{'with' if has_slots else 'without'} such names", "{_listed(counts)} ranks"),
+    *("{', then '.join(ranks)} ranks", "{'with' if slot else 'without'} such names", "{_listed(counts)} ranks"),
     *("{_runs(row.stages)} layers", "{_stored(beside)} weights", "{_stored(cast)} weights", "{kind} files"),
-    *("{_stored(exact)} masters", "{_stored(rounded)} masters", "{counted(len(names), 'tensor')} that files"),
+    *("{_stored(exact)} masters", "{_stored(rounded)} masters", "{pluralize(len(names), 'tensor')} that files"),
     *("{count} names", "{have} no elements", "{reading.args.get('optimizer')} steps"),
     *("{short(nbytes)} bytes", "{short(numel)} elements"),
 }
 #: Limits, and numbers from a file that may be of another type.
 OTHERS = {
-    *("{_MAX_GPUS} such GPUs", "{len(text)} characters", "{self.total_size} bytes", "{taken} steps", "{rows} rows"),
+    *("{_MAX_GPUS} such GPUs", "{len(text)} characters", "{self.total_size} bytes", "{rows} rows"),
     *("{groups or heads} query groups", "{groups} query groups", "{heads} heads"),
     "{len(ids) if isinstance(ids, list) else ids} parameters",
 }
@@ -41,17 +41,17 @@ def trees() -> Iterator[ast.Module]:
 
 
 def test_one_is_singular() -> None:
-    assert [counted(1, what) for what in ("file", "entry", "process")] == ["1 file", "1 entry", "1 process"]
-    assert [counted(2, what) for what in ("file", "entry", "process")] == ["2 files", "2 entries", "2 processes"]
-    assert counted(1200, "byte", ",") == "1,200 bytes" and counted(0, "day") == "0 days"
+    assert [pluralize(1, what) for what in ("file", "entry", "process")] == ["1 file", "1 entry", "1 process"]
+    assert [pluralize(2, what) for what in ("file", "entry", "process")] == ["2 files", "2 entries", "2 processes"]
+    assert pluralize(1200, "byte", ",") == "1,200 bytes" and pluralize(0, "day") == "0 days"
 
 
 def test_no_count_has_a_fixed_plural() -> None:
-    """`{number} tensors` is wrong for 1: `{counted(number, 'tensor')}` is right."""
+    """`{number} tensors` is wrong for 1: `{pluralize(number, 'tensor')}` is right."""
     nodes = [node for tree in trees() for node in ast.walk(tree)]
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "counted"]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pluralize"]
     nouns = {str(call.args[1].value) for call in calls if isinstance(call.args[1], ast.Constant)}
-    plurals = "|".join(sorted({counted(2, noun.split()[-1])[2:] for noun in nouns}, key=len, reverse=True))
+    plurals = "|".join(sorted({pluralize(2, noun.split()[-1])[2:] for noun in nouns}, key=len, reverse=True))
     fixed = re.compile(rf" (?:(?!of|in|as|and|has|holds)[a-z]+ )?(?:{plurals})\b")
     strings = [pairwise(node.values) for node in nodes if isinstance(node, ast.JoinedStr)]
     found = {

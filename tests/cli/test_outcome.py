@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.base.text import Brief, counted, note_lines
+from ckpt.base.text import Brief, note_lines, pluralize
 from ckpt.options import printing as text
 from ckpt.plan.load_check import Loads
 from converters.names.hub import loading
@@ -182,8 +182,8 @@ def test_pages_and_pictures_say_where_they_are(fixtures: Path, tmp_path: Path) -
 
 
 def test_one_of_a_kind_is_no_plural(fixtures: Path, tmp_path: Path) -> None:
-    assert [counted(1, one) for one in ("rank", "copy", "process")] == ["1 rank", "1 copy", "1 process"]
-    assert [counted(2, one) for one in ("rank", "copy", "process", "day")] == [
+    assert [pluralize(1, one) for one in ("rank", "copy", "process")] == ["1 rank", "1 copy", "1 process"]
+    assert [pluralize(2, one) for one in ("rank", "copy", "process", "day")] == [
         *("2 ranks", "2 copies", "2 processes", "2 days")
     ]
     done = run_ckpt(

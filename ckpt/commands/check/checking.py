@@ -33,8 +33,8 @@ from ckpt.base.errors import (
 )
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
-from ckpt.base.type_checks import typed
+from ckpt.base.text import pluralize
+from ckpt.base.type_checks import check_types
 from ckpt.commands.check.files import (
     DAMAGED,
     HALF,
@@ -161,7 +161,7 @@ class CheckReport(Returned):
 
     def __repr__(self) -> str:
         whole = "whole" if self.whole else "not whole"
-        return f"<{printable(self.path)}: {counted(len(self.checkpoints), 'checkpoint')}, {whole}>"
+        return f"<{printable(self.path)}: {pluralize(len(self.checkpoints), 'checkpoint')}, {whole}>"
 
     @property
     def whole(self) -> bool:
@@ -181,7 +181,7 @@ class CheckReport(Returned):
             facts = [one.format or usable, *([] if one.step is None else [f"step {one.step}"])]
             yield printable(
                 f"{one.path}: {one.state} ({', '.join(facts)}, {show_size(one.num_bytes)} in "
-                f"{counted(one.num_files, 'file')})"
+                f"{pluralize(one.num_files, 'file')})"
             )
             yield from (printable(f"  - {problem}") for problem in one.problems)
             yield from (f"  - note: {line}" for line in sentences(one.findings or ()))
@@ -208,7 +208,7 @@ class CheckReport(Returned):
         return found
 
 
-@typed
+@check_types
 def check(
     path: str | os.PathLike[str],
     format: str = AUTO,
@@ -459,7 +459,9 @@ def _findings(
     damage = [one for one in found if one.is_damage]
     problems += [Problem(DAMAGED, one.where, one.what) for one in damage[:_MAX_SHOWN]]
     if (more := len(damage) - _MAX_SHOWN) > 0:
-        problems.append(Problem(DAMAGED, f"{counted(more, 'further tensor')}", "NaN, infinite or contradicting values"))
+        problems.append(
+            Problem(DAMAGED, f"{pluralize(more, 'further tensor')}", "NaN, infinite or contradicting values")
+        )
     return found
 
 
@@ -527,7 +529,7 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
     if len(found) > _MAX_SHOWN:
         yield Problem(
-            DAMAGED, f"{counted(len(found) - _MAX_SHOWN, 'further tensor')}", "their parts do not make them up"
+            DAMAGED, f"{pluralize(len(found) - _MAX_SHOWN, 'further tensor')}", "their parts do not make them up"
         )
 
 
@@ -557,7 +559,7 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
     if (more := len(weights.faults) - _MAX_SHOWN) > 0:
         yield Problem(
-            DAMAGED, f"{counted(more, 'further part')} of quantized weights", "missing, unexpected or misshapen"
+            DAMAGED, f"{pluralize(more, 'further part')} of quantized weights", "missing, unexpected or misshapen"
         )
     if weights.unproved:
         yield Problem(UNPROVED, "quantized weights", weights.unproved)

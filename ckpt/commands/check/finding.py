@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ckpt.base.errors import printable
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import WEIGHT
 
 NOT_FINITE, CONTRADICTION = "not finite", "contradiction"
@@ -61,4 +61,4 @@ def sentences(found: Iterable[ValueFinding]) -> Iterator[str]:
         every = list(group)
         names = ", ".join(f"{one.where} ({one.what})" if kind == EQUAL else one.where for one in every[:_SHOWN])
         rest = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-        yield printable(f"{counted(len(every), 'tensor')} {_SENTENCES.get(kind, kind)}: {names}{rest}")
+        yield printable(f"{pluralize(len(every), 'tensor')} {_SENTENCES.get(kind, kind)}: {names}{rest}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.check.finding import (
     CONSTANT,
     CONTRADICTION,
@@ -90,7 +90,7 @@ def _not_finite(fqn: str, role: str, one: Values) -> ValueFinding:
     ):
         if first is not None:
             firsts.append(_index(first, one.shape))
-            said.append(f"{count} of {counted(prod(one.shape), 'value')} are {name}, the first at {list(firsts[-1])}")
+            said.append(f"{count} of {pluralize(prod(one.shape), 'value')} are {name}, the first at {list(firsts[-1])}")
     is_mask = not one.nans and _MASK.search(fqn) is not None
     return ValueFinding(NOT_FINITE, fqn, role, "; ".join(said), one.nans + one.infinities, firsts[0], not is_mask)
 
@@ -128,7 +128,7 @@ def _part_findings(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) ->
                 SCALE,
                 name,
                 tensor.role,
-                f"{counted(count, 'scale')} {'is' if count == 1 else 'are'} zero or negative",
+                f"{pluralize(count, 'scale')} {'is' if count == 1 else 'are'} zero or negative",
                 count,
                 first,
             )
@@ -137,7 +137,7 @@ def _part_findings(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) ->
         index = _all_bits(checkpoint, tensor).view(np.int32)
         if (is_wrong := (index < 0) | (index >= limit)).any():
             first, count = _index(int(np.argmax(is_wrong)), tensor.shape), int(is_wrong.sum())
-            numbers = counted(tensor.numel, "group number")
+            numbers = pluralize(tensor.numel, "group number")
             what = f"{count} of {numbers} are not in 0 to {limit - 1}, the first at {list(first)}"
             yield ValueFinding(CONTRADICTION, name, tensor.role, what, count, first, is_damage=True)
     for name, shape in weights.recorded_shapes.items():

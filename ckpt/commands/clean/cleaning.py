@@ -14,8 +14,8 @@ from ckpt import api
 from ckpt.base.errors import CkptError, NotFoundError, printable
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
-from ckpt.base.type_checks import typed
+from ckpt.base.text import pluralize
+from ckpt.base.type_checks import check_types
 from ckpt.commands.resume.copies import copies_in, kept_folder, remove_staging, unfinished_in
 from ckpt.compare import manifest
 from ckpt.move.files import REPLACED, destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors
@@ -81,8 +81,8 @@ class Cleaned(Returned):
     def _summary(self) -> str:
         gone = [one for one in self.removable if one.path in self.removed]
         left = [one for one in self.removable if one.path not in self.removed]
-        said = [f"removed {counted(len(gone), 'folder')}, {_total(gone)} freed"] if gone else []
-        said += [f"{counted(len(left), 'folder')} to remove, {_total(left)}"] if left else []
+        said = [f"removed {pluralize(len(gone), 'folder')}, {_total(gone)} freed"] if gone else []
+        said += [f"{pluralize(len(left), 'folder')} to remove, {_total(left)}"] if left else []
         return "; ".join(said) or "nothing to remove"
 
     def lines(self) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _total(leftovers: Iterable[Leftover]) -> str:
     return show_size(sum(one.num_bytes for one in leftovers))
 
 
-@typed
+@check_types
 def clean(path: str | os.PathLike[str] = ".") -> Cleaned:
     """List ckpt's leftovers in and next to the run folder `path`. The result's `remove()` deletes them.
 

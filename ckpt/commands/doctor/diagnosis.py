@@ -13,8 +13,8 @@ from typing import Any
 from ckpt import api
 from ckpt.base.errors import LossError, UsageError, shown
 from ckpt.base.results import Returned
-from ckpt.base.text import counted
-from ckpt.base.type_checks import typed
+from ckpt.base.text import pluralize
+from ckpt.base.type_checks import check_types
 from ckpt.commands.doctor import facts as known
 from ckpt.commands.doctor import text
 from ckpt.commands.doctor.facts import Facts, Trial
@@ -39,7 +39,7 @@ class Diagnosis(Returned):
 
     def __repr__(self) -> str:
         works = sum(one.problem is None for one in self.commands)
-        return f"<ckpt {self.facts.version}: {works} of {counted(len(self.commands), 'command')} work>"
+        return f"<ckpt {self.facts.version}: {works} of {pluralize(len(self.commands), 'command')} work>"
 
     def lines(self, width: int | None = None) -> Iterator[str]:
         """Yield the command's output, in tables up to `width` columns."""
@@ -58,7 +58,7 @@ class Diagnosis(Returned):
         return found
 
 
-@typed
+@check_types
 def doctor(path: str | PathLike[str] | None = None) -> Diagnosis:
     """Describe this installation and machine, and find usable commands for the checkpoint at `path`.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
-from ckpt.base.text import aligned, counted
+from ckpt.base.text import aligned, pluralize
 from ckpt.commands.doctor.facts import DISTRIBUTION, NAMESAKE, Disk, Extra, Facts, Package, System, Trial
 
 
@@ -74,7 +74,7 @@ def _system(system: System) -> Iterator[str]:
     yield f"{system.python} on {system.name}"
     size = "unknown" if system.memory is None else show_size(system.memory)
     left = "" if system.available is None else f", {show_size(system.available)} available"
-    yield f"{counted(system.cores, 'core')}, memory {size}{left}"
+    yield f"{pluralize(system.cores, 'core')}, memory {size}{left}"
 
 
 def _disk(disk: Disk) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.errors import UsageError
 from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.base.type_checks import takes
 from ckpt.commands.estimate import run_config as configs
 from ckpt.commands.estimate import text
@@ -34,7 +34,7 @@ class Estimate(Sizing, Returned):
     """Result of `ckpt.estimate`: one of `rows` per strategy, and `suggestions`."""
 
     def __repr__(self) -> str:
-        return f"<{self.subject.path} on {counted(self.setup.gpus, 'GPU')}: {'; '.join(self.suggestions)}>"
+        return f"<{self.subject.path} on {pluralize(self.setup.gpus, 'GPU')}: {'; '.join(self.suggestions)}>"
 
     def lines(self) -> Iterator[str]:
         return text.lines(self)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm, prod
 
 from ckpt.base.errors import UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.estimate import activations
 from ckpt.commands.estimate.activations import Activations
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, ITEMSIZES, NVME, ZERO1, ZERO2, ZERO3, Setup, placed
@@ -124,7 +124,7 @@ def megatron(
     if setup.gpus % (tp * pp * setup.context_parallel) or setup.gpus % (ep * pp):
         raise UsageError(
             "the GPUs do not divide among the parallel axes",
-            found=f"{counted(setup.gpus, 'GPU')}, tp {tp}, pp {pp}, cp {setup.context_parallel}, ep {ep}",
+            found=f"{pluralize(setup.gpus, 'GPU')}, tp {tp}, pp {pp}, cp {setup.context_parallel}, ep {ep}",
         )
     found = []
     for number, stage in enumerate(stages):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.adapters.names import BASE, is_adapter, parse_name
-from ckpt.base.entries import late
+from ckpt.base.entries import lazy_module
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.commands.estimate.setup import (
     DDP,
@@ -48,7 +48,7 @@ class ParametersProtocol(Protocol):
     def megatron_stages(self, config: Mapping[str, Any], *, tp: int, pp: int, ep: int) -> tuple[Stage, ...]: ...
 
 
-PARAMETERS: ParametersProtocol = late("converters.names.parameters")
+PARAMETERS: ParametersProtocol = lazy_module("converters.names.parameters")
 
 #: Usable part of a GPU's memory. The CUDA context, NCCL and fragmentation need the rest.
 USABLE = 0.9
@@ -165,7 +165,7 @@ def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
         subject = _config_subject(where, config)
         if num_elements(subject.model.parameters) == stored:
             return replace(subject, notes=(*notes, *subject.notes))
-        elements = counted(stored, "element", ",")
+        elements = pluralize(stored, "element", ",")
         note = f"the checkpoint holds {elements}, and its config tells of another number; the checkpoint's count"
     else:
         note = "there is no config.json: activations are not known, and not counted"
@@ -360,4 +360,4 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
             most, found = middle, better
         else:
             least = middle
-    return f"on {counted(most, 'GPU')}: {found}"
+    return f"on {pluralize(most, 'GPU')}: {found}"

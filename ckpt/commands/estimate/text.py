@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.estimate.table import USABLE, EstimateRow, Sizing, fits
 from ckpt.pictures.bars import Bar
 from ckpt.state.parameters import LINEAR, flops_per_token, num_elements
@@ -61,10 +61,10 @@ def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
     model, setup = sizing.subject.model, sizing.setup
     precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
     facts = (
-        f"{counted(setup.gpus, 'GPU')} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), "
-        f"{setup.optimizer}, micro batch {setup.batch} x {counted(setup.length, 'token')}{_choices(sizing)}"
+        f"{pluralize(setup.gpus, 'GPU')} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), "
+        f"{setup.optimizer}, micro batch {setup.batch} x {pluralize(setup.length, 'token')}{_choices(sizing)}"
     )
-    return f"{sizing.subject.path}: {model.name}, {counted(num_elements(model.parameters), 'parameter', ',')}", _wrap(
+    return f"{sizing.subject.path}: {model.name}, {pluralize(num_elements(model.parameters), 'parameter', ',')}", _wrap(
         facts
     )
 
@@ -169,7 +169,7 @@ def _sizing_notes(sizing: Sizing) -> Iterator[str]:
     if any(row.options.get("qlora") for row in sizing.rows):
         rest = sum(parameter.numel for parameter in model.parameters if parameter.kind != LINEAR)
         yield (
-            f"qlora: {counted(rest, 'parameter', ',')} are not quantized and stay in {setup.dtype}; "
+            f"qlora: {pluralize(rest, 'parameter', ',')} are not quantized and stay in {setup.dtype}; "
             "PEFT's prepare_model_for_kbit_training makes them float32"
         )
     for row in sizing.rows:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
 from ckpt.base.flags import SHOWN, WRITTEN, Flag
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import check_place, write
@@ -133,7 +133,7 @@ def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
     if not damaged:
         return None
     first, count = damaged[0], len(damaged)
-    what = "a tensor do not cover it" if count == 1 else f"{counted(count, 'tensor')} do not cover them"
+    what = "a tensor do not cover it" if count == 1 else f"{pluralize(count, 'tensor')} do not cover them"
     return CorruptError(
         f"the stored parts of {what} exactly once",
         path=found.checkpoint.path,

@@ -13,8 +13,8 @@ from typing import Any
 
 from ckpt.base.errors import UsageError, shown
 from ckpt.base.results import Returned
-from ckpt.base.text import aligned, counted, did_you_mean, scheme_of
-from ckpt.base.type_checks import typed
+from ckpt.base.text import aligned, did_you_mean, pluralize, scheme_of
+from ckpt.base.type_checks import check_types
 from ckpt.commands.check.checking import HEADS, Checked, checkpoints_of, survey
 from ckpt.commands.inspect import overview
 from ckpt.commands.inspect.inspection import inspection
@@ -48,7 +48,7 @@ class Inspection(Returned):
 
     def __repr__(self) -> str:
         one = self.checkpoint
-        return f"<{shown(one.path)}: {one.format}, {counted(len(one.tensors), 'tensor')}>"
+        return f"<{shown(one.path)}: {one.format}, {pluralize(len(one.tensors), 'tensor')}>"
 
     def to_json(self) -> dict[str, Any]:
         found = overview.describe(self.checkpoint, self.not_read, tensors=self.tensors, everything=self.everything)
@@ -86,7 +86,7 @@ class Inspection(Returned):
             yield [shown(line) for line in part_lines(one, self.checkpoint.path)]
 
 
-@typed
+@check_types
 @listed_once()
 def inspect(
     source: str | PathLike[str] | Checkpoint,

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
@@ -141,7 +141,7 @@ def mesh_text(checkpoint: Checkpoint) -> str:
     if found is None:
         return ""
     text = " x ".join(f"{axis.upper()} {size}" for axis, size in found.items() if axis != "cp" or size > 1)
-    text += f" on {counted(ranks, 'rank')}" if ranks else ""
+    text += f" on {pluralize(ranks, 'rank')}" if ranks else ""
     if found.get("ep", 1) > 1:
         text += ", experts spread within DP"
     if checkpoint.state.zero_stage:
@@ -203,7 +203,7 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes on quantized states: they are smaller in the files than shown here."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
-        states = f"{counted(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
+        states = f"{pluralize(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
         yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"
 
 
@@ -287,7 +287,7 @@ def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator
     yield "mesh", mesh_words
     yield "parameters", _parameters_text(facts["parameters"])
     yield "", _by_dtype_text(facts["parameters"]["dtypes"])
-    yield "on disk", f"{show_size(facts['files']['bytes'])} in {counted(facts['files']['count'], 'file')}"
+    yield "on disk", f"{show_size(facts['files']['bytes'])} in {pluralize(facts['files']['count'], 'file')}"
     yield from _named("per rank", _per_rank_texts(facts["bytes_per_rank"], everything))
     yield from _named("tensors", (_role_text(role, entry) for role, entry in facts["roles"].items()))
     yield from _named("ties", (f"{tie['alias']} is {tie['owner']}" for tie in facts["ties"]))
@@ -304,7 +304,7 @@ def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator
 
 
 def _parameters_text(counts: Mapping[str, Any]) -> str:
-    text = f"{counts['elements']:,} in {counted(counts['tensors'], 'tensor')}"
+    text = f"{counts['elements']:,} in {pluralize(counts['tensors'], 'tensor')}"
     if counts["trainable"] is not None:
         text += f", {counts['trainable']:,} trainable and {counts['frozen']:,} frozen"
     return text
@@ -326,21 +326,21 @@ def _per_rank_texts(nbytes: Mapping[str, int] | None, everything: bool) -> list[
     if len(nbytes) <= _FEW_RANKS or everything:
         return [f"rank {rank}: {show_size(count)} of tensors" for rank, count in nbytes.items()]
     sizes = f"{show_size(nbytes[least])} of tensors (rank {least}) to {show_size(nbytes[most])} (rank {most})"
-    return [f"{sizes} on {counted(len(nbytes), 'rank')} ..."]
+    return [f"{sizes} on {pluralize(len(nbytes), 'rank')} ..."]
 
 
 def _role_text(role: str, entry: Mapping[str, Any]) -> str:
     dtypes = ", ".join(entry["dtypes"])
-    return f"{role}: {counted(entry['tensors'], 'tensor')}, {show_size(entry['bytes'])}, {dtypes}"
+    return f"{role}: {pluralize(entry['tensors'], 'tensor')}, {show_size(entry['bytes'])}, {dtypes}"
 
 
 def _scalar_text(name: str, entry: Mapping[str, Any]) -> str:
     values = "several values" if entry["values"] is None else " and ".join(map(json_text, entry["values"]))
-    return f"{name}: {values}, for {counted(entry['parameters'], 'parameter')}"
+    return f"{name}: {values}, for {pluralize(entry['parameters'], 'parameter')}"
 
 
 def _group_text(group: Mapping[str, Any], limit: int) -> str:
-    return f"{counted(group['parameters'], 'parameter')}: {json_text(group['options'], limit)}"
+    return f"{pluralize(group['parameters'], 'parameter')}: {json_text(group['options'], limit)}"
 
 
 HEADS = ("name", "role", "dtype", "shape", "bytes", "fragments", "ranks")
@@ -353,7 +353,7 @@ def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
 
 
 def _row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
-    replicas = counted(tensor["replicas"], "replica") if tensor["replicas"] else ""
+    replicas = pluralize(tensor["replicas"], "replica") if tensor["replicas"] else ""
     holders = "; ".join(filter(None, (ranks_text(tensor["ranks"]), replicas)))
     return *(str(tensor[name]) for name in ("fqn", "role", "dtype", "shape", "bytes", "fragments")), holders
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.inspect.overview import ranks_text
 from ckpt.commands.inspect.sketch import Holder, Kind, Patch, Sketch, Sketcher
 from ckpt.plan import registry
@@ -114,7 +114,7 @@ def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragm
     """Return a function that names a fragment's holder: its rank or file, or one name for too many files."""
     first = (_first_place(tensor) for tensor in tensors)
     files = {path for path, rank in first if rank is None}
-    common = f"{counted(len(files), 'file')}" if len(files) > _MAX_FILES else None
+    common = f"{pluralize(len(files), 'file')}" if len(files) > _MAX_FILES else None
 
     def name(fragment: Fragment) -> Holder:
         if fragment.rank is not None:
@@ -295,6 +295,6 @@ def _coarse(sketch: Sketch) -> Sketch:
         holders = tuple(dict.fromkeys(holder for group in groups for holder in group))
         kind: Kind = "held" if len(groups) == 1 else "several"
         patches.append(Patch(kind, x / width, y / height, (x + 1) / width, (y + 1) / height, holders))
-    remark = f"{counted(len(held), 'slice')}, too many to draw apart"
+    remark = f"{pluralize(len(held), 'slice')}, too many to draw apart"
     merged = tuple(_joined([*patches, *marks[:_MAX_PATCHES]]))
     return replace(sketch, patches=merged, bands=height, remarks=(*sketch.remarks, remark))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.commands.inspect.overview import coordinates, mesh, mesh_text, ranks_text
 from ckpt.commands.inspect.rows import Picture, Row
 from ckpt.commands.inspect.sketch import Holder, Patch, holder_text
@@ -60,7 +60,7 @@ def facts(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"step {summary_text(checkpoint.state.step)}"
     if checkpoint.world_size is not None:
         yield f"world size {checkpoint.world_size}"
-    yield counted(sum(tensor.numel for tensor in checkpoint.parameters.values()), "parameter", ",")
+    yield pluralize(sum(tensor.numel for tensor in checkpoint.parameters.values()), "parameter", ",")
 
 
 def draw_head(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, title: str, *, by_part: bool) -> None:
@@ -71,14 +71,16 @@ def draw_head(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, title: s
         canvas.line(f"mesh: {words}", "b", 19)
     _say_damage(canvas, picture)
     drawn = sum(row.num_tensors for row in picture.rows)
-    text = f"{counted(drawn, 'tensor', ',')} in {counted(len(picture.rows), 'row', ',')}"
+    text = f"{pluralize(drawn, 'tensor', ',')} in {pluralize(len(picture.rows), 'row', ',')}"
     if drawn > len(picture.rows):
         text += ": those that look the same and differ only in role, or in the numbers in their names, are one row"
     canvas.line(text + ".", "g", 18)
     if picture.rows_left_out:
         rest = picture.num_tensors - drawn
         canvas.line(
-            f"Not drawn: {counted(rest, 'tensor', ',')} in {counted(picture.rows_left_out, 'further row')}.", "b r", 18
+            f"Not drawn: {pluralize(rest, 'tensor', ',')} in {pluralize(picture.rows_left_out, 'further row')}.",
+            "b r",
+            18,
         )
     canvas.y += 10
     _draw_parts(canvas, picture.rows, by_part=by_part)
@@ -95,7 +97,7 @@ def _say_damage(canvas: Canvas, picture: Picture) -> None:
     if not picture.damaged:
         canvas.line("No holes and no overlaps: every element of every tensor drawn here is stored.", "b", 19)
         return
-    canvas.line(f"Damaged: {counted(len(picture.damaged), 'tensor', ',')} not stored exactly once", "b r", 19)
+    canvas.line(f"Damaged: {pluralize(len(picture.damaged), 'tensor', ',')} not stored exactly once", "b r", 19)
     for damage in picture.damaged[:_LISTED]:
         more = f" and {len(damage.faults) - 2} more" if len(damage.faults) > 2 else ""
         what = f"{one_line(damage.fqn, 90)} ({one_line(damage.role, 30)}): " + "; ".join(damage.faults[:2]) + more

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, one_line
+from ckpt.base.text import one_line, pluralize
 from ckpt.commands.inspect.rows import Picture, Row
 from ckpt.commands.inspect.sketch import Patch, holder_text
 from ckpt.commands.inspect.summary import draw_head, draw_patch, part_colour, part_of
@@ -147,7 +147,7 @@ def _labels(row: Row) -> Iterator[tuple[str, str]]:
     """Yield the labels next to a bar, with their styles."""
     sketch, count = row.sketch, len(row.fqns)
     if row.is_grid:
-        yield f"{counted(count, 'tensor', ',')} side by side", "b"
+        yield f"{pluralize(count, 'tensor', ',')} side by side", "b"
         yield f"→ {one_line(sketch.across, 60)}", "g"
     elif count > 1:
         yield f"× {count:,} alike", "b"
@@ -156,11 +156,11 @@ def _labels(row: Row) -> Iterator[tuple[str, str]]:
     if sketch.faults:
         yield sketch.faults[0], "r"
     if len(sketch.faults) > 1:
-        yield f"and {counted(len(sketch.faults) - 1, 'fault', ',')} more", "r"
+        yield f"and {pluralize(len(sketch.faults) - 1, 'fault', ',')} more", "r"
     if sketch.copies > 1:
-        yield counted(sketch.copies, "copy"), "g"
+        yield pluralize(sketch.copies, "copy"), "g"
     if sketch.padding:
-        yield f"padding: {counted(sketch.padding, 'element', ',')}", "g"
+        yield f"padding: {pluralize(sketch.padding, 'element', ',')}", "g"
     yield from ((remark, "g") for remark in sketch.remarks[:2])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt import api
 from ckpt.base.errors import printable
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.merge_lora.unmerged_files import unread
 from ckpt.plan.checkpoint import Checkpoint
 
@@ -91,7 +91,7 @@ class Effects:
         if self.targets:
             why = "nothing was to be added: a factor is zero, or trained rows are those that were there"
             zero = f"; to {self.num_zero} {why}" if self.num_zero else ""
-            yield f"changed the weights of {self.num_changed} of {counted(len(self.targets), 'target')}{zero}"
+            yield f"changed the weights of {self.num_changed} of {pluralize(len(self.targets), 'target')}{zero}"
         yield from self.warnings()
 
     def warnings(self) -> Iterator[str]:
@@ -103,7 +103,7 @@ class Effects:
                 f"rounded away in {one.dtype}"
             )
         if len(self.lost) > _SHOWN:
-            more = counted(len(self.lost) - _SHOWN, "more target")
+            more = pluralize(len(self.lost) - _SHOWN, "more target")
             yield f"and {more} without a change, although the factors are not zero"
         if self.targets and not self.num_changed:
             yield "nothing was changed: every target has the weights of the base"

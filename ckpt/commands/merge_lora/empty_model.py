@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpt.base.entries import late
+from ckpt.base.entries import lazy_module
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.commands.merge_lora.effect import Update
 from ckpt.commands.merge_lora.find import Adapter, Factor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         def build_model(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> torch.nn.Module | None: ...
 
 
-MODEL_BUILDER: BuilderProtocol = late("converters.names.transformers.relation")
+MODEL_BUILDER: BuilderProtocol = lazy_module("converters.names.transformers.relation")
 _LOCK = threading.Lock()  # one model takes weights in turn
 
 

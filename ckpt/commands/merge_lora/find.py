@@ -17,7 +17,7 @@ from ckpt.adapters import services as adapter_services
 from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
-from ckpt.base.text import HUB_ID, Brief, counted
+from ckpt.base.text import HUB_ID, Brief, pluralize
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
@@ -244,7 +244,7 @@ def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str,
             "the adapter was saved without its partitions: its tensors are empty",
             path=place,
             fqn=fqn,
-            found=f"{count} of {counted(of, 'tensor')} of shape [0]",
+            found=f"{count} of {pluralize(of, 'tensor')} of shape [0]",
             hint="the sharded checkpoint that it was saved from still has them; give that",
         )
     if checkpoint is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.adapters import names
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.merge_lora.find import Adapter
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key
@@ -101,7 +101,7 @@ def _class_model(base: Checkpoint, adapter: Adapter, cls: ModelClassProtocol) ->
             f"the adapter was trained on {cls.name}, and a part of this model is in neither the adapter nor the base",
             path=adapter.path,
             fqn=missing[0],
-            expected=f"{counted(len(shapes), 'tensor')}, as {cls.name} has",
+            expected=f"{pluralize(len(shapes), 'tensor')}, as {cls.name} has",
             found=f"{len(missing)} missing: {_first_of(missing)}",
             hint=f"transformers drew it at random for training: give the {cls.name} that was trained on with --base",
         )

@@ -27,7 +27,7 @@ from ckpt.adapters import names, targets
 from ckpt.adapters.config import BY_LAYER, BY_MODEL, KINDS, LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.adapters.names import AdapterName, parse_name
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.commands.merge_lora import base_names, tied
 from ckpt.commands.merge_lora.combine import loaded, require_peft
 from ckpt.commands.merge_lora.effect import Merge, Noted, Update, raw_bytes
@@ -642,7 +642,7 @@ class _Merge:
         index = _token_index(adapter.config, module)
         num, dim = self.shapes[owner]
         if rows.shape != (len(index), dim):
-            raise _misfit(adapter, rows.fqn, f"{counted(len(index), 'row')} of {dim}", f"shape {list(rows.shape)}")
+            raise _misfit(adapter, rows.fqn, f"{pluralize(len(index), 'row')} of {dim}", f"shape {list(rows.shape)}")
         if outside := [i for i in index if not 0 <= i < num]:
             raise _misfit(adapter, rows.fqn, f"tokens below {num}, as {owner} has rows", f"token {outside[0]}")
         # rounded once, from the stored dtype
@@ -782,8 +782,8 @@ class _Merge:
             raise _misfit(
                 adapter,
                 wrappers[0][names.A].fqn,
-                f"{counted(len(targeted), 'adapted parameter')}",
-                f"{counted(len(wrappers), 'adapter')}",
+                f"{pluralize(len(targeted), 'adapted parameter')}",
+                f"{pluralize(len(wrappers), 'adapter')}",
             )
         fits = partial(self._fits, adapter)
         fitting = [order for order in permutations(targeted) if all(map(fits, order, wrappers))]
@@ -976,27 +976,27 @@ class _Merge:
         return replace(self.base, tensors=tensors, computed=computed, ties=ties, config=config)
 
     def notes(self) -> Iterator[str]:
-        yield Brief(f"merged into {counted(len(self.updates), 'tensor')}")
+        yield Brief(f"merged into {pluralize(len(self.updates), 'tensor')}")
         if whole := self.replaced.keys() - self.updates.keys():
-            yield f"{counted(len(whole), 'tensor')} taken from the adapter as a whole"
+            yield f"{pluralize(len(whole), 'tensor')} taken from the adapter as a whole"
         if self.by_expert:
-            yield f"{counted(len(self.by_expert), 'adapter')} of stacked experts read as Unsloth packed them"
+            yield f"{pluralize(len(self.by_expert), 'adapter')} of stacked experts read as Unsloth packed them"
         if self.overruled:
-            adapters = counted(len(self.overruled), "adapter")
+            adapters = pluralize(len(self.overruled), "adapter")
             yield f"{adapters} of stacked experts read otherwise than their config records"
         yield from self.targets
         if self.by_release:
-            experts = counted(len(self.by_release), "adapter")
+            experts = pluralize(len(self.by_release), "adapter")
             yield f"{experts} of square experts merged as the PEFT that trained them does; since 0.19.1 it reads others"
         yield from self.noted.made_anew
         for num, fqn, path in self.rows_again:
-            yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
+            yield f"{pluralize(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
         yield from tied.notes(self.noted.divided, self.noted.shared, as_peft=self.as_peft)
         if self.resized:
             rows = next(iter(self.resized.values()))
-            yield f"the vocabulary has {counted(rows, 'row')}, as in training, and {self._vocabulary} in the base"
+            yield f"the vocabulary has {pluralize(rows, 'row')}, as in training, and {self._vocabulary} in the base"
 
 
 def _are_true(every: Iterable[Callable[[], bool]]) -> bool:

@@ -18,8 +18,8 @@ from ckpt import api
 from ckpt.base.errors import CkptError, LossError, UsageError, printable, shown
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
-from ckpt.base.type_checks import typed
+from ckpt.base.text import pluralize
+from ckpt.base.type_checks import check_types
 from ckpt.commands.merge_lora import tied
 from ckpt.commands.merge_lora.effect import Effects, Merge
 from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, open_adapter, open_base
@@ -86,7 +86,7 @@ class MergeReport(Returned):
 
     def __repr__(self) -> str:
         outcome = "as the adapter says" if self.equal else "different"
-        return f"<{shown(self.merged)}: {outcome}, {counted(self.num_targets + self.num_others, 'tensor')} compared>"
+        return f"<{shown(self.merged)}: {outcome}, {pluralize(self.num_targets + self.num_others, 'tensor')} compared>"
 
     @property
     def equal(self) -> bool:
@@ -134,21 +134,21 @@ class MergeReport(Returned):
     @property
     def outcome(self) -> str:
         if self.equal:
-            rest = counted(self.num_others, "other tensor")
+            rest = pluralize(self.num_others, "other tensor")
             size = show_size(self.num_bytes)
             return (
-                f"as the adapter says: {counted(self.num_targets, 'tensor')} that it targets, {rest} equal ({size}), "
+                f"as the adapter says: {pluralize(self.num_targets, 'tensor')} that it targets, {rest} equal ({size}), "
                 + ("every bit compared")
             )
         targets = [one for one in self.deviations if one.is_target]
         same = sum(one.is_base for one in targets)
         of_base = f" ({same} of them with the bits of the base)" if same else ""
-        others = counted(len(self.deviations) - len(targets), "other tensor")
+        others = pluralize(len(self.deviations) - len(targets), "other tensor")
         changed = f"{len(targets)} of the {self.num_targets} that the adapter changes{of_base}"
         return f"different: {changed}, {others} of {self.num_others}"
 
 
-@typed
+@check_types
 def verify_merge(
     base: str | PathLike[str],
     merged: str | PathLike[str],

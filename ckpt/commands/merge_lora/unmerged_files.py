@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt import api
 from ckpt.adapters.names import PREFIX, parse_name
 from ckpt.base.errors import CkptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
 from ckpt.runs.unread_files import STATE, NotRead, not_read
@@ -81,7 +81,7 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
         "a file next to the adapter holds trained weights that are not merged",
         path=path,
         expected="trained weights in the adapter's own file",
-        found=f"{counted(len(names), 'tensor')}: {_first_names(names)}" if names else "tensors that no reader knows",
+        found=f"{pluralize(len(names), 'tensor')}: {_first_names(names)}" if names else "tensors that no reader knows",
         hint=f"--ignore-file {shlex.quote(path.name)} leaves it out{where}",
     )
 

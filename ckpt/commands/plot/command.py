@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ckpt.base.errors import CorruptError, shown
 from ckpt.base.flags import WRITTEN, Flag, Positional
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import check_place, write
@@ -43,7 +43,7 @@ def plot(
         compared.append({"run": name, "with": first, "steps": number, "step": step, "apart": apart})
         where = f", furthest apart in step {step}, by {apart:.1e} of the loss" if apart else ", every loss the same"
         if not as_json:
-            print(f"{name}: {counted(number, 'step')} in common with {first}{where}")
+            print(f"{name}: {pluralize(number, 'step')} in common with {first}{where}")
     print(shown(json.dumps({"picture": str(output), "compared": compared})) if as_json else output)
 
 

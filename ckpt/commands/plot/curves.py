@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 960, 480, 70, 24, 24, 44
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#7c9217", "#61206f", "#b8860b")
@@ -144,7 +144,7 @@ def _curve(start: Start, axes: Axes) -> str:
 def _mark(start: Start, axes: Axes, colour: str) -> Iterator[str]:
     step, loss = next(iter(start.losses.items()))
     x, y = axes.at(step, loss).split()
-    said = counted(start.ranks, "rank") if start.ranks else "resumed"
+    said = pluralize(start.ranks, "rank") if start.ranks else "resumed"
     yield f'<path stroke="{colour}" stroke-dasharray="2 3" d="M{x} {y}V{HEIGHT - BOTTOM}"/>'
     yield f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>resumed at step {step}</title></circle>'
     yield f'<text class="g" x="{x}" y="{y}" dx="6" dy="-8">{said}</text>'

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ckpt.base.errors import printable, shown
 from ckpt.base.flags import Flag, Positional
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
 
@@ -54,7 +54,7 @@ def preflight(
     if as_json:
         print(shown(json.dumps({"nodes": count, "problems": problems})))
     else:
-        for line in [*problems, f"{counted(count, 'node')}, {counted(len(problems), 'problem')}"]:
+        for line in [*problems, f"{pluralize(count, 'node')}, {pluralize(len(problems), 'problem')}"]:
             print(printable(f"preflight: {line}"), file=sys.stderr)
     if problems:
         import typer

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.base.results import Returned
-from ckpt.base.text import HUB_ID, counted
+from ckpt.base.text import HUB_ID, pluralize
 from ckpt.commands.push.card import CARD, is_ours
 from ckpt.compare import manifest
 from ckpt.compare.manifest import MANIFEST
@@ -113,7 +113,7 @@ class Pushed(Returned):
     num_bytes: int
 
     def __repr__(self) -> str:
-        return f"<{self.repo_id}: {counted(self.num_files, 'file')}, verified, {self.url}>"
+        return f"<{self.repo_id}: {pluralize(self.num_files, 'file')}, verified, {self.url}>"
 
     def lines(self) -> list[str]:
         return [printable(self.url)]
@@ -173,7 +173,7 @@ def push(
         if card is not None and CARD not in files and CARD not in remote:
             extra[CARD] = card().encode()
         seen_by = "private" if api.repo_info(to.repo_id).private else "public"
-        say(f"pushing {counted(len(files), 'file')} to {api.endpoint}/{to.repo_id} ({seen_by})")
+        say(f"pushing {pluralize(len(files), 'file')} to {api.endpoint}/{to.repo_id} ({seen_by})")
         commit = _upload(api, folder, files, hidden, message, to)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         for name, content in extra.items():

@@ -10,8 +10,8 @@ from typing import Literal
 
 from ckpt import api
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
-from ckpt.base.type_checks import typed
+from ckpt.base.text import pluralize
+from ckpt.base.type_checks import check_types
 from ckpt.commands.push import push as hub
 from ckpt.commands.push.card import CARD, model_card
 from ckpt.commands.push.push import Push, Pushed
@@ -20,7 +20,7 @@ from ckpt.commands.push.run_state import check_no_run
 from ckpt.stores.places import local
 
 
-@typed
+@check_types
 def push(
     path: str | PathLike[str],
     repo_id: str | None = None,
@@ -94,5 +94,5 @@ def push_files(
 ) -> Pushed:
     """Push a folder unchecked, and report the result."""
     pushed = hub.push(folder, to, card=card, say=say, progress=progress)
-    say(f"verified: {counted(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
+    say(f"verified: {pluralize(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
     return pushed

@@ -30,8 +30,8 @@ from ckpt.base.errors import (
 )
 from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, scheme_of
-from ckpt.base.type_checks import typed
+from ckpt.base.text import pluralize, scheme_of
+from ckpt.base.type_checks import check_types
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
@@ -101,7 +101,7 @@ def resume(
     say: Callable[[str], None] = ...,
     **options: OptionValue,
 ) -> str | None: ...
-@typed
+@check_types
 def resume(
     path: str | os.PathLike[str],
     *,
@@ -260,7 +260,7 @@ def _check_same_files(path: Path, group: Alone) -> None:
         "the nodes do not see the same files: the checkpoint lies on storage of single nodes",
         path=path,
         found="; ".join(
-            f"{host} (rank {', '.join(map(str, ranks))}) lacks {counted(len(names), 'file')}, as "
+            f"{host} (rank {', '.join(map(str, ranks))}) lacks {pluralize(len(names), 'file')}, as "
             f"{', '.join(sorted(names)[:3])}"
             for (host, names), ranks in lacking.items()
         ),
@@ -366,7 +366,7 @@ def _way(
         if len(every) > 1:
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
-            say(f"note: the save holds {counted(len(every), 'model')}, and the engine loads all of them: {names}")
+            say(f"note: the save holds {pluralize(len(every), 'model')}, and the engine loads all of them: {names}")
         for line in unread_files.lines([file.to_json() for file in unread_files.not_read(found)]):
             say(line)
         return _Way(str(as_it_is), "as it is", list(opened))
@@ -401,7 +401,7 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
     models = list(models_of(save).values())
     others = "".join(f", then {one}" for one in models[1:])
     raise LossError(
-        f"resume can't convert a save of {counted(len(models), 'model')}",
+        f"resume can't convert a save of {pluralize(len(models), 'model')}",
         path=save,
         expected="a save that fits as it is",
         found=misfit,
@@ -523,7 +523,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     size = layout.world_size
     is_bound = checkpoint.bound_to_ranks
     if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
-        return f"it was written by {counted(checkpoint.world_size or 0, 'rank')}, and there are {size}"
+        return f"it was written by {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():
         asked, written = layout.options.get(name), args.get(argument) or 1

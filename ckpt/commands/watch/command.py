@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckpt.base.flags import Flag, Positional
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 
@@ -42,7 +42,7 @@ def watch(
     if as_json:
         _say(json.dumps({"run": str(run), "ranks": len(watched.ranks), "findings": [asdict(one) for one in wrong]}))
     else:
-        _say("\n".join(map(str, wrong)) or f"{run}: all done, {counted(len(watched.ranks), 'rank')}")
+        _say("\n".join(map(str, wrong)) or f"{run}: all done, {pluralize(len(watched.ranks), 'rank')}")
     if wrong:
         import typer
 

@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers import safetensors as st
 from ckpt.containers.dcp.metadata import ItemPlace
 from ckpt.containers.dcp.shards import saved_offsets
@@ -219,8 +219,8 @@ def too_short(path: str, size: int, end: int, key: str, box: Box | None) -> Corr
         "the file ends before what the metadata places in it",
         path=path,
         fqn=key,
-        expected=f"{counted(end, 'byte')} or more{_for(box)}",
-        found=f"{counted(size, 'byte')}",
+        expected=f"{pluralize(end, 'byte')} or more{_for(box)}",
+        found=f"{pluralize(size, 'byte')}",
         hint="the file is truncated, or of another save than .metadata",
     )
 
@@ -232,7 +232,7 @@ def _for(box: Box | None) -> str:
 @contextlib.contextmanager
 def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
     """Add the tensor and box of an item to its error."""
-    where = f"item of {counted(place.length, 'byte')} at {place.offset}{_for(box)}"
+    where = f"item of {pluralize(place.length, 'byte')} at {place.offset}{_for(box)}"
     try:
         yield
     except NotFoundError as error:

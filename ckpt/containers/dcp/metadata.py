@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
@@ -342,7 +342,7 @@ class _Parser:
         if type(name) is not str or type(offset) is not int or type(length) is not int:
             self.fault("the place of an item is damaged", key)
         if not (0 <= offset < 1 << 63 and 0 <= length < 1 << 63):
-            self.fault("the place of an item makes no sense", key, found=f"{counted(length, 'byte')} at {offset}")
+            self.fault("the place of an item makes no sense", key, found=f"{pluralize(length, 'byte')} at {offset}")
         path = self.files.get(name)
         if path is None:
             path = self.files[name] = str(confined(self.folder, name))
@@ -372,8 +372,8 @@ class _Parser:
                 self.fault(
                     "a chunk has other dims than its tensor",
                     key,
-                    f"{counted(len(shape), 'dim')}",
-                    f"{counted(len(sizes), 'dim')}",
+                    f"{pluralize(len(shape), 'dim')}",
+                    f"{pluralize(len(sizes), 'dim')}",
                 )
             if 0 in shape and 0 not in sizes:  # the plan checks all other tensors; an empty one needs no check
                 self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
@@ -402,8 +402,8 @@ class _Parser:
                 self.fault(
                     "a chunk is larger than the item that holds it",
                     key,
-                    expected=f"{counted(box.numel, 'element')} of {dtype} for {box}",
-                    found=f"an item of {counted(self.places.lengths[row], 'byte')} in {self.places.paths[row]}",
+                    expected=f"{pluralize(box.numel, 'element')} of {dtype} for {box}",
+                    found=f"an item of {pluralize(self.places.lengths[row], 'byte')} in {self.places.paths[row]}",
                 )
         return TensorEntry(key, dtype, shape, chunks)
 

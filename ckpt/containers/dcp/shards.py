@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.safetensors import Header, HeaderEntry, read_header
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
@@ -76,8 +76,8 @@ def _add(found: dict[str, Sharded], entry: HeaderEntry, offsets: Shape | None, p
             "the file does not say which part of a tensor it holds",
             path=path,
             fqn=entry.name,
-            expected=f"{counted(len(entry.shape), 'offset')}",
-            found="none" if offsets is None else f"{counted(len(offsets), 'offset')}",
+            expected=f"{pluralize(len(entry.shape), 'offset')}",
+            found="none" if offsets is None else f"{pluralize(len(offsets), 'offset')}",
         )
     reach = tuple(a + n for a, n in zip(offsets, entry.shape, strict=True))
     tensor = found.setdefault(entry.name, Sharded(entry.name, entry.dtype, reach, path))
@@ -86,8 +86,8 @@ def _add(found: dict[str, Sharded], entry: HeaderEntry, offsets: Shape | None, p
             "pieces of one tensor differ in dtype or dims",
             path=path,
             fqn=entry.name,
-            expected=f"{tensor.dtype} of {counted(len(tensor.shape), 'dim')}",
-            found=f"{entry.dtype} of {counted(len(reach), 'dim')}",
+            expected=f"{tensor.dtype} of {pluralize(len(tensor.shape), 'dim')}",
+            found=f"{entry.dtype} of {pluralize(len(reach), 'dim')}",
         )
     tensor.shape = tuple(map(max, tensor.shape, reach))
     if prod(entry.shape):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import ItemPlace, Metadata
 from ckpt.containers.sources import is_constant
 from ckpt.move.source import open_file, read_at
@@ -82,7 +82,7 @@ class Tiling:
             path=place.path,
             fqn=self._metadata.keys[number],
             expected=expected,
-            found=f"{counted(place.length, 'byte')} at {place.offset}",
+            found=f"{pluralize(place.length, 'byte')} at {place.offset}",
             hint="is .metadata damaged, or of another save than the file?",
         )
 

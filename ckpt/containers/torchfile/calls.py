@@ -14,7 +14,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckpt.base.errors import UnsafeError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.machine import Machine
 from ckpt.containers.torchfile.unknown_classes import class_of
 from ckpt.containers.torchfile.values import (
@@ -228,10 +228,10 @@ def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: A
     if end > storage.nbytes:
         raise MalformedError(
             f"a tensor of shape {short(shape)} and strides {short(strides)} ends at byte {short(end)} "
-            f"of a storage of {counted(storage.nbytes, 'byte')}"
+            f"of a storage of {pluralize(storage.nbytes, 'byte')}"
         )
     if numel * itemsize > storage.nbytes and numel * itemsize > MAX_EXPANDED:
-        raise MalformedError(f"a tensor of shape {short(shape)} over a storage of {counted(storage.nbytes, 'byte')}")
+        raise MalformedError(f"a tensor of shape {short(shape)} over a storage of {pluralize(storage.nbytes, 'byte')}")
     return Extent(storage.path, storage.offset + offset * itemsize, dtype, shape, strides)
 
 

@@ -22,7 +22,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
 from ckpt.base.errors import CorruptError, UnsafeError, printable
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile import texts
 from ckpt.containers.torchfile.tree import LEAVES, check_tree, children, is_branch
 from ckpt.containers.torchfile.values import (
@@ -134,7 +134,7 @@ class Machine:
                     if at > self.look:
                         self.prove(at)
             if len(self.stack) != 1 or self.marks:
-                raise MalformedError(f"{counted(len(self.stack), 'object')} left on the stack")
+                raise MalformedError(f"{pluralize(len(self.stack), 'object')} left on the stack")
             value = self.stack.pop()
             if type(value) not in LEAVES:
                 check_tree(value, at + 1 - start)
@@ -165,7 +165,7 @@ class Machine:
         if end < 0:
             if len(self.data) - pos < limit:
                 raise CutShortError
-            raise MalformedError(f"a line of more than {counted(limit, 'character')}")
+            raise MalformedError(f"a line of more than {pluralize(limit, 'character')}")
         return self.data[pos:end], end + 1
 
     def pop_mark(self) -> list[Any]:

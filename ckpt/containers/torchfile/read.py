@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.pickle_reuse import Parsed, Pickles
 from ckpt.containers.torchfile.table import allowed
@@ -103,8 +103,8 @@ def read(
             raise CorruptError(
                 "the file is shorter than the place of the object within it",
                 path=path,
-                expected=f"{counted(offset + length, 'byte')} or more",
-                found=f"{counted(available, 'byte')}",
+                expected=f"{pluralize(offset + length, 'byte')} or more",
+                found=f"{pluralize(available, 'byte')}",
             )
         return _read_region(_Region(fd, path, offset, length, allowed() if table is None else table), alike)
 
@@ -128,8 +128,8 @@ class _Region:
         raise CorruptError(
             "the file is truncated",
             path=self.path,
-            expected=f"{counted(self.start + expected, 'byte')} or more",
-            found=f"{counted(self.start + self.size, 'byte')}",
+            expected=f"{pluralize(self.start + expected, 'byte')} or more",
+            found=f"{pluralize(self.start + self.size, 'byte')}",
         )
 
     def corrupt(self, what: str, expected: object = None, found: object = None) -> NoReturn:
@@ -161,7 +161,7 @@ def _refuse_other(region: _Region, head: bytes, tail: bytes) -> NoReturn:
         region.corrupt(
             "the file begins with zeros: it was not written completely",
             expected="a file written by torch.save",
-            found=f"{counted(len(head), 'byte')} of zeros at the start of {region.size}",
+            found=f"{pluralize(len(head), 'byte')} of zeros at the start of {region.size}",
         )
     if head.startswith(b"version https://git-lfs"):
         raise CorruptError(
@@ -238,15 +238,15 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
         "the file is truncated" if is_cut_off else "the end of the zip archive is damaged",
         path=region.path,
         expected="the end record of a zip archive in its last 22 bytes",
-        found=f"{counted(region.size, 'byte')} that end without one",
+        found=f"{pluralize(region.size, 'byte')} that end without one",
     )
 
 
 def _zeros_at_end(region: _Region, zeros: int) -> NoReturn:
     region.corrupt(
         "the end of the file is zeros: it was not written completely",
-        expected=f"the end record of a zip archive in the last 22 of {counted(region.size, 'byte')}",
-        found=f"{counted(zeros, 'byte')} of zeros at the end",
+        expected=f"the end record of a zip archive in the last 22 of {pluralize(region.size, 'byte')}",
+        found=f"{pluralize(zeros, 'byte')} of zeros at the end",
     )
 
 
@@ -265,8 +265,8 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
     if comment:
         region.corrupt(
             "the file is truncated",
-            expected=f"{counted(region.size + comment, 'byte')}",
-            found=f"{counted(region.size, 'byte')}",
+            expected=f"{pluralize(region.size + comment, 'byte')}",
+            found=f"{pluralize(region.size, 'byte')}",
         )
     end = region.size - 22
     disks = [disk, first_disk]
@@ -277,8 +277,8 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
         if end64 + 56 != region.size - 42:
             region.corrupt(
                 "the file is not as long as its end says: something is missing or was added in the middle",
-                expected=f"{counted(end64 + 56 + 42, 'byte')}",
-                found=f"{counted(region.size, 'byte')}",
+                expected=f"{pluralize(end64 + 56 + 42, 'byte')}",
+                found=f"{pluralize(region.size, 'byte')}",
             )
         end = end64
         fields = _end64_fields(region.read(end64, 56))
@@ -298,12 +298,13 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
     if offset + size != end:
         region.corrupt(
             "the file is not as long as its directory says: something is missing or was added in the middle",
-            expected=f"{counted(region.size - end + offset + size, 'byte')}",
-            found=f"{counted(region.size, 'byte')}",
+            expected=f"{pluralize(region.size - end + offset + size, 'byte')}",
+            found=f"{pluralize(region.size, 'byte')}",
         )
     if size > MAX_DIRECTORY or count * _ENTRY_SIZE > size:
         region.unsafe(
-            "the directory of the zip archive is absurd", found=f"{counted(count, 'record')} in {counted(size, 'byte')}"
+            "the directory of the zip archive is absurd",
+            found=f"{pluralize(count, 'record')} in {pluralize(size, 'byte')}",
         )
     return offset, size, count
 
@@ -377,7 +378,7 @@ def _with_limits(region: _Region, entries: dict[str, _ZipEntry], end: int) -> di
         limit = entry.header
     if limit != 0 and entries:
         region.unsafe(
-            "there is something before the first record of the zip archive", found=f"{counted(limit, 'byte')}"
+            "there is something before the first record of the zip archive", found=f"{pluralize(limit, 'byte')}"
         )
     return limited
 
@@ -441,7 +442,7 @@ def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
         region.corrupt(
             f"the record {entry.name} does not end where the next one begins: its header or its end is damaged",
             expected=f"its sizes at byte {region.start + end}, and the next record behind them",
-            found=f"{counted(length, 'byte')} up to byte {region.start + entry.limit}",
+            found=f"{pluralize(length, 'byte')} up to byte {region.start + entry.limit}",
         )
 
 
@@ -519,7 +520,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
                 region.corrupt(
                     f"the record data/{key} has another length than the storage",
                     expected=f"{short(numel)} elements of {dtype}, {short(nbytes)} bytes",
-                    found=f"{counted(record.size, 'byte')}",
+                    found=f"{pluralize(record.size, 'byte')}",
                 )
             storages[key] = Storage(region.path, record.offset, dtype, numel, record.size, key)
             return storages[key]
@@ -605,7 +606,7 @@ class _LegacyStorages:
                 self.region.corrupt(
                     f"storage {key} has another length than the pickle says",
                     expected=f"{short(numel)} elements of {dtype}",
-                    found=f"{counted(place.size, 'byte')}",
+                    found=f"{pluralize(place.size, 'byte')}",
                 )
             storage = Storage(self.region.path, place.offset, dtype, numel, place.size, key)
         return storage if pid[5] is None else self._view(storage, pid[5])
@@ -635,7 +636,7 @@ def _read_legacy(region: _Region) -> TorchFile:
                 region.corrupt(
                     "the file is truncated",
                     expected="more bytes: a pickle is cut off",
-                    found=f"{counted(region.size, 'byte')}",
+                    found=f"{pluralize(region.size, 'byte')}",
                 )
             if length >= MAX_LEGACY_PICKLE:
                 region.corrupt(
@@ -685,7 +686,7 @@ def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at:
     if at != region.size:
         region.corrupt(
             "there is something behind the last storage",
-            expected=f"{counted(at, 'byte')}",
-            found=f"{counted(region.size, 'byte')}",
+            expected=f"{pluralize(at, 'byte')}",
+            found=f"{pluralize(region.size, 'byte')}",
         )
     return places

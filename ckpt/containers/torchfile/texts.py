@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.values import MAX_LONG, MalformedError
 
 
 def decimal(line: bytes) -> int:
     if len(line) > MAX_LONG:
-        raise MalformedError(f"an integer of {counted(len(line), 'digit')}")
+        raise MalformedError(f"an integer of {pluralize(len(line), 'digit')}")
     return int(line)
 
 

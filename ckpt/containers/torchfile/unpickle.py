@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError
@@ -36,14 +36,14 @@ def loads(
         value, end = Machine(data, table, path=path, name=name, persistent=persistent).run()
     except CutShortError:
         raise CorruptError(
-            f"{name} is cut off", path=path, expected="more bytes", found=f"{counted(len(data), 'byte')}"
+            f"{name} is cut off", path=path, expected="more bytes", found=f"{pluralize(len(data), 'byte')}"
         ) from None
     if end != len(data):
         raise CorruptError(
             f"there is something behind the pickle in {name}",
             path=path,
-            expected=f"{counted(end, 'byte')}",
-            found=f"{counted(len(data), 'byte')}",
+            expected=f"{pluralize(end, 'byte')}",
+            found=f"{pluralize(len(data), 'byte')}",
         )
     return value
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor
@@ -245,7 +245,7 @@ class _Layout:
                 self.zeros.append((self.at, numel * itemsize))
                 self.at += numel * itemsize
         if reached != storage.numel:  # the source lacks some pieces
-            found = f"pieces that make up {reached} of {counted(storage.numel, 'element')} in order"
+            found = f"pieces that make up {reached} of {pluralize(storage.numel, 'element')} in order"
             raise CorruptError("part of a tensor is stored nowhere, or twice", path=self.path or None, found=found)
         self.finish(storage.numel * itemsize, crc32)
 

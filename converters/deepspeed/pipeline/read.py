@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
@@ -222,7 +222,7 @@ def check_neox(
         raise LossError(
             "GPT-NeoX orders the rows of grouped queries in another way than Megatron, which is not supported",
             path=file.path,
-            expected=f"{counted(3 * dense.shape[1], 'row')}",
+            expected=f"{pluralize(3 * dense.shape[1], 'row')}",
             found=f"{qkv.shape[0]}",
         )
 
@@ -241,8 +241,8 @@ def read_slices(reading: PipelineReading) -> list[RankFile]:
             raise CorruptError(
                 "there are files of other ranks than the run had",
                 **file.where,
-                expected=f"TP {recorded[0]}, PP {recorded[1]}" if recorded else f"{counted(slices, 'model file')}",
-                found=f"TP {folder.tp}, PP {folder.pp}: {counted(len(files), 'model file')}",
+                expected=f"TP {recorded[0]}, PP {recorded[1]}" if recorded else f"{pluralize(slices, 'model file')}",
+                found=f"TP {folder.tp}, PP {folder.pp}: {pluralize(len(files), 'model file')}",
             )
         if file.content.get("module") is not None:
             raise NotFoundError(
@@ -291,8 +291,8 @@ def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
         raise CorruptError(
             "the files of transformer layers are missing, or left from another run",
             path=reading.folder.path,
-            expected=f"{counted(recorded, 'layer')}, as the run's arguments say",
-            found=f"{counted(found, 'layer')}",
+            expected=f"{pluralize(recorded, 'layer')}, as the run's arguments say",
+            found=f"{pluralize(found, 'layer')}",
         )
     for file in files:
         for name, number in _parameters(file):
@@ -347,8 +347,8 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
         raise CorruptError(
             "there are partitions of more ranks than the run had: left over from an earlier, larger run",
             path=folder.partitions[extra[0]],
-            expected=f"{dp} data parallel ranks of {counted(len(slices), 'slice')}",
-            found=f"{counted(len(folder.partitions), 'file')}",
+            expected=f"{dp} data parallel ranks of {pluralize(len(slices), 'slice')}",
+            found=f"{pluralize(len(folder.partitions), 'file')}",
             hint="move them away if they do not belong to this run",
         )
     for slice_file in slices:

@@ -16,7 +16,7 @@ from itertools import chain, product
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
@@ -250,11 +250,11 @@ def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> i
     num_ranks = layout.world_size or checkpoint.world_size or slices
     if num_ranks % slices:
         raise UsageError(
-            f"{counted(num_ranks, 'rank')} do not divide into this layout",
+            f"{pluralize(num_ranks, 'rank')} do not divide into this layout",
             expected=f"a multiple of TP x PP, {slices}",
             found=f"--world-size {num_ranks}"
             if layout.world_size
-            else f"{counted(num_ranks, 'rank')}, as the source has",
+            else f"{pluralize(num_ranks, 'rank')}, as the source has",
             hint="--world-size says how many there are",
         )
     return num_ranks // slices
@@ -399,7 +399,7 @@ def _slice_entry(pipeline: _Pipeline, number: int) -> dict[str, Any]:
 def _pipeline_notes(pipeline: _Pipeline) -> Iterator[str]:
     grid, before = pipeline.grid, pipeline.checkpoint.world_size
     ranks = grid.tp * grid.pp * pipeline.dp
-    changed = f", from {counted(before, 'rank')}" if before not in (None, ranks) else ""
+    changed = f", from {pluralize(before, 'rank')}" if before not in (None, ranks) else ""
     yield Brief(f"DeepSpeed's pipeline for TP {grid.tp}, PP {grid.pp}, DP {pipeline.dp}{changed}")
     if pipeline.has_optimizer:
         yield from master_notes(pipeline.model)

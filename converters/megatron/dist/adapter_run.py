@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
 from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, Checkpoint, SourceFile
@@ -111,7 +111,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, asked: str | None = None) -
             path=folder,
             fqn=others[0],
             expected=f"the factors of an adapter alone, as {trainer.name} saves them without modules_to_save",
-            found=f"{counted(len(others), 'other tensor')}",
+            found=f"{pluralize(len(others), 'other tensor')}",
         )
     path = trainer.config_of(folder)
     if not path.is_file():
@@ -396,8 +396,8 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
             "the adapter was saved by another number of tensor parallel ranks than its run's config says",
             path=run.path,
             fqn=tensor.fqn,
-            expected=f"{counted(expected[0], 'part')} of rows, of {counted(tp_of(name, run), 'rank')}",
-            found=counted(len(cuts), "part"),
+            expected=f"{pluralize(expected[0], 'part')} of rows, of {pluralize(tp_of(name, run), 'rank')}",
+            found=pluralize(len(cuts), "part"),
         )
     return len(cuts)
 
@@ -409,7 +409,7 @@ def _halves(fqn: str, rows: int, size: int) -> RowRuns:
             "the rows of the factor do not divide among the tensor parallel ranks",
             fqn=fqn,
             expected=f"a multiple of {2 * size}",
-            found=f"{counted(rows, 'row')}",
+            found=f"{pluralize(rows, 'row')}",
         )
     half = rows // (2 * size)
     return tuple(

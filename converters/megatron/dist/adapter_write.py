@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
@@ -133,8 +133,8 @@ def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
             raise LossError(
                 "layers are not adapted alike: tensors of all layers are stored as one",
                 fqn=key,
-                expected=f"{counted(prod(one.sizes), 'tensor')} of one shape",
-                found=f"{counted(len(fqns), 'tensor')}",
+                expected=f"{pluralize(prod(one.sizes), 'tensor')} of one shape",
+                found=f"{pluralize(len(fqns), 'tensor')}",
             )
         members[key] = one
     return members

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
@@ -282,8 +282,8 @@ def check_layers(reading: DistReading) -> None:
         raise LossError(
             "layers of the model are missing: stages of a pipeline save theirs under the same names",
             path=reading.folder,
-            expected=f"{counted(number, 'layer')}",
-            found=f"{counted(len(found), 'layer')}",
+            expected=f"{pluralize(number, 'layer')}",
+            found=f"{pluralize(len(found), 'layer')}",
             hint="FSDP is for --pipeline-model-parallel-size 1",
         )
 
@@ -302,8 +302,8 @@ def _check_experts(reading: DistReading) -> None:
                 "experts are missing: expert parallel ranks saved theirs under the same names",
                 path=reading.folder,
                 fqn=f"{before}*{after}",
-                expected=f"{counted(count, 'expert')}",
-                found=f"{counted(len(numbers), 'expert')}",
+                expected=f"{pluralize(count, 'expert')}",
+                found=f"{pluralize(len(numbers), 'expert')}",
                 hint="save with megatron-core 0.16 or later, whose names number experts over all ranks",
             )
     legacy = next((fqn for fqn, _ in reading.placed if _LEGACY_EXPERTS.search(fqn)), None)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_up_to
@@ -173,7 +173,7 @@ def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimi
                 "which parameters are in which param group is not recorded, and does not follow from their options",
                 path=reading.folder,
                 expected="groups that weight decay, experts, a decoupled learning rate and the optimizer tell apart",
-                found=f"{counted(len(groups), 'group')}",
+                found=f"{pluralize(len(groups), 'group')}",
                 hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
             )
         claimed.update(members)
@@ -258,7 +258,7 @@ def _read_buffers(reading: DistReading) -> None:
             raise _misfit(reading, "optimizer {}, group {}, buffer {}".format(*buffer.name), "no such buffer")
         places = buffer.places(stored, reading.args)
         if places is None:
-            expected = f"{counted(sum(one.numel for one in buffer.members), 'element')} and gaps"
+            expected = f"{pluralize(sum(one.numel for one in buffer.members), 'element')} and gaps"
             raise _misfit(reading, expected, f"buckets of {stored.lengths}")
         for one, (bucket, start) in zip(buffer.members, places, strict=True):
             for state, elements in stored.buckets[bucket].items():
@@ -404,13 +404,13 @@ def _drop_shifted(reading: DistReading) -> bool:
     if is_remainder:
         _leave_out(
             reading,
-            f"the masters of {counted(len(shifted), 'parameter')} ({shifted[0]}, ...) are 16 bits of each, which "
+            f"the masters of {pluralize(len(shifted), 'parameter')} ({shifted[0]}, ...) are 16 bits of each, which "
             "megatron-core itself cannot load: --use-precision-aware-optimizer with fully_reshardable",
         )
         return True
     _leave_out(
         reading,
-        f"the masters of {counted(len(shifted), 'parameter')} ({shifted[0]}, ...) are not what "
+        f"the masters of {pluralize(len(shifted), 'parameter')} ({shifted[0]}, ...) are not what "
         "their weights were rounded from; megatron-core up to 0.19.0 shifts them when there are several buckets and "
         "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
@@ -179,7 +179,7 @@ class DistReading:
         kept = {key.removeprefix(prefix): leaf for key, leaf in found.items() if key.startswith(prefix)}
         self.notes.append(
             f"a checkpoint of NeMo {release}: its training state is left out, "
-            f"{counted(len(found) - len(kept), 'item')} beside the model's and {COMMON}"
+            f"{pluralize(len(found) - len(kept), 'item')} beside the model's and {COMMON}"
         )
         return kept
 
@@ -219,7 +219,7 @@ class DistReading:
                 "a tensor has not the dims that its key tells of",
                 path=self.folder,
                 fqn=key,
-                expected=f"{counted(count, 'dim')} of layers and experts, and the tensor's own",
+                expected=f"{pluralize(count, 'dim')} of layers and experts, and the tensor's own",
                 found=list(shape),
             )
 
@@ -284,7 +284,7 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
             path=metadata.path,
             fqn=strangers[0],
             expected="embedding., decoder., mtp., output_layer., optimizer.",
-            found=f"{counted(len(strangers), 'key')} of this kind",
+            found=f"{pluralize(len(strangers), 'key')} of this kind",
         )
     return reading
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
@@ -102,7 +102,7 @@ def _read_optimizer(
             raise LossError(
                 "parameters were frozen, and no file records which: states have numbers alone",
                 path=reading.folder,
-                expected=f"states of all {counted(len(ones), 'parameter')}",
+                expected=f"states of all {pluralize(len(ones), 'parameter')}",
                 found=f"those of {len(ids)}",
                 hint="save it with --ckpt-format torch_dist, whose states have names",
             )
@@ -110,8 +110,8 @@ def _read_optimizer(
             raise CorruptError(
                 "a param group of the optimizer does not fit the model's parameters",
                 path=reading.folder,
-                expected=f"{counted(len(ones), 'parameter')}, {counted(len(halves), 'master')}",
-                found=f"{len(ids) if isinstance(ids, list) else ids} parameters, {counted(len(held), 'master')}",
+                expected=f"{pluralize(len(ones), 'parameter')}, {pluralize(len(halves), 'master')}",
+                found=f"{len(ids) if isinstance(ids, list) else ids} parameters, {pluralize(len(held), 'master')}",
             )
         for name, master in zip(halves, held, strict=False):
             _note(reading, found, names[name], MASTER, master, shapes[name])

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.containers.dcp.write import Writing, dim0_boxes
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import number, torch_file
@@ -157,7 +157,7 @@ class ModelTensors:
             raise LossError(
                 "tensors that are stored as one are not alike, or not there for every layer and expert",
                 fqn=key,
-                expected=f"{counted(prod(sizes), 'tensor')}, {dtype} {list(shape)}",
+                expected=f"{pluralize(prod(sizes), 'tensor')}, {dtype} {list(shape)}",
                 found=f"{len(members)}, with {len(others)} other dtypes and {len(other_shapes)} other shapes",
             )
         first = 0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckpt.base.errors import CkptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape
@@ -52,7 +52,7 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     shapes = weights.in_place(checkpoint.shapes)
     tensors = _missing_tensors(checkpoint.config, shapes) if checkpoint.namespace == HUB else []
     if checkpoint.namespace == HUB and (names := weights.unrecorded) and missing(checkpoint.config or {}, {})[1]:
-        count = counted(len(names), "quantized weight")
+        count = pluralize(len(names), "quantized weight")
         tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
     parts = missing_parts(checkpoint.config, shapes)
     is_proved = checkpoint.namespace == HUB and not checkpoint.is_adapter and not weights.unproved
@@ -61,7 +61,7 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         for found, of in ((tensors, True), (parts, False)):
             if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
                 more = ", ..." if some[1:] else ""
-                found.append(f"files of {cls} do not have {counted(len(some), 'tensor')}: {some[0]}{more}")
+                found.append(f"files of {cls} do not have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
     return parts, tensors
 
 
@@ -88,7 +88,7 @@ def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shap
     ]
     if names := [name for name in names if not any(pattern.search(name) for pattern in absent)]:
         more = ", ..." if names[1:] else ""
-        return [_sentence(f"{counted(len(names), 'tensor')} that files of {cls} have: {names[0]}{more}")]
+        return [_sentence(f"{pluralize(len(names), 'tensor')} that files of {cls} have: {names[0]}{more}")]
     return []
 
 
@@ -101,7 +101,7 @@ def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
         for key in _PREDICTION:
             count, behind = source.get(key), source.get("num_hidden_layers")
             if type(count) is int and count > 0 and not any(_is_predicted(name, behind) for name in names):
-                yield f"{counted(count, 'layer')} of multi-token prediction ({key})"
+                yield f"{pluralize(count, 'layer')} of multi-token prediction ({key})"
                 return
 
 

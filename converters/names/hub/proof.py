@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ckpt.base.errors import CkptError, LossError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.plan.tensors import Shape
 from converters.names.families import composites
 from converters.names.families import tables as families
@@ -86,7 +86,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
         f"this is not what save_pretrained of {known.cls} writes, which the config names, "
         "and from_pretrained and others would not find their tensors",
         path=path,
-        expected=f"{counted(len(known.required), 'tensor')} under the names that the Hub's files have",
+        expected=f"{pluralize(len(known.required), 'tensor')} under the names that the Hub's files have",
         found=str(differ),
         hint=_hint(shapes, differ),
     )

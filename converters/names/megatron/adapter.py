@@ -25,7 +25,7 @@ from typing import Any
 from ckpt.adapters import names as peft
 from ckpt.adapters.config import AdapterConfig, parse_config, settings_of
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import MEGATRON, OWN, Checkpoint, Layout
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
@@ -227,8 +227,8 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
         raise LossError(
             "the adapter is not one of the model that the config tells of",
             path=checkpoint.path,
-            expected=f"{counted(run.num_layers, 'layer')}, as {run.path} says",
-            found=f"{counted(modules.sizes.num_layers, 'layer')}",
+            expected=f"{pluralize(run.num_layers, 'layer')}, as {run.path} says",
+            found=f"{pluralize(modules.sizes.num_layers, 'layer')}",
         )
     shapes = checkpoint.shapes
     made = _Pefts(modules, run, shapes)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Extent, Source, Tensor, Whole, whole
 
@@ -37,7 +37,7 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
     if not fqns:
         return []
     return [
-        f"Megatron has the weights of {counted(len(fqns), 'gated norm')} less one (not mcore-bridge's, which no file "
+        f"Megatron has the weights of {pluralize(len(fqns), 'gated norm')} less one (not mcore-bridge's, which no file "
         "tells): what is written is rounded to its dtype, and exact where the Hub's weight is from 0.5 to 2"
     ]
 

@@ -13,7 +13,7 @@ from math import isclose
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
@@ -144,7 +144,7 @@ def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Non
             "the checkpoint does not have the layers of multi-token prediction that the run recorded",
             path=checkpoint.path,
             expected=f"mtp_num_layers {count}",
-            found=counted(len(found), "layer") + " of multi-token prediction",
+            found=pluralize(len(found), "layer") + " of multi-token prediction",
             hint="is the checkpoint complete? --accept-setting mtp_num_layers ignores the setting",
         )
 

@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import Any, cast
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.text import Brief, pluralize
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -154,8 +154,8 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         raise CorruptError(
             "the embedding has fewer rows than the vocabulary of the config",
             fqn=EMBEDDING,
-            expected=f"at least {counted(sizes.dims['v'], 'row')}",
-            found=f"{counted(padded, 'row')}",
+            expected=f"at least {pluralize(sizes.dims['v'], 'row')}",
+            found=f"{pluralize(padded, 'row')}",
             hint="does the config belong to this checkpoint?",
         )
     embedding, output = table.hub_name(EMBEDDING), table.hub_name(OUTPUT)
@@ -166,7 +166,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
     notes += (*shifting_notes(centred), *_block_notes(checkpoint))
     if padded > sizes.dims["v"]:
-        rows = f"{padded - sizes.dims['v']} of {counted(padded, 'row')}"
+        rows = f"{padded - sizes.dims['v']} of {pluralize(padded, 'row')}"
         notes.append(Brief(f"the vocabulary's padding is left out: {rows}, which no token has"))
     ties = {output: embedding, **table.second_names} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
@@ -225,7 +225,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         raise UsageError(
             "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
             fqn=EMBEDDING,
-            found=f"{counted(stored, 'row')}, padding included",
+            found=f"{pluralize(stored, 'row')}, padding included",
             hint="give the model's config.json with --config",
         )
     if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
@@ -237,7 +237,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             "the vocabulary's rows do not divide among the tensor parallel ranks",
             fqn=EMBEDDING,
             expected=f"a multiple of {new_tp}",
-            found=f"{counted(stored, 'row')}, of which {vocabulary or 'an unknown number'} are the vocabulary",
+            found=f"{pluralize(stored, 'row')}, of which {vocabulary or 'an unknown number'} are the vocabulary",
             hint=None if vocabulary else "give the model's config.json with --config",
         )
     args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
@@ -246,9 +246,8 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
-    note = (
-        f"the vocabulary of {vocabulary} is padded to {counted(padded, 'row')} instead of {stored}, as tp {new_tp} asks"
-    )
+    rows = pluralize(padded, "row")
+    note = f"the vocabulary of {vocabulary} is padded to {rows} instead of {stored}, as tp {new_tp} asks"
     if stored > vocabulary:
         note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
     return replace(named, state=replace(named.state, args=args), ties=checkpoint.ties, notes=(*checkpoint.notes, note))
@@ -434,7 +433,7 @@ def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[C
         (predicting, "for multi-token prediction, which ckpt does not know for this architecture,"),
     ):
         shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-        notes += [f"{counted(len(names), 'tensor')} {what} are left out: {shown}"] if names else []
+        notes += [f"{pluralize(len(names), 'tensor')} {what} are left out: {shown}"] if names else []
     return replace(checkpoint, tensors=tensors), notes
 
 
@@ -501,6 +500,7 @@ def _padding_notes(vocabulary: int, padded: int) -> list[str]:
         return []
     return [
         Brief(
-            f"the vocabulary of {vocabulary} is padded to {counted(padded, 'row')}: rows from {vocabulary} on are zero"
+            f"the vocabulary of {vocabulary} is padded to {pluralize(padded, 'row')}: "
+            f"rows from {vocabulary} on are zero"
         )
     ]

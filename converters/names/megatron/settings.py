@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
 
@@ -237,4 +237,4 @@ def notes_on_unknown(recorded: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note on unknown settings that are off."""
     if names := unknown_and_off(recorded):
         shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
-        yield f"{counted(len(names), 'recorded setting')} unknown to ckpt are off (None, False, 0 or empty): {shown}"
+        yield f"{pluralize(len(names), 'recorded setting')} unknown to ckpt are off (None, False, 0 or empty): {shown}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.tensors import Shape
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import GATED_ARGS
@@ -84,7 +84,7 @@ def check_expected_shapes(
             f"the checkpoint lacks tensors of the model that {who} tells of",
             path=path,
             fqn=", ".join(missing[:3]) + (", ..." if len(missing) > 3 else ""),
-            expected=f"{counted(len(expected), 'tensor')}",
+            expected=f"{pluralize(len(expected), 'tensor')}",
             found=f"{len(expected) - len(missing)} of them",
             hint=f"does {who} belong to this checkpoint?",
         )

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import CkptError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape, Tensor, whole
 from ckpt.runs.model_files import CONFIG
@@ -309,7 +309,7 @@ class QuantizedWeights:
             match, tensor = STATE.fullmatch(name), self.tensors[name]
             try:
                 if match is None or tensor.nbytes > MAX_STATE:
-                    raise StateError(f"at most {counted(MAX_STATE, 'byte')}", tensor.nbytes)
+                    raise StateError(f"at most {pluralize(MAX_STATE, 'byte')}", tensor.nbytes)
                 found[owner] = parse_state(self.read(name), match["kind"])
             except StateError as error:
                 found[owner] = error
@@ -332,7 +332,7 @@ class QuantizedWeights:
         if wanted is not None and sorted(wanted) != sorted(state.shape):  # a Conv1D's weight is transposed
             yield Fault(name, f"records a weight of {list(state.shape)}, and the architecture's is {list(wanted)}")
         if packed is not None and packed.nbytes != state.num_bytes:
-            size = counted(packed.nbytes, "byte")
+            size = pluralize(packed.nbytes, "byte")
             what = f"{size} instead of {state.num_bytes}, for the recorded shape {list(state.shape)}"
             yield Fault(packed.fqn, what)
         for end, count in state.counts.items():
@@ -340,7 +340,7 @@ class QuantizedWeights:
             if part is None:
                 yield Fault(owner + end, f"missing: {name} records that there is one", is_missing=True)
             elif (numel := self.tensors[part].numel) != count:
-                yield Fault(part, f"{counted(numel, 'element')} instead of {count}, as {name} records")
+                yield Fault(part, f"{pluralize(numel, 'element')} instead of {count}, as {name} records")
         for template in parts:
             if template.startswith(f"{_PLAIN}.nested_") and template.removeprefix(_PLAIN) not in state.counts:
                 yield Fault(parts[template], f"unexpected: {name} records no nested quantization")
@@ -380,7 +380,7 @@ class QuantizedWeights:
             plain, size = shape, -(-prod(shape) * scheme.bits // 8)
             if packed.nbytes != size:
                 yield Fault(
-                    packed.fqn, f"{counted(packed.nbytes, 'byte')} instead of {size}, for a weight of {list(shape)}"
+                    packed.fqn, f"{pluralize(packed.nbytes, 'byte')} instead of {size}, for a weight of {list(shape)}"
                 )
         if scheme.bits:
             yield from self._state_faults(owner, parts)
@@ -423,7 +423,9 @@ class QuantizedWeights:
                         what = f"dtype {found}" if usual and found else "missing" if usual else "unexpected"
                         has = f"have it as {usual}" if usual else "have none"
                         yield Fault(
-                            name, f"{what}: {count} of {counted(len(siblings), 'weight')} like it {has}", found is None
+                            name,
+                            f"{what}: {count} of {pluralize(len(siblings), 'weight')} like it {has}",
+                            found is None,
                         )
 
     def _unexpected(self) -> Iterator[Fault]:
@@ -476,7 +478,7 @@ class QuantizedWeights:
                 for word, count in counts.items():
                     is_usual = count < len(siblings) <= 2 * count and word not in modules[module]
                     if is_usual and _WORDS.search("." + word):
-                        what = f"missing: {count} of {counted(len(siblings), 'module')} like it have one"
+                        what = f"missing: {count} of {pluralize(len(siblings), 'module')} like it have one"
                         yield Fault(f"{module}.{word}", what, is_missing=True)
 
 

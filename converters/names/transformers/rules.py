@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.relation import Link, Relation
 from ckpt.plan.tensors import Box, Shape, whole
 
@@ -260,7 +260,7 @@ def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, t
 def _taken_apart(rule: NameRule, name: str, shape: Shape, parts: list[str]) -> Iterator[Link]:
     least = rule.dim + 2 if rule.is_stacked else rule.dim + 1
     if len(shape) < least or shape[rule.dim] % len(parts):
-        expected = f"at least {counted(least, 'dim')}, of which dim {rule.dim} is divided by {len(parts)}"
+        expected = f"at least {pluralize(least, 'dim')}, of which dim {rule.dim} is divided by {len(parts)}"
         raise _do_not_fit(name, expected, list(shape))
     boxes, target, dims = _expert_boxes(rule, shape)
     for expert, of_expert in enumerate(boxes):
@@ -283,14 +283,14 @@ class _Stack:
         rule, number = self.rule, max(expert for expert, _ in self.parts) + 1
         expected = (num_experts if rule.is_stacked and num_experts else number) * len(rule.hub)
         if len(self.parts) != expected or number * len(rule.hub) != expected:
-            raise not_of_the_config(name, f"{counted(expected, 'tensor')}", len(self.parts))
+            raise not_of_the_config(name, f"{pluralize(expected, 'tensor')}", len(self.parts))
         first = shapes[next(iter(self.parts.values()))]
         for part in self.parts.values():
             if shapes[part] != first:
                 raise _do_not_fit(part, list(first), list(shapes[part]))
         dim = rule.dim - rule.is_stacked
         if len(first) <= max(dim, 0):
-            raise _do_not_fit(name, f"at least {counted(max(dim, 0) + 1, 'dim')}", list(first))
+            raise _do_not_fit(name, f"at least {pluralize(max(dim, 0) + 1, 'dim')}", list(first))
         joined = [*first]
         joined[dim] *= len(rule.hub)
         return (number, *joined) if rule.is_stacked else tuple(joined)

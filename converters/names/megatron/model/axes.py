@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import AXES
 
 # -- parallel axes -------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
 def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
     """Return the experts of expert-parallel rank `ep`, by whole-model number."""
     if num_experts % grid.ep:
-        what = f"{counted(num_experts, 'expert')} do not divide among {grid.ep} expert parallel ranks"
+        what = f"{pluralize(num_experts, 'expert')} do not divide among {grid.ep} expert parallel ranks"
         raise UsageError(what, hint="another --ep")
     count = num_experts // grid.ep
     return range(ep * count, (ep + 1) * count)
@@ -200,9 +200,9 @@ class Stages:
                 shares = None
             reached = layers.stop
         if shares is None or reached != self.num_layers:
-            stages = f"{counted(self.pp, 'pipeline stage')} of {counted(self.vpp, 'chunk')}"
+            stages = f"{pluralize(self.pp, 'pipeline stage')} of {pluralize(self.vpp, 'chunk')}"
             raise UsageError(
-                f"{counted(self.num_layers, 'layer')} cannot be dealt to {stages}",
+                f"{pluralize(self.num_layers, 'layer')} cannot be dealt to {stages}",
                 expected="a number of layers (embedding and loss counted where asked) that divides evenly",
                 found=self._uneven_options(),
                 hint="another --pp, or the layers of the first and the last stage",
@@ -310,7 +310,7 @@ def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
         length = sum(len(m[1]) * int(m[2][:9]) for m in re.finditer(pattern, text))
         if length > _MAX_LAYERS:
             raise UsageError(
-                "the pipeline layout is too long", expected=f"at most {counted(_MAX_LAYERS, 'element')}", found=data
+                "the pipeline layout is too long", expected=f"at most {pluralize(_MAX_LAYERS, 'element')}", found=data
             )
         text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
     unknown = set(text) - set(_LAYER_TYPES) - {"|"}

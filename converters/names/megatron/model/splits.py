@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import pluralize
 from ckpt.plan.tensors import Box, Shape, whole
 from converters.names.megatron.model.spelling import is_expert, is_outside_language_model
 
@@ -216,7 +216,7 @@ def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box
         raise UsageError(
             "gate and up rows of a rank do not divide into alternating blocks",
             expected=f"gate rows on each tensor parallel rank to be a multiple of {block}",
-            found=f"{counted(rows, 'gate row')}",
+            found=f"{pluralize(rows, 'gate row')}",
             hint="another --etp (experts) or --tp (shared experts)" if rows * size % block == 0 else None,
         )
     for start in range(0, rows, block):
