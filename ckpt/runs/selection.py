@@ -41,6 +41,7 @@ from ckpt.runs.steps import (
     is_step,
     recorded_number,
     run_at,
+    runs_inside,
     trainer_step,
 )
 from ckpt.runs.unread_files import holds_tensors, stray_names
@@ -279,6 +280,7 @@ class Chooser:
         beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
         if number is None:
             beside = [step for step in beside if run.record_of(step.path) is None and self._holds_any(step)]
+            beside += [Step(one, 0) for one in runs_inside(run.path) if is_run(one, self.formats)]
             told = _note("the model of the folder itself is taken; beside it: {} (--tag takes it)", run, beside)
             return _with_notes(checkpoint, passed, told if place == run.path else [], passed)
         newer = [step for step in beside if step.number > number]

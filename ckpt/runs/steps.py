@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, IncompleteError
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import entries_in, is_folder, once
+from ckpt.move.listing import entries_in, folders_in, is_folder, once
 from ckpt.move.source import read_file
 
 #: HF Trainer's step record (transformers/trainer_callback.py, `TrainerState`).
@@ -139,6 +139,13 @@ def run_at(path: Path) -> Run:
 
 def has_record(path: Path) -> bool:
     return any((path / name).is_file() for name in RECORDS)
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """Return the folders in `path` with steps or a record of their own, like OpenRLHF's `_actor` and `_critic`."""
+    own = {*_holders(path), *(step.path for step in run_at(path).steps)}
+    inside = [one for one in (folders_in(path) if path.is_dir() else ()) if one not in own and not one.is_symlink()]
+    return sorted(one for one in inside if has_record(one) or run_at(one).steps)
 
 
 def has_trainer_state(path: Path) -> bool:

@@ -235,3 +235,22 @@ def test_folders_with_temporary_names_are_named(fixtures: Path, tmp_path: Path) 
     assert result.code == 4
     for name in names:
         assert f"- {name}: it was being written: it never got its name" in result.out, result.out
+
+
+@pytest.mark.parametrize("engines", [("_actor",), ("_actor", "_critic")])
+def test_engines_beside_a_final_model_are_checked(fixtures: Path, tmp_path: Path, engines: tuple[str, ...]) -> None:
+    """OpenRLHF keeps a run for each engine, next to the model that it saves at the end."""
+    run = tmp_path / "run"
+    for name in engines:
+        shutil.copytree(fixtures / "toy-zero2", run / name, ignore=shutil.ignore_patterns("truth"))
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(fixtures / "trainer-plain" / "checkpoint-2" / name, run)
+    checked = run_ckpt("check", run)
+    assert checked.code == 0, checked.out
+    assert [checked.out.count(f"{name}/global_step2: whole") for name in engines] == [1] * len(engines), checked.out
+    told = f"the model of the folder itself is taken; beside it: {', '.join(engines)} (--tag takes it)"
+    assert told in run_ckpt("inspect", run).out
+    assert "zero2" in run_ckpt("inspect", run, "--tag", engines[-1]).out
+    next((run / engines[-1]).rglob("*rank_1*optim_states.pt")).unlink()
+    checked = run_ckpt("check", run)
+    assert checked.code == 4 and f"{engines[-1]}/global_step2: incomplete" in checked.out, checked.out

@@ -79,6 +79,7 @@ from ckpt.runs.steps import (
     one_with_state,
     recorded_step,
     run_at,
+    runs_inside,
     step_mismatch,
     trainer_step,
 )
@@ -287,10 +288,19 @@ def _run_of(path: Path) -> tuple[Path, list[Path]]:
     inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded, *free_tags(path)]))
     if TRAINER_STEP.fullmatch(path.absolute().name) or (not inside and has_model_part(path)):
         return path, [path]
-    if _is_checkpoint(path):
-        return path, [path, *inside]
-    below = None if inside else run_below(path, is_run)
-    return (path, inside or [path]) if below is None else _run_of(below)
+    is_checkpoint = _is_checkpoint(path)
+    below = None if inside or is_checkpoint else run_below(path, is_run)
+    if below is not None:
+        return _run_of(below)
+    own = [path, *inside] if is_checkpoint else inside or [path]
+    return path, [*own, *(place for one in runs_inside(path) if _may_be_run(one) for place in _run_of(one)[1])]
+
+
+def _may_be_run(path: Path) -> bool:
+    try:
+        return is_run(path)
+    except CkptError:  # opening it reports the error
+        return True
 
 
 def _is_checkpoint(path: Path) -> bool:
