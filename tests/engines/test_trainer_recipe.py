@@ -62,7 +62,6 @@ def history(step: Path) -> dict[int, dict[str, Any]]:
 
 
 def rows(folder: Path) -> dict[int, list[Any]]:
-    """Return the rows of each step, over all ranks."""
     found: dict[int, list[Any]] = {}
     for file in folder.glob("rows-*.jsonl"):
         for line in file.read_text().splitlines():

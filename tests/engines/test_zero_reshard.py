@@ -175,7 +175,6 @@ def convert(cell: Cell, run: Path, output: Path) -> None:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all sources in one launch."""
     folder = tmp_path_factory.mktemp("reshard")
     by_ranks: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for cell in CELLS:

@@ -60,7 +60,6 @@ def of(*kinds: str) -> pytest.MarkDecorator:
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return the files with tensors."""
     return sorted([*source.glob("global_step2/*.pt"), *source.glob("*.safetensors")])
 
 
@@ -259,7 +258,6 @@ def test_partitions_that_are_too_short(tmp_path: Path) -> None:
 
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrite the header of a safetensors file."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])

@@ -34,7 +34,6 @@ def by_peft(linear: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempP
 
 
 def changed(model: Path, folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """Copy the model with one changed tensor."""
     folder.mkdir()
     (folder / "config.json").write_text((model / "config.json").read_text())
     tensors = {key: t for file in model.glob("*.safetensors") for key, t in load_file(file).items()}

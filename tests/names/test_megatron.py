@@ -239,7 +239,6 @@ def saved(folder: Path, architecture: str, **more: Any) -> dict[str, torch.Tenso
 
 
 def arguments(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the checkpoint's Megatron-LM arguments."""
     return dict(checkpoint.state.args or {})
 
 
@@ -1000,7 +999,6 @@ def test_padding_reads_as_zeros_of_any_dtype() -> None:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the worker's result for each case."""
     pytest.importorskip("megatron.core")
     cases = [(name, *case) for name, case in CASES.items()]
     start = (1, "tests.support.megatron_logits", [str(tmp_path_factory.mktemp("logits")), json.dumps(cases)])

@@ -125,7 +125,6 @@ MODELS = {
 
 
 def refusal(architecture: str, **recorded: Any) -> str | None:
-    """Return the refusal of a run with these settings, or None."""
     try:
         refuse_another_models(*run_of(architecture, **recorded))
     except (CorruptError, LossError) as error:
@@ -149,7 +148,6 @@ def test_code_that_builds_another_model_is_refused_and_hooks_of_a_training_are_n
 
 
 def other_values(name: str) -> list[Any]:
-    """Return non-default values of a field."""
     default = FIELDS[name].default
     if default is MISSING or default is None or callable(default):
         return ["something", 7, True, [1, 0]]

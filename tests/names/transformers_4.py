@@ -15,13 +15,11 @@ from safetensors import safe_open
 
 
 def names(folder: Path) -> list[str]:
-    """Return the tensor names in `model.safetensors`."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         return sorted(file.keys())
 
 
 def digest(folder: Path) -> str:
-    """Return a digest of the names in `folder`."""
     return sha256("\n".join(names(folder)).encode()).hexdigest()[:16]
 
 

@@ -65,7 +65,6 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Check that both have the same tensors, bit for bit."""
     assert found.keys() == expected.keys()
     assert [name for name in found if not same(found[name], expected[name])] == []
 

@@ -19,7 +19,6 @@ from tests.support.dcp_folders import check_replicas, edit, nested, read, save, 
 
 @pytest.fixture
 def step(fixtures: Path, tmp_path: Path) -> Path:
-    """Copy a checkpoint to break."""
     return Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "step"))
 
 

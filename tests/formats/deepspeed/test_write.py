@@ -96,7 +96,6 @@ def convert(source: Checkpoint, to: str, folder: Path, **layout: Any) -> Path:
 
 
 def loaded(path: Path) -> Any:
-    """Load a file with torch."""
     import torch
 
     return torch.load(path, map_location="cpu", weights_only=False)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 
 def rename_keys(folder: Path, named: Callable[[str], str]) -> None:
-    """Rename each tensor in `folder` with `named`."""
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     keys = {key: named(key) for key in metadata.state_dict_metadata}

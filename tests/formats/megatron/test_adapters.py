@@ -329,7 +329,6 @@ def test_the_rows_of_gate_and_up_are_in_the_order_of_the_ranks_asked_for(tp: int
 def test_the_commands_of_the_page(
     trainer: str, run: Path, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands come from docs/merge-lora.md."""
     page = (REPOSITORY / "docs/merge-lora.md").read_text()
     known = [one.text for one in commands(page) if one.heading == f"Adapters of {trainer}"]
     assert len(known) == number

@@ -59,7 +59,6 @@ def in_blocks(source: Checkpoint, routed: int | None, shared: int | None = None)
 
 
 def stored_tensor(folder: Path, key: str) -> torch.Tensor:
-    """Load a tensor from a distributed checkpoint with torch."""
     entry = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}

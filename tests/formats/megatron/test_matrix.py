@@ -78,7 +78,6 @@ def contents(checkpoint: Checkpoint) -> dict[Key, Raw]:
 
 @functools.cache
 def on_the_hub(name: str, form: str) -> Path:
-    """Convert a run to the Hub's format."""
     folder = scratch() / "hub" / f"{name}-{form}"
     ckpt.plan(ckpt.open(sample(name, form)), "hf").run(folder)
     return folder
@@ -109,7 +108,6 @@ class Load:
 
     @property
     def form(self) -> str:
-        """Format of the saved source."""
         forms = BY_NAME[self.source].forms
         return self.way[0] if self.way[0] in forms else next(form for form in ("buckets", "fsdp") if form in forms)
 
