@@ -271,7 +271,8 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """Return the checkpoints in a run folder, newest first, or `[path]` if `path` is a checkpoint or has no steps.
+    """Return the checkpoints in a run folder, newest first, after `path` itself if it is one. Without steps, return
+    `path`.
 
     Steps are found by name, without opening them. Any `checkpoint-N` counts, whatever it contains. Raise
     SeveralRunsError for a folder of several runs.

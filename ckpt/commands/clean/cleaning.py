@@ -1,4 +1,4 @@
-"""API of `ckpt clean`: remove ckpt's own leftovers around a run, never the run's checkpoints."""
+"""API of `ckpt clean`. It removes only ckpt's own leftovers, never a run's checkpoints."""
 
 from __future__ import annotations
 

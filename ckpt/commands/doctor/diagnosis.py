@@ -1,4 +1,4 @@
-"""API of `ckpt doctor`: facts about installation and machine, and usable commands for a checkpoint."""
+"""API of `ckpt doctor`."""
 
 from __future__ import annotations
 

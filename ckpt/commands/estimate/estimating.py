@@ -1,4 +1,4 @@
-"""API of `ckpt estimate`: memory of each GPU in training."""
+"""API of `ckpt estimate`."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
-    """Return the elements of all parameters that overlap one partition, at most."""
+    """Return the elements of all parameters that overlap a partition, for the worst partition."""
     found = {0: 0}
     start = 0
     for parameter in (p for p in parameters if p.numel):

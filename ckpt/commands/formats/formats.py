@@ -1,4 +1,4 @@
-"""API of `ckpt formats`: readable and writable formats."""
+"""API of `ckpt formats`."""
 
 from __future__ import annotations
 

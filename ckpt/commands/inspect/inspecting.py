@@ -1,4 +1,4 @@
-"""API of `ckpt inspect`: contents of a checkpoint, and the other checkpoints of its run."""
+"""API of `ckpt inspect`."""
 
 from __future__ import annotations
 

@@ -892,7 +892,7 @@ class _Merge:
         return attention if f"{attention}.in_proj_weight" in self.shapes else None
 
     def _stored(self, fqn: str) -> Factor:
-        """Return a parameter before any update, from the base or from an adapter's replacement, in the base's dtype."""
+        """Return a parameter before any update, from the base or from an adapter's replacement, in the chosen dtype."""
         found, choice = self.replaced.get(fqn), self.chosen[fqn]
         return found.rounded(choice.dtype) if found else Factor.stored(fqn, choice, self.base)
 

@@ -1,4 +1,4 @@
-"""API of `ckpt merge-lora`: plan and write a merge, given paths to adapters and base."""
+"""API of `ckpt merge-lora`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API of `ckpt push`: push a folder or a URL to the given repository or the run's recorded one."""
+"""API of `ckpt push`."""
 
 from __future__ import annotations
 
