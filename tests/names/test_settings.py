@@ -413,6 +413,23 @@ def test_real_runs_are_not_refused(name: str, fixtures: Path) -> None:
     assert unknown_and_off(args) == []
 
 
+def test_each_option_in_the_hint_on_two_values_works(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "megatron-llm-jp/run")
+    config = fixtures / "megatron-llm-jp/llm-jp/llm-jp-4-moe"
+    args = source.state.args or {}
+    changed = {"num_experts": args["num_experts"], "num_moe_experts": args["num_experts"] + 1}
+    run = replace(source, state=replace(source.state, args={**args, **changed}))
+    api.plan(run, "megatron-dist").run(tmp_path / "run")
+    command = ("convert", tmp_path / "run", "hf", "--config", config)
+    done = ckpt(*command, "-o", tmp_path / "hub")
+    assert done.code == LossError.exit_code, done.err
+    names = ("num_experts", "num_moe_experts")
+    assert f"hint: {' or '.join(f'--accept-setting {name}' for name in names)} ignores the wrong one" in done.err
+    ended = {name: ckpt(*command, "-o", tmp_path / name, "--accept-setting", name) for name in names}
+    assert "two different values" not in ended["num_experts"].err + ended["num_moe_experts"].err
+    assert ended["num_moe_experts"].code == 0, ended["num_moe_experts"].err
+
+
 def test_the_refusal_as_it_is_printed(fixtures: Path, tmp_path: Path) -> None:
     source = api.open(fixtures / "megatron-llm-jp/run")
     config = fixtures / "megatron-llm-jp/llm-jp/llm-jp-4-moe"
