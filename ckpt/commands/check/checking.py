@@ -271,11 +271,10 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """Return the checkpoints in a run folder, newest first, after `path` itself if it is one. Without steps, return
-    `path`.
+    """Return the checkpoints in a run folder, newest first.
 
-    Steps are found by name, without opening them. Any `checkpoint-N` counts, whatever it contains. Raise
-    SeveralRunsError for a folder of several runs.
+    `path` itself comes first if it is a checkpoint or has no steps. Steps are found by name, without opening them. Any
+    `checkpoint-N` counts, whatever it contains. Raise SeveralRunsError for a folder of several runs.
     """
     return _run_of(path)[1]
 
