@@ -126,17 +126,17 @@ def open(
             rank and alpha.
     """
     place = None if config is None else fspath(config)
-    asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "options": options}
-    asked["accept_settings"] = accept_settings
-    return OpenCheckpoint.of(open_checkpoint(fspath(path), format, **asked))
+    requested: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "options": options}
+    requested["accept_settings"] = accept_settings
+    return OpenCheckpoint.of(open_checkpoint(fspath(path), format, **requested))
 
 
 def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
     """Return `source` if it is open already, else open it."""
     if not isinstance(source, Checkpoint):
         return open(source, format, **options)
-    asked = {"format": None if format == AUTO else format, **options}
-    if given := [name for name, value in asked.items() if value is not None]:
+    requested = {"format": None if format == AUTO else format, **options}
+    if given := [name for name, value in requested.items() if value is not None]:
         raise UsageError(f"the checkpoint is open already, and takes no {given[0]}", path=source.path)
     return source
 
@@ -306,9 +306,9 @@ class Conversion(Returned):
         if placeholder_files.is_standin(str(place)):
             from ckpt.stores.upload import upload
 
-            for asked, is_given in (("--overwrite", overwrite), ("--restart", restart), ("--verify", verify)):
+            for requested, is_given in (("--overwrite", overwrite), ("--restart", restart), ("--verify", verify)):
                 if is_given:
-                    raise UsageError(f"{asked} works on local folders only, not on a store", path=place)
+                    raise UsageError(f"{requested} works on local folders only, not on a store", path=place)
             if group is not None and group.size > 1:
                 raise UsageError(f"only one process can write to a store, and there are {group.size}", path=place)
             phase("move", self.plan.moved_bytes)
@@ -424,15 +424,17 @@ def plan(
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # imports numpy; describing a checkpoint doesn't need it
 
-    asked, of_format = Planning.of(options), others(options, Planning)
+    requested, of_format = Planning.of(options), others(options, Planning)
     reading: dict[str, Any] = {name: of_format.pop(name) for name in of_format.keys() & registry.options_for_reading()}
     reading |= vars(ReadOptions.of(options))
-    wanted = Layout(CASTABLE.get(asked.dtype), parse_size(asked.max_shard_size), asked.world_size, of_format)
+    wanted = Layout(
+        CASTABLE.get(requested.dtype), parse_size(requested.max_shard_size), requested.world_size, of_format
+    )
     if layout is not None and wanted != Layout():
         raise UsageError("a layout says already what is written", found=f"{layout}, and options beside it")
     layout = layout or wanted
-    resources = resources or Resources(parse_size(asked.max_memory), asked.workers)
-    for one, value in ((_RANKS, asked.world_size), (_REPLICA, asked.replica), (WORKERS, asked.workers)):
+    resources = resources or Resources(parse_size(requested.max_memory), requested.workers)
+    for one, value in ((_RANKS, requested.world_size), (_REPLICA, requested.replica), (WORKERS, requested.workers)):
         if value is not None:
             one.check(value)
     target = registry.get(to)
@@ -441,15 +443,15 @@ def plan(
     registry.check_layout(target, layout)  # before reading the source, as this may take long
     checkpoint = opened(source, format, **reading)
     check_holds_model(checkpoint)
-    if asked.dequantize:
+    if requested.dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     check_parts(checkpoint)
     check_quantized_place(checkpoint, target)
     added: tuple[str, ...] = ()
-    if asked.complete_from is not None:
-        done = _completed(replace(checkpoint, notes=()), asked.complete_from, target)
+    if requested.complete_from is not None:
+        done = _completed(replace(checkpoint, notes=()), requested.complete_from, target)
         added, checkpoint = done.notes, replace(done, notes=checkpoint.notes)
-    if asked.optimizer_dtype == "fp32":
+    if requested.optimizer_dtype == "fp32":
         _check_holds_optimizer(target, "--optimizer-dtype")
         checkpoint = checkpoint.with_plain_states()
     # The reader's notes are known already. Writers see no notes, so the renaming's notes are new.
@@ -675,8 +677,10 @@ def mount(
         check_free(conversion, Path(view))
     given: dict[str, Any] = dict(options)
     accepted = given.pop("accept_settings", None) or ()
-    asked = {name: value for name, value in given.items() if value is not None and value is not False}
-    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in asked.items()]
+    requested = {name: value for name, value in given.items() if value is not None and value is not False}
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in requested.items()
+    ]
     flags += [f"--accept-setting={name}" for name in accepted]
     return served_by(["mount", *flags, "--foreground", "--quiet", to, fspath(source)], view)
 

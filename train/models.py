@@ -116,9 +116,12 @@ def _transformer(config: Config) -> nn.Module:
     architecture = config.model.removesuffix("_even").removesuffix("_wide")
     if 0 < config.vocab < VOCABULARY:
         raise UserError(f"--vocab {config.vocab}: the tokenizer has {VOCABULARY} tokens")
-    asked = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": config.layers, "vocab_size": config.vocab}
-    asked = {name: size for name, size in asked.items() if size}
-    sizes = AutoConfig.for_model(architecture, **sizes_of(config.model) | asked)
+    requested = {
+        "n_layer" if architecture == "gpt2" else "num_hidden_layers": config.layers,
+        "vocab_size": config.vocab,
+    }
+    requested = {name: size for name, size in requested.items() if size}
+    sizes = AutoConfig.for_model(architecture, **sizes_of(config.model) | requested)
     for name in ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"):
         if config.dropout and hasattr(sizes, name):
             setattr(sizes, name, config.dropout)

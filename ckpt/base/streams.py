@@ -107,9 +107,9 @@ def code_of_reader() -> int | None:
 
     The code is 0 if the command's result is its files, because they are complete before anything is printed.
     """
-    asked = select.poll()
-    asked.register(1, 0)
-    if not any(event & select.POLLERR for _, event in asked.poll(0)):
+    poller = select.poll()
+    poller.register(1, 0)
+    if not any(event & select.POLLERR for _, event in poller.poll(0)):
         return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0 if work_is_files else READER_LEFT

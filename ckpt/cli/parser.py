@@ -129,9 +129,9 @@ def _commands(error: CkptError) -> list[str]:
     if not isinstance(error, SeveralRunsError):
         return []
     path, normal = shown(str(error.path)), os.path.normpath  # normpath changes URLs, but both in the same way
-    asked = [word for word in sys.argv[1:] if not word.startswith("-") and normal(word) == normal(path)]
-    words = sys.argv[1:] if asked else [*sys.argv[1:], path]
-    place = max(i for i, word in enumerate(words) if word == (asked[-1] if asked else path))
+    requested = [word for word in sys.argv[1:] if not word.startswith("-") and normal(word) == normal(path)]
+    words = sys.argv[1:] if requested else [*sys.argv[1:], path]
+    place = max(i for i, word in enumerate(words) if word == (requested[-1] if requested else path))
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 

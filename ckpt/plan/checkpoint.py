@@ -381,8 +381,8 @@ class Layout:
         options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        asked = {name: value for name, value in {**(options or {}), **named}.items() if value is not None}
-        for name, value in zip(self.__slots__, (dtype, max_shard_size, world_size, asked), strict=True):
+        requested = {name: value for name, value in {**(options or {}), **named}.items() if value is not None}
+        for name, value in zip(self.__slots__, (dtype, max_shard_size, world_size, requested), strict=True):
             object.__setattr__(self, name, value)
 
     def read(self, declaration: type[Options]) -> Options:

@@ -72,10 +72,10 @@ def option(help: str, *, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
-def read_options(declaration: type[Options], asked: Mapping[str, Any]) -> Options:
+def read_options(declaration: type[Options], requested: Mapping[str, Any]) -> Options:
     """Return the requested options in the dataclass `declaration`, ignoring all others."""
     names = {one.name for one in fields(cast(Any, declaration))}
-    return declaration(**{name: value for name, value in asked.items() if name in names})
+    return declaration(**{name: value for name, value in requested.items() if name in names})
 
 
 def options_of(declaration: type) -> tuple[Option, ...]:

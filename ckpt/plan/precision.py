@@ -94,7 +94,7 @@ def model_dtypes(checkpoint: Checkpoint, dtype: DType | None) -> dict[DType, int
 def describe(
     chosen: Mapping[str, Choice],
     checkpoint: Checkpoint,
-    asked: DType | None,
+    requested: DType | None,
     record: str | None = None,
 ) -> list[str]:
     """Return notes on the chosen precision, with the option for the other choice.
@@ -110,12 +110,12 @@ def describe(
     notes: list[str] = []
     if rounded:
         names = _dtypes(rounded)
-        whose = "the model's dtype, " if asked is None else ""
+        whose = "the model's dtype, " if requested is None else ""
         what = f"{_count(rounded)} written in {names}, {whose}rounded from the {_stored(rounded)} masters"
         notes.append(Brief(f"{what}; --dtype fp32 writes the masters as they are"))
     if exact:
         native = sorted({c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype})
-        other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and asked else ""
+        other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and requested else ""
         notes.append(Brief(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}"))
     if beside:
         differ = any(checkpoint.tensors[c.tensor.fqn, MASTER].dtype != c.dtype for c in beside)
@@ -126,10 +126,14 @@ def describe(
         notes.append(Brief(f"{what}its {_stored(cast)} weights; --dtype fp32 writes these as they are"))
     elif cast:
         notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks"))
-    parts = [c for c in parameters if asked is not None and c.tensor.fqn in checkpoint.uncast]
+    parts = [c for c in parameters if requested is not None and c.tensor.fqn in checkpoint.uncast]
     if parts:
         notes.append(f"{pluralize(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")
-    kept = [c for c in parameters if asked is not None and c.dtype != asked and c.tensor.fqn not in checkpoint.uncast]
+    kept = [
+        c
+        for c in parameters
+        if requested is not None and c.dtype != requested and c.tensor.fqn not in checkpoint.uncast
+    ]
     if kept:
         notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
     return notes

@@ -162,7 +162,7 @@ def check_layout(format: Format, layout: Layout) -> None:
     check_options(format.name, layout.options)
 
 
-def check_options(format: str, asked: Mapping[str, Any], command: str = "convert") -> None:
+def check_options(format: str, requested: Mapping[str, Any], command: str = "convert") -> None:
     """Raise UsageError if `format` does not declare a given option or allow its value.
 
     `command` is the command whose help lists the options.
@@ -170,8 +170,8 @@ def check_options(format: str, asked: Mapping[str, Any], command: str = "convert
     declared = declared_options()
     of_owner = {owner: {one.name: one for one in options_of(owner) if not one.is_for_reading} for owner in declared}
     known = dict(ChainMap(*(of_owner[owner] for owner, formats in declared.items() if format in formats)))
-    if not (others := [name for name in asked if name not in known]):
-        for name, value in asked.items():
+    if not (others := [name for name in requested if name not in known]):
+        for name, value in requested.items():
             known[name].check(value)
         return
     owners = {owner: formats for owner, formats in declared.items() if of_owner[owner].keys() & {*others}}

@@ -21,7 +21,7 @@ from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # timeout for all processes to start
 _TELLING = timedelta(seconds=5)  # time to wait for the first process to print an error
-_TOLD = "ckpt/told"
+_SENT = "ckpt/told"
 _PORT = 29500  # torchrun's default
 _LAST_PORT = 65535
 
@@ -107,9 +107,9 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 def _let_the_first_tell(store: Any, rank: int) -> None:
     """Let the first process print the common error and end first. Launchers kill the remaining processes."""
     if rank == 0:
-        atexit.register(_call_if_alive, store.set, _TOLD, "")
+        atexit.register(_call_if_alive, store.set, _SENT, "")
     else:
-        _call_if_alive(store.wait, [_TOLD], _TELLING)
+        _call_if_alive(store.wait, [_SENT], _TELLING)
 
 
 def _call_if_alive(ask: Callable[..., object], *what: object) -> None:

@@ -123,17 +123,17 @@ def check_all_there(save: Path) -> None:
         raise IncompleteError("a model of the save is missing", path=save, expected=", ".join(gone), found=found)
 
 
-def check_one_is_meant(place: Path, asked: Path, tag: str | None) -> None:
+def check_one_is_selected(place: Path, requested: Path, tag: str | None) -> None:
     """Raise UsageError if `place` is in a save with several models and the user named none.
 
     Raise IncompleteError if a model in the save is missing.
     """
     save = save_around(place)
     models = models_of(save)
-    if not models or (place != save and (asked == place or _names(Path(tag or "").name, place))):
+    if not models or (place != save and (requested == place or _names(Path(tag or "").name, place))):
         return
     check_all_there(save)
-    raise several_models(save, models.values(), with_tag=save == asked)
+    raise several_models(save, models.values(), with_tag=save == requested)
 
 
 def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> UsageError:

@@ -32,7 +32,7 @@ from ckpt.runs.foreign_checkpoints import foreign
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
 from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG, read_config
-from ckpt.runs.models import check_one_is_meant, how_to_choose, models_of
+from ckpt.runs.models import check_one_is_selected, how_to_choose, models_of
 from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want
@@ -119,8 +119,8 @@ def _opened(
 ) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
-    asked = {name: value for name, value in (options or {}).items() if value is not None}
-    for name, value in asked.items():
+    requested = {name: value for name, value in (options or {}).items() if value is not None}
+    for name, value in requested.items():
         registry.options_for_reading()[name].check(value)
     with translate_os_errors(path):
         if not path.exists():
@@ -131,15 +131,15 @@ def _opened(
                 "when it has, what it wrote is at its destination",
             )
             raise IncompleteError(what, path=path, hint=hint)
-        request = ReadRequest(tag, None if config is None else find_config(config), accepted, asked)
+        request = ReadRequest(tag, None if config is None else find_config(config), accepted, requested)
         try:
             checkpoint = Chooser(formats, request, want).open(path)
         except HalfError as error:
             raise with_hint(error) from None
         if checkpoint is not None:
-            _check_used(checkpoint, asked)
+            _check_used(checkpoint, requested)
         if checkpoint is not None and not want.is_newest:
-            check_one_is_meant(Path(checkpoint.path), path, tag)
+            check_one_is_selected(Path(checkpoint.path), path, tag)
         checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
         return checkpoint and _with_notes(_select_replica(_with_config(checkpoint, path, request), replica))
 

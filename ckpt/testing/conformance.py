@@ -118,9 +118,11 @@ class Conformance:
         if "target" in metafunc.fixturenames:
             metafunc.parametrize("target", [name for name in registry.names() if registry.get(name).writes])
         if "declaration" in metafunc.fixturenames:
-            asked = self.declarations if "target" in metafunc.fixturenames else [*self.declarations, *self.containers]
-            names = ["-".join(filter(None, (one.format, one.container))) for one in asked]
-            cases = [pytest.param(one, id=name, marks=one.marks) for one, name in zip(asked, names, strict=True)]
+            requested = (
+                self.declarations if "target" in metafunc.fixturenames else [*self.declarations, *self.containers]
+            )
+            names = ["-".join(filter(None, (one.format, one.container))) for one in requested]
+            cases = [pytest.param(one, id=name, marks=one.marks) for one, name in zip(requested, names, strict=True)]
             metafunc.parametrize("declaration", cases)
 
     @pytest.fixture
@@ -298,8 +300,8 @@ class Conformance:
         assert report.equal or (adds and added and added <= stateless), "\n".join(report.lines())
         assert {result.status for result in report.results} <= {"=", "+"}
         spaces = {checkpoint.namespace, named.namespace}
-        known, asked = ({fqn for fqn, _ in one.tensors} for one in (checkpoint, named))
-        renamed = len(spaces) > 1 and (known != asked or not spaces <= {HUB, TRANSFORMERS, OWN})
+        known, requested = ({fqn for fqn, _ in one.tensors} for one in (checkpoint, named))
+        renamed = len(spaces) > 1 and (known != requested or not spaces <= {HUB, TRANSFORMERS, OWN})
         weights = {fqn for fqn, role in (named.tensors if renamed else truth) if role in (WEIGHT, BUFFER)}
         assert {fqn for fqn, _ in back.tensors} == weights
 

@@ -79,8 +79,8 @@ class Heart:
     def _run(self) -> None:
         while not self._stop.wait(self.every):
             self._beat()
-            if (asked := self._request()) != self._asked:
-                self._asked = asked
+            if (requested := self._request()) != self._asked:
+                self._asked = requested
                 faulthandler.dump_traceback(self._dump, all_threads=True)
 
     def _beat(self) -> None:

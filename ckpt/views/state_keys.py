@@ -51,8 +51,8 @@ class StateKeys:
             return self.leaves[self._untied(key)]
         return next(options.get(option) for options in self.groups if option == _PARAMS or option in options)
 
-    def value(self, key: str, asked: Mapping[str, Any]) -> Any:
-        """Return the value for `key`. `asked` is the flattened state dict of the request.
+    def value(self, key: str, requested: Mapping[str, Any]) -> Any:
+        """Return the value for `key`. `requested` is the flattened state dict of the request.
 
         A param group requested by number gets the options of its parameters in the checkpoint. Raise LossError if their
         options differ, or if a parameter is in no param group.
@@ -62,7 +62,7 @@ class StateKeys:
             return self.leaves[key]
         if not group.isdigit() or group in self.group_of:
             return self._group_option(option, [group], key)
-        members = asked.get(f"{self.groups_at}{group}.{_PARAMS}")
+        members = requested.get(f"{self.groups_at}{group}.{_PARAMS}")
         if not isinstance(members, list):  # the caller is unknown, for example if everything is loaded
             return self.leaves[key]
         return members if option == _PARAMS else self._group_option(option, members, key)
@@ -81,9 +81,9 @@ class StateKeys:
     def _owner(self, fqn: str) -> str:
         return self.checkpoint.ties.get(fqn, fqn)
 
-    def aliases_with_states(self, asked: Iterable[str]) -> list[str]:
+    def aliases_with_states(self, requested: Iterable[str]) -> list[str]:
         """Return tied parameters with requested optimizer states of their own: the requesting model has no such tie."""
-        keys = set(asked)
+        keys = set(requested)
         states = self.groups_at.replace("param_groups.", "state.")
         return [fqn for fqn in self.checkpoint.ties if any(key.startswith(f"{states}{fqn}.") for key in keys)]
 
@@ -117,19 +117,19 @@ class StateKeys:
             )
         return values[0] if values else None
 
-    def left(self, asked: Iterable[str]) -> str:
+    def left(self, requested: Iterable[str]) -> str:
         """Describe the content that was not requested, or return an empty string."""
-        asked = set(asked)
+        requested = set(requested)
         taken = {
-            leaf.key[0] for key in asked if isinstance(leaf := self.find(key), SourceTensor) and _is_parameter(leaf)
+            leaf.key[0] for key in requested if isinstance(leaf := self.find(key), SourceTensor) and _is_parameter(leaf)
         }
         names: dict[str, int] = {}
         for key, leaf in self.leaves.items():
             path = self.paths[key]
-            if key in asked or (isinstance(leaf, SourceTensor) and _is_parameter(leaf) and leaf.key[0] in taken):
+            if key in requested or (isinstance(leaf, SourceTensor) and _is_parameter(leaf) and leaf.key[0] in taken):
                 continue
             if key.startswith(self.groups_at):
-                if not any(other.startswith(self.groups_at) for other in asked):
+                if not any(other.startswith(self.groups_at) for other in requested):
                     names["param groups"] = len(self.groups)
             elif isinstance(leaf, SourceTensor) and _is_parameter(leaf):
                 names["parameters and buffers"] = names.get("parameters and buffers", 0) + 1

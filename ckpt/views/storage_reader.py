@@ -199,14 +199,14 @@ class _Contents:
         """Return the namespace's keys that include `key`, or None."""
         return next((keys for keys in self.all() if key in keys), None)
 
-    def keys_of(self, asked: list[str]) -> StateKeys:
-        """Return the keys that have all of `asked`, and warn about unrequested content.
+    def keys_of(self, requested: list[str]) -> StateKeys:
+        """Return the keys that have all of `requested`, and warn about unrequested content.
 
         Raise LossError if there are none.
         """
         for keys in self.all():
-            if all(key in keys for key in asked):
-                left = keys.left(asked)
+            if all(key in keys for key in requested):
+                left = keys.left(requested)
                 notes = self.checkpoint.with_plain_states().notes if self.checkpoint.quantized.methods else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
                 if len(self.missing) > 1:  # the first was already named
@@ -215,7 +215,7 @@ class _Contents:
         raise LossError(
             "the requested names are of several naming schemes, and a model has one",
             path=self.checkpoint.path,
-            found=", ".join(asked[:4]),
+            found=", ".join(requested[:4]),
         )
 
     def say(self, *lines: str) -> None:
@@ -355,9 +355,9 @@ class _RankReading:
             part = torch.load(io.BytesIO(_torch_bytes(leaf)), weights_only=True)
             target.copy_(part[tuple(map(slice, box.offsets, box.ends))])
             return
-        asked = BY_NAME.get(str(target.dtype).removeprefix("torch."))
-        tensor = self._stored(leaf.key, asked)
-        if asked != tensor.dtype and not (asked in FLOATS and tensor.dtype in FLOATS):
+        requested = BY_NAME.get(str(target.dtype).removeprefix("torch."))
+        tensor = self._stored(leaf.key, requested)
+        if requested != tensor.dtype and not (requested in FLOATS and tensor.dtype in FLOATS):
             raise LossError(
                 "a tensor is requested in a dtype that it cannot be cast to",
                 path=self._keys.checkpoint.path,
@@ -366,29 +366,31 @@ class _RankReading:
                 found=str(target.dtype),
             )
         if tensor.numel and box.numel:
-            self._read(tensor, box, target, asked or tensor.dtype)
+            self._read(tensor, box, target, requested or tensor.dtype)
 
-    def _stored(self, key: Key, asked: DType | None) -> Tensor:
+    def _stored(self, key: Key, requested: DType | None) -> Tensor:
         fqn, role = key
         is_parameter = role in MODEL_ROLES
-        found = stored_for(self._keys.checkpoint, fqn, asked if asked in FLOATS else None) if is_parameter else None
+        found = (
+            stored_for(self._keys.checkpoint, fqn, requested if requested in FLOATS else None) if is_parameter else None
+        )
         found = found or self._keys.checkpoint.tensors[key]
         if found.key not in self._checked:
             check_source(found)
             self._checked.add(found.key)
-            if asked in FLOATS and asked != found.dtype and asked.itemsize <= found.dtype.itemsize:
+            if requested in FLOATS and requested != found.dtype and requested.itemsize <= found.dtype.itemsize:
                 kind = "parameter" if is_parameter else f"{role} state"
                 if not is_parameter or found.dtype != FLOAT32:  # the weight equals its rounded float32 master
-                    self._casts.setdefault((kind, found.dtype, asked), set()).add(key)
+                    self._casts.setdefault((kind, found.dtype, requested), set()).add(key)
         return found
 
     def casts(self) -> Iterator[str]:
         """Yield a line for each kind of rounding that no framework does by itself."""
-        for (kind, stored, asked), keys in self._casts.items():
-            yield f"{pluralize(len(keys), kind)} rounded: stored in {stored}, and asked for in {asked}"
+        for (kind, stored, requested), keys in self._casts.items():
+            yield f"{pluralize(len(keys), kind)} rounded: stored in {stored}, and asked for in {requested}"
 
-    def _read(self, tensor: Tensor, box: Box, target: torch.Tensor, asked: DType) -> None:
-        is_direct = target.device.type == "cpu" and target.is_contiguous() and asked == tensor.dtype
+    def _read(self, tensor: Tensor, box: Box, target: torch.Tensor, requested: DType) -> None:
+        is_direct = target.device.type == "cpu" and target.is_contiguous() and requested == tensor.dtype
         if is_direct:
             raw = target.reshape(-1).view(torch.uint8).numpy()
         else:
@@ -405,5 +407,5 @@ class _RankReading:
                 raise CorruptError("a file was changed while it was read", path=self._keys.checkpoint.path)
         if not is_direct:
             bits = raw.view(storage_dtype(tensor.dtype))
-            bits = bits if asked == tensor.dtype else cast_bits(bits, tensor.dtype, asked)
+            bits = bits if requested == tensor.dtype else cast_bits(bits, tensor.dtype, requested)
             target.copy_(torch.from_numpy(bits.view(np.uint8)).view(target.dtype).reshape(box.sizes))

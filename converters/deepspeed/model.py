@@ -412,7 +412,7 @@ def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return options if isinstance(options, Mapping) else {}
 
 
-def ds_config(model: DeepSpeedModel, stage: int, asked: DType | None) -> tuple[dict[str, Any], list[str]]:
+def ds_config(model: DeepSpeedModel, stage: int, requested: DType | None) -> tuple[dict[str, Any], list[str]]:
     """Return the source's DeepSpeed config with the written stage and precision, and notes.
 
     It is only a record: the run that loads the checkpoint has its own config.
@@ -425,7 +425,7 @@ def ds_config(model: DeepSpeedModel, stage: int, asked: DType | None) -> tuple[d
         options["elastic_checkpoint"] = False
         notes.append("ds_config: elastic_checkpoint is off, as ZeRO-3 has none")
     config["zero_optimization"] = options
-    if asked is not None or not recorded:  # otherwise the run's own config has the precision
+    if requested is not None or not recorded:  # otherwise the run's own config has the precision
         config |= {
             "bf16": section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
             "fp16": section(config, "fp16") | {"enabled": model.dtype == FLOAT16},

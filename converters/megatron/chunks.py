@@ -451,9 +451,9 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
 def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
     """Return the requested pipeline stages, or the source's if they fit, or even ones."""
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
-    asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
-    if asked:
-        return even.with_args(asked).check()
+    requested = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
+    if requested:
+        return even.with_args(requested).check()
     recorded = {name: value for name in STAGE_ARGS if (value := args.get(name))}
     if recorded and grid.pp > 1:
         kept = even.with_args(recorded)
@@ -487,8 +487,8 @@ def _args(
     }
     if stages.layout is None:
         result["pipeline_model_parallel_layout"] = None
-    elif asked := layout.read(MegatronOptions).pipeline_model_parallel_layout:
-        result["pipeline_model_parallel_layout"] = asked
+    elif requested := layout.read(MegatronOptions).pipeline_model_parallel_layout:
+        result["pipeline_model_parallel_layout"] = requested
     result["untie_embeddings_and_output_weights"] = OUTPUT in chosen
     if EMBEDDING in chosen:
         result["padded_vocab_size"] = chosen[EMBEDDING].tensor.shape[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.matrix import Cell, Matrix, cells_from, check, made
+from tests.support.matrix import Cell, Matrix, build_matrix, cells_from, check
 
 CELLS = cells_from(("dcp", "full", "fsdp-ranks", "hf"))
 pytestmark = pytest.mark.slow
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return made(tmp_path_factory.mktemp("matrix"), CELLS)
+    return build_matrix(tmp_path_factory.mktemp("matrix"), CELLS)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

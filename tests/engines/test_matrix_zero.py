@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.matrix import DAMAGES, Cell, Damage, Matrix, cells_from, check, check_that_it_is_seen, made
+from tests.support.matrix import DAMAGES, Cell, Damage, Matrix, build_matrix, cells_from, check, check_that_it_is_seen
 
 CELLS = cells_from(("zero1", "zero2", "zero3", "universal"))
 pytestmark = pytest.mark.slow
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return made(tmp_path_factory.mktemp("matrix"), CELLS, DAMAGES)
+    return build_matrix(tmp_path_factory.mktemp("matrix"), CELLS, DAMAGES)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

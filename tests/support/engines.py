@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from tests.support.kept import made
+from tests.support.kept import make_once
 from tests.support.places import REPOSITORY
 from train.config import ARCHITECTURES
 
@@ -105,7 +105,7 @@ def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: st
 def launch_in_turn(starts: Iterable[tuple[int, list[dict[str, Any]]]], folder: Path, module: str = "train") -> None:
     """`launch` several numbers of processes in turn, forked from one with the engines; keep the results."""
     texts = [(world_size, "".join(json.dumps(job) + "\n" for job in jobs)) for world_size, jobs in starts]
-    made(folder, (module,), repr(texts), lambda: _launch(texts, folder, module))
+    make_once(folder, (module,), repr(texts), lambda: _launch(texts, folder, module))
 
 
 def _launch(texts: list[tuple[int, str]], folder: Path, module: str) -> None:
@@ -196,4 +196,4 @@ def _server(env: frozenset[tuple[str, str]]) -> _Server:
 def fork_once(folder: Path, starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> None:
     """`fork`; what the ranks write into `folder`, and nowhere else, is kept (`tests.support.kept`)."""
     modules = tuple(dict.fromkeys(module for _, module, _ in starts))
-    made(folder, modules, json.dumps(starts), lambda: fork(starts, preload, 1200 * len(starts)))
+    make_once(folder, modules, json.dumps(starts), lambda: fork(starts, preload, 1200 * len(starts)))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.support.engines import fork
-from tests.support.kept import made
+from tests.support.kept import make_once
 
 
 def run_ranks(kind: str, num_ranks: int, folder: Path) -> None:
@@ -14,4 +14,4 @@ def run_ranks(kind: str, num_ranks: int, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         fork([(num_ranks, module, [kind, str(folder)])], timeout=300)
 
-    made(folder, (module,), f"{num_ranks} {kind}", make)
+    make_once(folder, (module,), f"{num_ranks} {kind}", make)

@@ -21,7 +21,7 @@ from tests.support.places import REPOSITORY
 UNUSED = 7 * 86400  # seconds after which what no test run has used is removed
 
 
-def made(folder: Path, modules: tuple[str, ...], words: str, make: Callable[[], object]) -> None:
+def make_once(folder: Path, modules: tuple[str, ...], words: str, make: Callable[[], object]) -> None:
     """Put into `folder` what `make()` does, or a kept copy of it.  Nothing is kept of modules that import what is
     tested, nor if `words` name an output elsewhere.
     """

@@ -352,7 +352,7 @@ class Matrix:
     written: dict[str, Checkpoint]
 
 
-def made(folder: Path, cells: Sequence[Cell], damages: Sequence[Damage] = ()) -> Matrix:
+def build_matrix(folder: Path, cells: Sequence[Cell], damages: Sequence[Damage] = ()) -> Matrix:
     """One launch of trainers and one of loading engines."""
     used = {cell.source.name: cell.source for cell in cells}.values()
     launch_in_turn(

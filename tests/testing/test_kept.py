@@ -26,7 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             folder.mkdir(exist_ok=True)
             (folder / "made.txt").write_text(what)
 
-        kept.made(folder, modules, json.dumps({"what": what, "output": str(output or folder / "run")}), make)
+        kept.make_once(folder, modules, json.dumps({"what": what, "output": str(output or folder / "run")}), make)
         assert (folder / "made.txt").read_text() == what
         return "made" if calls else "copied"
 
@@ -67,5 +67,5 @@ def test_what_fails_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError
 
     with pytest.raises(AssertionError):
-        kept.made(tmp_path / "run", MODULE, "{}", fail)
+        kept.make_once(tmp_path / "run", MODULE, "{}", fail)
     assert not (tmp_path / "cache").exists()

@@ -20,8 +20,8 @@ _DS_CONFIG = ("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "da
 def settings(config: Config) -> dict[str, Any]:
     """Return the run's settings by option, equal on every rank."""
     found = {name: getattr(config, name) for name in SETTINGS}
-    asked = read_ds_config(config.ds_config)
-    return _plain(found | {"ds_config": {key: asked[key] for key in _DS_CONFIG if key in asked}})
+    requested = read_ds_config(config.ds_config)
+    return _plain(found | {"ds_config": {key: requested[key] for key in _DS_CONFIG if key in requested}})
 
 
 def live(engine: Any) -> dict[str, Any]:

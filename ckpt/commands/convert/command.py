@@ -66,7 +66,7 @@ def convert(
         Flag(metavar="TO", help="The format to write, instead of TO.", complete="targets", section=WRITTEN),
     ] = None,
     place: Place,
-    asked: Planning,
+    requested: Planning,
     check: Check,
     resume: Annotated[bool, Flag(hidden=True)] = False,  # deprecated: conversions always resume
     outcome: opt.Outcome,
@@ -88,11 +88,11 @@ def convert(
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
         source, target, path, place = _with_output_last(source, target, path, place)
-        source, target, path, config = _resolve_arguments(source, target, path, to, asked, quiet)
+        source, target, path, config = _resolve_arguments(source, target, path, to, requested, quiet)
         destination = place.folder or default_output(path, target)
         check_destination(destination, path)  # before reading the source, as this may take long
         check_place(destination)
-        keywords = {"format": source, **options, **vars(asked), "config": config}
+        keywords = {"format": source, **options, **vars(requested), "config": config}
         how = {**vars(check), **vars(writing), "group": group}
         written = carry_out(
             partial(api.plan, path, target, **keywords),

@@ -110,7 +110,7 @@ def estimate(
     run = configs.RunConfig()
     for path in (Path(one) for one in (run_config, stated.ds_config) if one is not None):
         run = run.under(configs.understand(read_run_config(path), path, subject.model.hidden))
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "gpus": on.gpus,
         "context_parallel": on.cp,
         "sequence_parallel": False if on.no_sequence_parallel else None,
@@ -131,7 +131,7 @@ def estimate(
         "lora_targets": targets,
         "quantized": lora.qlora or None,
     }
-    setup = Setup(**{**run.setup, **{name: value for name, value in asked.items() if value is not None}})
+    setup = Setup(**{**run.setup, **{name: value for name, value in requested.items() if value is not None}})
     chosen = _listed(stated.strategy) or ([run.strategy] if run.strategy else [])
     if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")

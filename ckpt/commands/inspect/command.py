@@ -116,20 +116,20 @@ def _print_run(run: Sequence[Checked]) -> None:
     print_table(HEADS, [one.row() for one in run], right=("step", "size"))
 
 
-def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
+def _draw(found: Inspection, requested: Drawn, quiet: bool) -> CorruptError | None:
     """Write the requested picture and page. Return an error if they show damage."""
-    asked.check(found.checkpoint)
+    requested.check(found.checkpoint)
     damaged: Sequence[Damage] = ()
-    if asked.html is not None:
-        page, damaged = found.page(asked.only)
-        write(asked.html, page, overwrite=asked.overwrite, quiet=quiet)
-    if asked.picture is not None:
+    if requested.html is not None:
+        page, damaged = found.page(requested.only)
+        write(requested.html, page, overwrite=requested.overwrite, quiet=quiet)
+    if requested.picture is not None:
         from ckpt.commands.inspect.rows import picture as picture_of
         from ckpt.commands.inspect.svg import draw
 
-        drawn = picture_of(found.checkpoint, only=asked.only)
+        drawn = picture_of(found.checkpoint, only=requested.only)
         damaged = drawn.damaged
-        write(asked.picture, draw(drawn, found.checkpoint), overwrite=asked.overwrite, quiet=quiet)
+        write(requested.picture, draw(drawn, found.checkpoint), overwrite=requested.overwrite, quiet=quiet)
     if not damaged:
         return None
     first, count = damaged[0], len(damaged)
@@ -140,7 +140,7 @@ def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
         fqn=first.fqn,
         expected="fragments that tile every tensor",
         found=f"{first.role}: {'; '.join(first.faults[:4])}",
-        hint=f"{asked.picture or asked.html} shows in red where",
+        hint=f"{requested.picture or requested.html} shows in red where",
     )
 
 

@@ -89,10 +89,10 @@ def merge_lora(
     def card(folder: Path) -> dict[str, bytes]:
         return {} if to is None else _merge_card(to, facts, trained_on, folder)
 
-    asked: Any = {**vars(source), **vars(combining), **vars(merged), **vars(threads), **options}
+    requested: Any = {**vars(source), **vars(combining), **vars(merged), **vars(threads), **options}
     written = carry_out(
-        partial(merging.planned, wanted, asked),
-        partial(merging.merge_lora, wanted, destination, describe=card, **asked, **vars(writing)),
+        partial(merging.planned, wanted, requested),
+        partial(merging.merge_lora, wanted, destination, describe=card, **requested, **vars(writing)),
         destination,
         outcome,
         show,

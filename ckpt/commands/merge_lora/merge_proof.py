@@ -185,9 +185,9 @@ def verify_merge(
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     place = None if config is None else fspath(config)
-    asked: dict[str, Any] = {"expert_layout": expert_layout, "peft_version": peft_version}
-    asked |= {"base": fspath(base), "base_config": place, "accept_settings": accept_settings}
-    found = [open_adapter(fspath(one), **asked) for one in several]
+    requested: dict[str, Any] = {"expert_layout": expert_layout, "peft_version": peft_version}
+    requested |= {"base": fspath(base), "base_config": place, "accept_settings": accept_settings}
+    found = [open_adapter(fspath(one), **requested) for one in several]
     if not found:
         raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
     model, notes = _base(found[0], fspath(base), place)

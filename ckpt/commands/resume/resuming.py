@@ -161,10 +161,10 @@ def resume(
         CASTABLE[precision] if precision else None, world_size=world_size or now.world_size, options=options
     )
     format = format or now.format
-    asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": precision, **options}
-    asked |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
+    requested = {"path": path, "tag": tag, "config": config, "format": format, "dtype": precision, **options}
+    requested |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
     with the_callers() as group:
-        check_alike({name: str(value) for name, value in asked.items()}, group)
+        check_alike({name: str(value) for name, value in requested.items()}, group)
         if missing_ok and not any(group.gather(_has_saved(path))):
             if group.rank == 0:
                 say(f"{path} holds no checkpoint: the run begins")
@@ -526,14 +526,14 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
         return f"it was written by {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():
-        asked, written = layout.options.get(name), args.get(argument) or 1
-        if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
-            return f"it was written with {argument} {written}, and {asked} is asked for"
+        requested, written = layout.options.get(name), args.get(argument) or 1
+        if requested is not None and requested != written and (is_bound or not target.fits_other_axes):
+            return f"it was written with {argument} {written}, and {requested} is asked for"
     if missing := missing_last_of_megatron(Path(checkpoint.path), checkpoint.namespace == OWN):
         return f"{missing} is missing, which megatron-core writes last, and without which it loads nothing"
-    form, asked = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
-    if asked is not None and asked != form:
-        return f"it is {form}, and {asked} is asked for"
+    form, requested = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
+    if requested is not None and requested != form:
+        return f"it is {form}, and {requested} is asked for"
     return None
 
 
@@ -541,8 +541,8 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
     """Return a name for the copy, derived from its source, the state of the source's files, and its target."""
     from xxhash import xxh3_64
 
-    asked = (layout.dtype, layout.world_size, sorted(layout.options.items()))
-    facts = repr((wanted, asked, checkpoint.config, _sources(checkpoint)))
+    requested = (layout.dtype, layout.world_size, sorted(layout.options.items()))
+    facts = repr((wanted, requested, checkpoint.config, _sources(checkpoint)))
     step = f"step{checkpoint.state.step}" if checkpoint.state.step is not None else Path(checkpoint.path).name
     ranks = f"-on-{layout.world_size}" if layout.world_size else ""
     return f"{step}-{wanted}{ranks}-{xxh3_64(facts.encode('utf-8', 'surrogatepass')).hexdigest()}"

@@ -229,9 +229,9 @@ def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stage
         what, hint = "there are more pipeline stages than layers", "a smaller --pp"
         raise UsageError(what, expected=f"--pp {num_layers} or less", hint=hint)
     even = Stages(num_layers, grid.pp)
-    asked = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
-    if asked:
-        return even.with_args(asked).check()
+    requested = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
+    if requested:
+        return even.with_args(requested).check()
     counts = recorded if recorded and len(recorded) == grid.pp else balanced(num_layers, grid.pp)
     return replace(even, layout=tuple(("decoder",) * count for count in counts))
 

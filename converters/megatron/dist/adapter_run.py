@@ -89,15 +89,15 @@ def without_optimizer(reading: DistReading) -> Optimizers:
     return Optimizers()
 
 
-def as_adapter(checkpoint: Checkpoint, folder: Path, asked: str | None = None) -> Checkpoint:
+def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = None) -> Checkpoint:
     """Return an adapter iteration's `checkpoint` with its rows in whole-tensor order.
 
-    From a MultiLoRA run take the slot `asked`. Raise NotFoundError without the run's config, UsageError for an
+    From a MultiLoRA run take the slot `requested`. Raise NotFoundError without the run's config, UsageError for an
     unsupported adapter class.
     """
     slot = None
     if slots_in(fqn for fqn, _ in checkpoint.tensors):
-        checkpoint, slot = select_slot(checkpoint, asked, folder)
+        checkpoint, slot = select_slot(checkpoint, requested, folder)
     is_swifts = any(_PEFTS.search(fqn) for fqn, _ in checkpoint.tensors)
     if is_swifts:
         renamed = {key: _PEFTS.sub(lambda found: _FACTORS[found["factor"]], key[0]) for key in checkpoint.tensors}

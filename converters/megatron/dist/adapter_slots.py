@@ -56,12 +56,12 @@ def slots_in(fqns: Iterable[str]) -> list[int]:
     return sorted({int(found["slot"]) for fqn in fqns if (found := _SLOT.search(fqn))})
 
 
-def select_slot(checkpoint: Checkpoint, asked: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
-    """Return `checkpoint` with the tensors of the slot `asked` under a single adapter's names, and the slot.
+def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
+    """Return `checkpoint` with the tensors of the slot `requested` under a single adapter's names, and the slot.
 
     Raise UsageError, with all slots and their ranks, if no slot is requested or it is missing.
     """
-    slot = None if asked is None else AdapterSlot.parse(asked)
+    slot = None if requested is None else AdapterSlot.parse(requested)
     known = slots_in(fqn for fqn, _ in checkpoint.tensors)
     if slot is None or slot.number not in known:
         held = {number: _factors(checkpoint, number) for number in known}

@@ -316,9 +316,9 @@ def bridge_files(
         sizes["sequence_parallel"] = False  # needs tensor-parallel ranks
     stated: Mapping[str, Any] = config["model"]
     config["model"] = {**stated, **{name: value for name, value in sizes.items() if name in stated}}
-    asked = {"save_rng": random, "save_optim": model.has_optimizer}
+    requested = {"save_rng": random, "save_optim": model.has_optimizer}
     if isinstance(saved := config.get("checkpoint"), Mapping):
-        config["checkpoint"] = {**saved, **{name: False for name, kept in asked.items() if not kept}}
+        config["checkpoint"] = {**saved, **{name: False for name, kept in requested.items() if not kept}}
     text = yaml.safe_dump(config, default_flow_style=False)
     state = content_of(source, TRAIN_STATE)
     yield TargetFile.of_bytes(f"{folder}/{RUN_CONFIG}", text.encode())

@@ -53,12 +53,12 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
 
     Raise UsageError for unsupported sizes, LossError for content that the format can't hold.
     """
-    asked = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
-    if asked:
+    requested = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
+    if requested:
         raise UsageError(
             f"{form} is written as one tensor parallel rank, stage and expert parallel rank holds it",
             expected="sizes of 1",
-            found=", ".join(f"--{name} {value}" for name, value in asked.items()),
+            found=", ".join(f"--{name} {value}" for name, value in requested.items()),
             hint="leave these out, or --ckpt-format torch_dist",
         )
     ones = Layout(layout.dtype, layout.max_shard_size, layout.world_size, {**layout.options, **dict.fromkeys(_AXES, 1)})

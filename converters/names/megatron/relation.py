@@ -216,20 +216,20 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     old_tp = args.get("tensor_model_parallel_size") or 1
     shapes = _shapes(checkpoint)
     options = layout.read(MegatronOptions)
-    asked, new_tp = options.make_vocab_size_divisible_by, options.tp or old_tp
-    if (new_tp == old_tp and not asked) or EMBEDDING not in shapes:
+    requested, new_tp = options.make_vocab_size_divisible_by, options.tp or old_tp
+    if (new_tp == old_tp and not requested) or EMBEDDING not in shapes:
         return checkpoint
     stored, multiple = shapes[EMBEDDING][0], args.get("make_vocab_size_divisible_by") or 128
     vocabulary = _vocabulary(checkpoint, args)
-    if asked and vocabulary is None:
+    if requested and vocabulary is None:
         raise UsageError(
             "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
             fqn=EMBEDDING,
             found=f"{pluralize(stored, 'row')}, padding included",
             hint="give the model's config.json with --config",
         )
-    if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
-        padded = padded_vocab_size(vocabulary, asked or multiple, new_tp)
+    if vocabulary is not None and (requested or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
+        padded = padded_vocab_size(vocabulary, requested or multiple, new_tp)
     else:
         padded = stored  # Padded by another rule, or a vocabulary of unknown size: keep it if it divides.
     if padded % new_tp:
@@ -240,7 +240,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             found=f"{pluralize(stored, 'row')}, of which {vocabulary or 'an unknown number'} are the vocabulary",
             hint=None if vocabulary else "give the model's config.json with --config",
         )
-    args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
+    args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": requested} if requested else {})
     state = replace(checkpoint.state, args=args)
     if padded == stored:
         return replace(checkpoint, state=state)

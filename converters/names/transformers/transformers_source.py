@@ -145,8 +145,8 @@ def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
         while name in classes and name not in seen:
             seen.add(name)
             bases, body = classes[name]
-            asked = next((m for m in _TIED_IF.finditer(body) if config.get(m[1])), None)
-            found = _tied_literal(asked or _TIED.search(body))
+            requested = next((m for m in _TIED_IF.finditer(body) if config.get(m[1])), None)
+            found = _tied_literal(requested or _TIED.search(body))
             if found is not None:
                 return found
             name = next((base for base in bases if base in classes), "")
