@@ -29,7 +29,8 @@ def check_one_save(checkpoint: Checkpoint) -> None:
 def different_steps(checkpoint: Checkpoint) -> str:
     """Return a sentence about different step counts of a model and its optimizer, or "".
 
-    Outside ZeRO stages 1 to 3, only an optimizer ahead of HF Trainer's record counts.
+    Outside ZeRO stages 1 to 3, only an optimizer ahead of HF Trainer's record counts. Under ZeRO, an optimizer ahead by
+    one step counts only if its masters contradict the weights.
     """
     state = checkpoint.state
     taken = _optimizer_steps(checkpoint)
@@ -39,6 +40,8 @@ def different_steps(checkpoint: Checkpoint) -> str:
     is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
     if not is_more and (state.zero_stage is None or taken == state.step - skipped):
         return ""
+    if state.zero_stage is not None and taken == state.step - skipped + 1 and not _weights_differ(checkpoint):
+        return ""  # DeepSpeed's BF16_Optimizer (0.19.8, bf16_optimizer.py) takes a first step without gradients
     return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
 
 
