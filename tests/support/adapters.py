@@ -1,4 +1,4 @@
-"""Bases and adapters that transformers and PEFT save, their merges by PEFT and by us, and the weights of a folder."""
+"""Bases and adapters saved by transformers and PEFT, merged by PEFT and by `ckpt`, and a folder's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt.commands.merge_lora import merge as lora
 from train.config import Config
 from train.models import build_model
 
-#: The title of the table that is printed after the tests.
+#: Title of the table printed after the tests.
 TABLE = "merged LoRA tensors that equal peft's merge_and_unload, bit for bit"
 Tables = dict[str, dict[str, dict[str, str]]]
 BF16 = torch.bfloat16
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Names:
-    """What the layers of an architecture are called."""
+    """Names of an architecture's layers."""
 
     linear: list[str]
     embedding: str
@@ -47,12 +47,12 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 def load_base(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}  # as the trainer builds its models
+    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}  # like the trainer's models
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **eager)
 
 
 def save_adapter(base: Path, folder: Path, options: dict[str, Any], seed: int = 1) -> Path:
-    """An adapter on the base with random values everywhere, as PEFT saves it."""
+    """Save an adapter on the base as PEFT does, with random values everywhere."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(load_base(base), LoraConfig(r=3, lora_alpha=7, **options))
@@ -75,7 +75,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def save_base(model: str, dtype: torch.dtype, folder: Path) -> Path:
-    """A tiny model as transformers saves it."""
+    """Save a tiny model with transformers."""
     built: Any = build_model(Config(model=model)).to(dtype)
     built.config.dtype = dtype
     built.save_pretrained(folder)
@@ -93,7 +93,7 @@ def merge_by_peft(base: Path, saved: list[Path], folder: Path) -> None:
 
 
 def merge(saved: list[Path], base: Path, output: Path) -> None:
-    """The same by us, with PEFT's bits on tied weights as well."""
+    """Merge the adapters with `ckpt`, with PEFT's bits on tied weights too."""
     found = [adapters.open_adapter(str(path)) for path in saved]
     lora.plan(found, adapters.open_base(found[0], str(base)), as_peft=True).run(output)
 
@@ -107,7 +107,7 @@ def compare(expected: Path, merged: Path, base: Path) -> tuple[int, int, int]:
 
 
 def edited(adapter: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of the adapter with another config."""
+    """Copy the adapter and change its config."""
     shutil.copytree(adapter, folder)
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """Hints that no test can try: `phrases` are regular expressions that find one, and `reason` says why."""
+    """Hints without a testable action: `phrases` are regular expressions to match a hint, `reason` says why."""
 
     name: str
     reason: str
@@ -142,5 +142,5 @@ KINDS = (
 
 
 def kind(hint: str) -> str | None:
-    """Return the name of the first kind that a hint belongs to, or None if it is of no known kind."""
+    """Return the name of the first matching kind, or None if the hint is of no known kind."""
     return next((one.name for one in KINDS if any(re.search(phrase, hint) for phrase in one.phrases)), None)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers' architectures: their configs shrunk, and what `save_pretrained` makes of them."""
+"""Tiny models of transformers' architectures: shrunk configs and folders saved by `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")
 
-#: Applied as far as a config class has the attribute.
+#: Applied if the config class has the attribute.
 TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2),
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 TINY_PART = {**TINY, "depth": 2, "embed_dim": 32, "image_size": 28, "patch_size": 14}
 
 _LAYERS = ("n_layer", "num_hidden_layers", "num_layers")
-#: What the shrunk config of a model type leaves as it is.
+#: Attributes of a model type to leave unshrunk.
 KEPT: dict[str, tuple[str, ...]] = {
     "cosmos3_edge": ("head_dim",),
     "falcon": ("head_dim",),
@@ -49,7 +49,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "zamba2": _LAYERS,
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-#: What a model type needs beside.
+#: Extra attributes for a model type.
 ALSO: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "dots1": {"n_shared_experts": 1},
@@ -64,7 +64,7 @@ ALSO: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """Of transformers' causal language models and image-text-to-text models."""
+    """Return the model types of transformers' causal and image-text-to-text models."""
     names = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     return list(dict.fromkeys(model_type for mapping in names for model_type in mapping))
 
@@ -93,7 +93,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The class for images where there is one: of a model with both, the other takes the text's config."""
+    """Return the image class if there is one: the causal class of the same model takes the text's config."""
     mappings = (
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -109,7 +109,7 @@ def tiny_model(model_type: str) -> Any:
 
 
 def numbered(model: Any) -> Any:
-    """The model with numbers that rise through all its tensors in place of random ones, which may be equal."""
+    """Fill the model with numbers that rise through all its tensors: random numbers may repeat."""
     reached = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():

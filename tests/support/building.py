@@ -25,7 +25,7 @@ OPTIMIZER_NAME = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
 class Options(TypedDict, total=False):
-    """What differs from a plain run: `change` gets the inner dict of each optimizer file, `name` is theirs."""
+    """Changes to a plain run: `change` gets the inner dict of each optimizer file, `name` is their file name."""
 
     change: Change
     change_model: Change
@@ -34,19 +34,19 @@ class Options(TypedDict, total=False):
 
 
 def groups_of(*shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Groups:
-    """Random masters of the given shapes."""
+    """Return random masters with the given shapes."""
     generator = torch.Generator().manual_seed(seed)
     return [{fqn: torch.randn(shape, generator=generator) for fqn, shape in group.items()} for group in shapes]
 
 
 def unchanged(content: dict[str, Any], rank: int) -> None:
-    """The change that is none."""
+    """Leave `content` unchanged."""
 
 
 def write_stage2(
     run: Path, groups: Groups, num_ranks: int, *, alignment: int = 1, stage: int = 2, **options: Unpack[Options]
 ) -> Path:
-    """A run folder of stage 1 or 2, `alignment` in elements."""
+    """Write a run folder of stage 1 or 2, with `alignment` in elements."""
     inners: list[dict[str, Any]] = [
         {
             "zero_stage": stage,
@@ -82,7 +82,7 @@ def write_stage2(
 
 
 def write_stage3(run: Path, groups: Groups, num_ranks: int, **options: Unpack[Options]) -> Path:
-    """A run folder of stage 3; the padding of slots is NaN, which must be seen nowhere."""
+    """Write a run folder of stage 3. Slots are padded with NaN, so any use of the padding shows."""
     inners: list[dict[str, Any]] = []
     models = {}
     for rank in range(num_ranks):
@@ -105,7 +105,7 @@ def write_stage3(run: Path, groups: Groups, num_ranks: int, **options: Unpack[Op
 
 
 def slot(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """A rank's slot of a parameter under stage 3."""
+    """Return a rank's slot of a stage 3 parameter."""
     size = -(-tensor.numel() // num_ranks)
     part = tensor.reshape(-1)[rank * size : (rank + 1) * size]
     return torch.cat([part, torch.full((size - len(part),), torch.nan, dtype=tensor.dtype)])
@@ -123,7 +123,7 @@ def assert_holds(checkpoint: Checkpoint, groups: Groups, states: tuple[str, ...]
 
 
 def assert_weights(checkpoint: Checkpoint, groups: Groups) -> None:
-    """Every parameter of `groups` as the model holds it (stages 1 and 2)."""
+    """Assert that the checkpoint has every parameter of `groups` in the model's dtype (stages 1 and 2)."""
     for group in groups:
         for fqn, master in group.items():
             assert content(checkpoint.tensors[fqn, WEIGHT]) == raw(master.bfloat16())

@@ -1,4 +1,4 @@
-"""The command line as users run it, in this process for speed, and what it leaves on the disk."""
+"""The command line as users run it, in this process for speed, and snapshots of folders."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Result:
 
 @functools.cache
 def _command() -> Any:
-    """What runs `app`, made once: typer looks at every parameter of every command, which takes most of a short run."""
+    """Build the command for `app` once: typer inspects every parameter of every command, most of a short run's time."""
     return typer.main.get_command(app)
 
 
 def ckpt(*args: str | Path) -> Result:
-    """`ckpt ARGS`, with what it printed.  An exception that is no exit goes through: it would be a traceback."""
+    """Run `ckpt ARGS` and return the output. Any exception except an exit propagates: a user would see a traceback."""
     out, err = io.StringIO(), io.StringIO()
     code = _run(args, out, err)
     check_hint([*map(str, args)], None, err.getvalue(), _run_for_hint)
@@ -44,18 +44,18 @@ def ckpt(*args: str | Path) -> Result:
 
 
 def _run_for_hint(words: list[str], cwd: Path | None) -> str:
-    """Return what `ckpt WORDS` prints on stderr."""
+    """Return the stderr of `ckpt WORDS`."""
     return process(*words, cwd=cwd).err if cwd is not None else ckpt(*words).err
 
 
 def ckpt_in_order(*args: str | Path) -> Result:
-    """`ckpt ARGS`, with both streams in `out` as a terminal shows them, in the order in which they were printed."""
+    """Run `ckpt ARGS` with both streams in `out`, in the order of printing, like a terminal."""
     both = io.StringIO()
     return Result(_run(args, both, both), both.getvalue(), "")
 
 
 def run_in_order(*args: str | Path) -> tuple[int, str]:
-    """The exit code of `ckpt ARGS` and all that it prints, in order; lines of stderr begin with `! `."""
+    """Run `ckpt ARGS` and return the exit code and all output in order; stderr lines begin with `! `."""
     both, err = io.StringIO(), io.StringIO()
     code = _run(args, both, _Marked(both, err))
     check_hint([*map(str, args)], None, err.getvalue(), _run_for_hint)
@@ -63,7 +63,7 @@ def run_in_order(*args: str | Path) -> tuple[int, str]:
 
 
 class _Marked(io.StringIO):
-    """A stderr that also writes each of its lines to another stream, marked as one of stderr."""
+    """A stderr that also copies each line, marked, to another stream."""
 
     def __init__(self, both: io.StringIO, plain: io.StringIO) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _run(args: Sequence[str | Path], out: io.StringIO, err: io.StringIO) -> int:
 
 
 def process(*args: str | Path, script: str | None = None, cwd: Path | None = None) -> Result:
-    """`python -m ckpt ARGS`, or a script of Python with these arguments, in a process of its own."""
+    """Run `python -m ckpt ARGS`, or a Python script with these arguments, in a new process."""
     start = ["-m", "ckpt"] if script is None else ["-c", script]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *start, *map(str, args)]
@@ -98,7 +98,7 @@ def process(*args: str | Path, script: str | None = None, cwd: Path | None = Non
 
 
 def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Content, mode and time of change of everything in `folder`, by relative path."""
+    """Return the content, mode and modification time of everything in `folder`, by relative path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         info = path.lstat()
@@ -111,5 +111,5 @@ def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The content of every file in `folder`, as a digest, by relative path."""
+    """Return a digest of every file in `folder`, by relative path."""
     return {name: content for name, (content, *_) in snapshot(folder).items()}

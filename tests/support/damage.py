@@ -1,4 +1,4 @@
-"""Damage done to files, and a conversion that must be refused because of it."""
+"""Damage to files, and a conversion that must refuse the damaged run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.support.commands import ckpt as run_ckpt
 
 
 def refused(source: Path, code: int, *words: str, format: str = "auto", options: tuple[str, ...] = ()) -> str:
-    """Assert that converting ends in this exit code and says these words, with and without a destination, and touches
-    nothing.
+    """Assert that `convert` fails with this exit code and these words, and writes nothing.
+
+    Try it with and without a destination.
     """
     before = snapshot(source)
     destination = source.parent.parent / "output" / "out"
@@ -53,7 +54,7 @@ def emptied(path: Path) -> None:
 
 
 def zeroed_tail(path: Path) -> None:
-    """As after a crash: the length was recorded, the last pages were not written."""
+    """Zero the last pages, like a crash that kept the length but lost the data."""
     size = path.stat().st_size
     with open(path, "r+b") as file:
         file.seek(max(8, size - 4096))

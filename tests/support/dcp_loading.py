@@ -1,5 +1,6 @@
-"""An unmodified engine of torch's loads DCP: `torchrun ... -m tests.support.dcp_loading jobs.jsonl`;
-`output/truth.safetensors` gets what it holds of `resume`.
+"""Loads of DCP by an unmodified torch engine: `torchrun ... -m tests.support.dcp_loading jobs.jsonl`.
+
+Writes the truth of `resume` to `output/truth.safetensors`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def load(job: dict[str, Any]) -> None:
     engine = NativeEngine(models.build_model(config), config)
     model, optimizer = get_state_dict(engine.model, engine.optimizer)
     state = {"model": model, "optimizer": optimizer}
-    # the planner's flattening of FSDP1's tensors drops those of which this rank has no part
+    # The planner's flattening of FSDP1's tensors drops tensors without a part on this rank.
     planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
     if folders is None:
         dcp.load(state, checkpoint_id=config.resume, planner=planner)

@@ -1,4 +1,4 @@
-"""What a description says, against what an engine gathered."""
+"""Comparison of a description with the truth from an engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from tests.support.engines import Truth
 
 
 def assert_equals_truth(checkpoint: Checkpoint, truth: Truth) -> int:
-    """Assert that description and truth have the same tensors, bit for bit; stage 3 stores trainable ones as masters
-    alone.
+    """Assert that description and truth have the same tensors, bit for bit.
+
+    Stage 3 stores only masters of trainable parameters.
     """
     stored = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in truth.ties}
     assert not set(stored) - set(truth.tensors), "tensors that the engine does not know"

@@ -1,6 +1,6 @@
-"""`ckpt`, whose process of one rank gets a signal once: `-m tests.support.dying KILL RANK MARK ...` for `ckpt ...`.
+"""`ckpt` with one signal to one rank: use `-m tests.support.dying KILL RANK MARK ...` for `ckpt ...`.
 
-It sends it to itself (KILL, STOP) when the first of what it has written is in the journal, and leaves the file MARK.
+The process signals itself (KILL, STOP) after its first journal entry and leaves the file MARK.
 """
 
 from __future__ import annotations

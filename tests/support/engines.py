@@ -1,4 +1,4 @@
-"""Real checkpoints: launches of the bundled trainer, and the truth that the live engine gathered."""
+"""Real checkpoints from launches of the bundled trainer, and the truth gathered by the live engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.kept import make_once
 from tests.support.places import REPOSITORY
 from train.config import ARCHITECTURES
 
-#: How numpy holds the raw bits of an element of so many bytes.
+#: numpy dtypes for raw elements, by size in bytes.
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-#: What is imported before the ranks are forked, by what jobs say.  Too little costs time, and nothing else.
+#: Imports before the fork, by the text of the jobs. A missing import costs only time.
 PRELOADED = {
     r'"through": "trainer"': "tests.support.hf_trainer",
     r'"zero\d': "train.engines.zero",
@@ -34,7 +34,7 @@ PRELOADED = {
     r'"megatron"': "tests.support.megatron_imports",
     r'"megatron-deepspeed"': "train.engines.pipeline",
 }
-#: Modules of megatron-core that its engine needs.
+#: megatron-core modules for its engine.
 MEGATRON = (
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
     "megatron.core.models.gpt",
@@ -45,18 +45,18 @@ MEGATRON = (
 )
 #: DeepSpeed, and what it imports when the first engine starts.
 DEEPSPEED = ("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer")
-#: The packages behind our own modules that are preloaded, by the beginning of their names.
+#: Packages to preload for our own modules, by module prefix.
 _BEHIND = {
     "train.engines": DEEPSPEED,
     "tests.support.hf_trainer": ("transformers.trainer",),
     "tests.support.megatron_imports": MEGATRON,
 }
-#: What every engine imports sooner or later.
+#: Imported by every engine sooner or later.
 _SHARED = (
     *("torch.distributed.fsdp", "torch._dynamo", "setuptools"),
     "torch.distributed.checkpoint._fsspec_filesystem",
 )
-#: What ranks import that call `ckpt.resume`: all formats, among which it finds that of a run.
+#: Imports for ranks that call `ckpt.resume`: all formats, because it detects the format.
 RESUMING = (
     *("ckpt.commands.resume.resuming", "ckpt.move.run", "converters.names.torchtitan", "converters.pytorch.dcp"),
     *("converters.deepspeed.zero", "converters.deepspeed.universal", "converters.deepspeed.write"),
@@ -69,7 +69,7 @@ _OURS = ("train.", "tests.", "ckpt.", "converters.")
 
 @dataclass(frozen=True)
 class Truth:
-    """What the engine gathered through its own API: raw bytes by role and fqn, and what it said of the run."""
+    """Truth from the engine's own API: raw bytes by role and fqn, and metadata about the run."""
 
     tensors: dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]
     ties: dict[str, str]
@@ -87,7 +87,7 @@ class Truth:
 
 
 def raw(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """A torch tensor as dtype name, shape and bytes."""
+    """Return a torch tensor's dtype name, shape and bytes."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -95,9 +95,9 @@ def raw(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: str = "train") -> None:
-    """Run the trainer, or another module that takes a file of jobs, once on `world_size` processes for all jobs.
+    """Run the trainer, or another module with a job file, once on `world_size` processes for all jobs.
 
-    AssertionError with its output where it fails.
+    Raise AssertionError with its output if it fails.
     """
     launch_in_turn([(world_size, jobs)], folder, module)
 
@@ -125,17 +125,20 @@ def _launch(texts: list[tuple[int, str]], folder: Path, module: str) -> None:
 
 
 def modeling(architecture: str) -> str:
-    """transformers' module of an architecture: each rank that imports it itself takes longer for that than to train."""
+    """Return transformers' module of an architecture. Importing it in each rank takes longer than training."""
     return f"transformers.models.{architecture}.modeling_{architecture}"
 
 
 def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> list[str]:
-    """The command that runs modules' `main()` on ranks: each start is a number of them, a module and its arguments."""
+    """Return the command to run modules' `main()` on ranks.
+
+    A start is a number of ranks, a module and its arguments.
+    """
     return [sys.executable, "-m", "tests.support.forked", ",".join(preload), json.dumps(starts)]
 
 
 def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> str:
-    """Run what `forked` says; returns its standard output.  AssertionError with both streams where a rank fails."""
+    """Run the command of `forked` and return its stdout. Raise AssertionError with both streams if a rank fails."""
     code, out, err = outcome(starts, preload, timeout)
     assert code == 0, f"{json.dumps(starts)}\n{out[-2000:]}\n{err[-6000:]}"
     return out
@@ -144,7 +147,7 @@ def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout
 def outcome(
     starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200
 ) -> tuple[int, str, str]:
-    """Run what `forked` says; return its exit code and both streams."""
+    """Run the command of `forked` and return its exit code and both streams."""
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     env.pop("PYTEST_CURRENT_TEST", None)
@@ -160,7 +163,7 @@ def outcome(
 
 
 class _Server:
-    """The process that launches are forked from."""
+    """The process from which launches fork."""
 
     def __init__(self, env: dict[str, str]) -> None:
         pipe = subprocess.PIPE
@@ -169,7 +172,7 @@ class _Server:
         self.process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, **where)
 
     def do(self, asked: dict[str, Any], timeout: float) -> int:
-        """The exit code of a launch."""
+        """Run a launch and return its exit code."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(asked).encode() + b"\n")
         self.process.stdin.flush()
@@ -189,11 +192,11 @@ class _Server:
 
 @functools.cache
 def _server(env: frozenset[tuple[str, str]]) -> _Server:
-    """One for each environment, of which imports may depend."""
+    """Start one server for each environment, because imports may depend on the environment."""
     return _Server(dict(env))
 
 
 def fork_once(folder: Path, starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> None:
-    """`fork`; what the ranks write into `folder`, and nowhere else, is kept (`tests.support.kept`)."""
+    """Run `fork` and cache the output of the ranks (`tests.support.kept`). They may write only to `folder`."""
     modules = tuple(dict.fromkeys(module for _, module, _ in starts))
     make_once(folder, modules, json.dumps(starts), lambda: fork(starts, preload, 1200 * len(starts)))

@@ -1,5 +1,6 @@
-"""A double of torch.cuda: GPU_DOUBLES GPUs that are the CPU, hidden from processes with DS_ACCELERATOR.  Nothing of a
-GPU's arithmetic or memory is in it.
+"""A double of torch.cuda: GPU_DOUBLES GPUs on the CPU, hidden from processes with DS_ACCELERATOR.
+
+It models neither GPU arithmetic nor GPU memory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def install() -> None:
         self, *args, device_id=torch.device("cpu"), **options
     )
     if importlib.util.find_spec("deepspeed"):
-        # DeepSpeed stays on its CPU accelerator, which it chooses once; the trainer is not to see that it was asked to.
+        # DeepSpeed chooses its accelerator once and must choose the CPU. The trainer must not see the variable.
         os.environ["DS_ACCELERATOR"] = "cpu"
         importlib.import_module("deepspeed.ops.adam.fused_adam").FusedAdamBuilder = FusedAdamBuilder
         importlib.import_module("deepspeed.accelerator").get_accelerator()
@@ -67,16 +68,16 @@ def install() -> None:
 
 
 def join(backend: str, **options: Any) -> Any:
-    """The process group; NCCL, which those that see a GPU ask for, is gloo."""
+    """Join the process group, with gloo in place of NCCL."""
     assert backend == ("nccl" if num_gpus() else "gloo")
     return _join("gloo", **options)
 
 
 class FusedAdamBuilder:
-    """DeepSpeed's compiler of the kernel under its FusedAdam, which is the real one."""
+    """Stand-in for DeepSpeed's compiler of the FusedAdam kernel. FusedAdam itself is the real class."""
 
     def load(self) -> FusedAdamBuilder:
-        """As if compiled."""
+        """Return this object in place of a compiled module."""
         return self
 
     @staticmethod
@@ -93,7 +94,7 @@ class FusedAdamBuilder:
         bias_correction: int,
         weight_decay: float,
     ) -> None:
-        """One step of AdamW on lists of gradients, parameters and both states (csrc/adam/multi_tensor_adam.cu)."""
+        """Do one AdamW step on lists of gradients, parameters and both states (csrc/adam/multi_tensor_adam.cu)."""
         assert decoupled and bias_correction
         for gradient, parameter, average, square in zip(*tensors, strict=True):
             average.lerp_(gradient, 1 - beta1)

@@ -1,7 +1,8 @@
-"""Ranks forked from one process that has imported what they need: `python -m tests.support.forked PRELOAD STARTS`.
-PRELOAD: modules with commas; STARTS: JSON, a list of [ranks, module, arguments].  Each rank calls the module's `main()`
-in torchrun's environment.  Without arguments it serves launches, one JSON on each line.  Nothing is imported here, as
-processes that megatron-core spawns would import it again.
+"""Ranks forked from one process with warm imports: `python -m tests.support.forked PRELOAD STARTS`.
+
+PRELOAD: modules with commas; STARTS: JSON, a list of [ranks, module, arguments]. Each rank calls the module's `main()`
+in torchrun's environment. Without arguments it serves launches, one JSON on each line. Nothing is imported here,
+because processes spawned by megatron-core would import it again.
 """
 
 import gc
@@ -20,7 +21,7 @@ def main() -> None:
 
 
 def serve() -> None:
-    """Answer each line with the number of the process that does it, and with its exit code when it has ended."""
+    """Answer each line with the pid of its process, then with the exit code when the process ends."""
     for line in sys.stdin:
         asked = json.loads(line)
         for name in asked["shared"]:
@@ -34,7 +35,7 @@ def serve() -> None:
 
 
 def _answer(asked: dict) -> None:
-    """Do what is asked, in a session of its own, with the two streams in files; it does not return."""
+    """Run one launch in its own session, with both streams in files. Never return."""
     os.setsid()
     for number, name in enumerate((os.devnull, *asked["streams"])):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
@@ -51,7 +52,7 @@ def _answer(asked: dict) -> None:
 
 
 def launch(preload: list[str], starts: list) -> None:
-    """Import, and start the ranks of each start when those of the last one have ended."""
+    """Import the modules and run the starts one after the other."""
     import torch
     import torch.distributed as dist
     import torch.multiprocessing as mp
@@ -80,7 +81,7 @@ def launch(preload: list[str], starts: list) -> None:
 
 
 def leave_imports() -> None:
-    """Have what is imported not looked through again: whenever a process collects garbage, it would copy all of it."""
+    """Exclude the imported objects from garbage collection: each collection in a child would copy their pages."""
     gc.collect()
     gc.freeze()
 

@@ -7,7 +7,7 @@ from tests.support.kept import make_once
 
 
 def run_ranks(kind: str, num_ranks: int, folder: Path) -> None:
-    """All ranks of one run, to the end.  AssertionError with its output where one fails."""
+    """Run all ranks of one run to the end. Raise AssertionError with the output if a rank fails."""
     module = "tests.support.fsdp_worker"
 
     def make() -> None:

@@ -1,6 +1,8 @@
-"""One rank that trains a small model under torch's FSDP and saves it, with the arguments KIND and FOLDER.  KIND is
-fsdp2, unfrozen, hsdp, tp, fsdp1, fsdp1_untied, local or flat (as verl has it); load-KIND loads FOLDER as Accelerate
-does, `verl` as verl does.  FOLDER/ranks gets files by rank, FOLDER/full the truth.  Imports nothing of ours.
+"""One rank that trains a small model under torch's FSDP and saves it, with the arguments KIND and FOLDER.
+
+KIND is fsdp2, unfrozen, hsdp, tp, fsdp1, fsdp1_untied, local or flat (verl's layout); load-KIND loads FOLDER with
+Accelerate, `verl` with verl's calls. FOLDER/ranks gets one file per rank, FOLDER/full the truth. Imports nothing of
+ours.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Model(nn.Module):
 
 
 def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model as `kind` shards it, and its optimizer."""
+    """Return the model, sharded for `kind`, and its optimizer."""
     torch.manual_seed(0)
     model: Any = Model(tied="untied" not in kind)
     world_size = dist.get_world_size()
@@ -112,7 +114,7 @@ def version(model: nn.Module) -> int:
 
 
 def sharded(model: nn.Module) -> Any:
-    """The context in which verl saves and loads."""
+    """Return verl's context for saving and loading."""
     if version(model) == 2:
         return nullcontext()
     configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
@@ -146,7 +148,7 @@ def save(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
 
 
 def accelerate_plugin(version: int) -> Any:
-    """What Accelerate's own functions ask of its plugin under FULL_STATE_DICT."""
+    """Return the plugin attributes used by Accelerate's functions under FULL_STATE_DICT."""
     return SimpleNamespace(
         fsdp_version=version,
         state_dict_type=StateDictType.FULL_STATE_DICT,
@@ -157,12 +159,12 @@ def accelerate_plugin(version: int) -> Any:
 
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any]:
-    """By Accelerate's own functions; returns what is gathered again."""
+    """Load with Accelerate's own functions and return the gathered state."""
     from accelerate.state import PartialState
     from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer
 
     PartialState(cpu=True)  # for its logger
-    torch.optim.lr_scheduler.StepLR(optimizer, 3)  # adds `initial_lr`, without which torch refuses a state that has it
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)  # adds `initial_lr`, required by torch if the saved state has it
     accelerator = SimpleNamespace(
         process_index=dist.get_rank(),
         num_processes=dist.get_world_size(),
@@ -176,7 +178,7 @@ def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[An
 
 
 def load_as_verl(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any, Any]:
-    """By the calls of verl's checkpoint manager (0.9.1); returns what is gathered again, and the scheduler's state."""
+    """Load with the calls of verl's checkpoint manager (0.9.1); return the gathered state and the scheduler's state."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     name = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
     with sharded(model):

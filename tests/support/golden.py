@@ -1,4 +1,4 @@
-"""Output that is compared as a whole with a file, so that a change of a word is seen in review."""
+"""Golden output: a file holds the whole output, so that reviewers see every changed word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def agrees(path: Path, found: str) -> None:
-    """`found` is what stands in the file `path`; with CKPT_GOLDEN=write in the environment it is written there."""
+    """Assert that the file `path` contains `found`, or write it there if CKPT_GOLDEN=write is set."""
     if os.environ.get("CKPT_GOLDEN") == "write":
         path.parent.mkdir(exist_ok=True)
         path.write_text(found)

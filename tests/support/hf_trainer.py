@@ -35,7 +35,7 @@ def main() -> None:
         launch.start()
         for line in Path(sys.argv[1]).read_text().splitlines():
             run_job(json.loads(line))
-            gc.freeze()  # a job that ends has collected its garbage, and need not go through what others left
+            gc.freeze()  # finished jobs leave no garbage, so later collections can skip their objects
     except launch.ERRORS as error:
         launch.tell(error)
         sys.exit(1)
@@ -78,7 +78,7 @@ def _run(
         callbacks=[],
     )
     if config.strategy == "fsdp1" and trainer.args.use_cpu:
-        # What FSDP1 offloads from a CPU to a CPU are views of one buffer, which it fills again for the next state.
+        # FSDP1 offloads from CPU to CPU as views of one buffer and refills the buffer for the next state.
         trainer.accelerator.state.fsdp_plugin.optim_state_dict_config.offload_to_cpu = False
     trainer.config = config
     trainer.add_callback(Recorder(trainer, operations, resumed))
@@ -98,7 +98,7 @@ def _run(
 
 
 def arguments(config: Config, last: int) -> TrainingArguments:
-    """What a user would give Trainer for this run, which ends with step `last`."""
+    """Return the arguments a user would give Trainer to end this run at step `last`."""
     options: dict[str, Any] = {}
     if config.strategy in ZERO:
         options["deepspeed"] = deepspeed_options(config)
@@ -131,7 +131,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
         **options,
     )
     if args.use_cpu and args.fsdp:
-        # Accelerate takes FSDP for a matter of GPUs. torch's runs on gloo too, so hide what we run on from that check.
+        # Accelerate requires GPUs for FSDP. torch's FSDP also runs on gloo, so hide the device from that check.
         assert args.distributed_state.distributed_type == DistributedType.MULTI_CPU
         # And FSDP1 takes the name cpu:0 for another device than cpu.
         PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
@@ -139,19 +139,19 @@ def arguments(config: Config, last: int) -> TrainingArguments:
 
 
 def deepspeed_options(config: Config) -> dict[str, Any]:
-    """The DeepSpeed config of our own loop, where Trainer lets it be."""
+    """Return the DeepSpeed config of our own loop, except for options that Trainer sets."""
     from train.engines.zero import ds_config
 
     options = ds_config(config, [{"lr": config.lr}])
     options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    if "scheduler" in options:  # the one of DeepSpeed's that does not depend on the number of steps
+    if "scheduler" in options:  # the only DeepSpeed scheduler that ignores the number of steps
         rates = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
         options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": WARMUP}}
     return options
 
 
 def _unshard_in_place(module: nn.Module, fsdp_state: Any, offload_to_cpu: bool, rank0_only: bool) -> None:
-    """FSDP1's gathering for a state dict without the offload: on a CPU, torch 2.13 reads what that has freed."""
+    """Gather FSDP1's state dict without the offload: on a CPU, torch 2.13 reads memory freed by the offload."""
     _unshard(module, fsdp_state, offload_to_cpu and launch.on_gpu(), rank0_only)
 
 
@@ -166,7 +166,7 @@ def sequences(config: Config) -> Any:
 
 
 class OrderedTrainer(Trainer):
-    """Trainer with a schedule that does not depend on --steps, and the loss of each step."""
+    """Trainer with a schedule independent of --steps, and the loss of each step."""
 
     config: Config
     losses: list[torch.Tensor]
@@ -178,7 +178,7 @@ class OrderedTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         if checkpoint and self.config.strategy == "fsdp1":
-            # Accelerate 1.15 reads from SHARDED_STATE_DICT only what a fresh optimizer has, which is nothing.
+            # From SHARDED_STATE_DICT, Accelerate 1.15 reads only the keys of a fresh optimizer: none.
             optimizer: Any = self.optimizer
             _init_optim_state(optimizer.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -196,7 +196,7 @@ class OrderedTrainer(Trainer):
 
 
 class TrainersEngine(Engine):
-    """What Trainer trains with, as the loop knows its own engines."""
+    """Adapter from Trainer to the interface of the loop's engines."""
 
     def __init__(self, trainer: OrderedTrainer) -> None:
         self.trainer, self.config = trainer, trainer.config
@@ -289,7 +289,7 @@ class Recorder(TrainerCallback):
 
 
 def close(trainer: Trainer, config: Config) -> None:
-    """Forgets everything that Trainer, Accelerate and DeepSpeed keep in the process."""
+    """Clear all process-wide state of Trainer, Accelerate and DeepSpeed."""
     if config.strategy in ZERO:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

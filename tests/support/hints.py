@@ -1,6 +1,7 @@
-"""Hints of errors, typed as users would: a command in a hint is run, an option is added, in a copy of the test's folder
-and once for each wording; the same error again means that the hint does not help.  A hint without anything to try has
-to be of a kind in `tests.support.advice`.
+"""Hints of errors, tried like a user would.
+
+A command in a hint is run, an option is added, in a copy of the test's folder and once for each wording. If the same
+error comes again, the hint does not help. A hint without an action must match a kind in `tests.support.advice`.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ _WORDS = frozenset(
 _CLAUSE = re.compile(r"[;\n]|(?<=[.?]) ")
 #: Options that a command takes several times: one in a hint is another one.
 _REPEATED = ("--accept-setting", "--ignore-file")
-#: Marks of clauses about options of another program: Megatron-LM's, pip's, docker's.
+#: Marks of clauses about another program's options: Megatron-LM, pip, docker.
 _OTHER_PROGRAM = re.compile(
     r"[Mm]egatron|NeoX|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download|save (?:it|them) with --"
 )
 _TEST_FOLDER = re.compile(r"/\S*?/pytest-\d+/[^/\s]+")
-#: Commands that can be tried without writing.
+#: Commands with a dry run.
 _DRY = ("convert", "merge-lora")
 #: Commands that talk to a server, serve a folder, or wait for an answer.
 _NOT_RUN = ("push", "mount", "doctor", "clean")
@@ -103,7 +104,7 @@ class Trial:
 
 
 def told(err: str) -> Told | None:
-    """Return the error at the end of what a command printed, or None if it has no hint."""
+    """Return the error at the end of a command's output, or None if it has no hint."""
     found = re.search(r"^error: (.*?)$(?:.*?)^hint: (.*)\Z", err, re.DOTALL | re.MULTILINE)
     return Told(found[1], found[2].strip()) if found else None
 
@@ -151,7 +152,7 @@ def check(place: str, error: Told, problems: Sequence[str], trials: Callable[[],
 
 
 def check_hint(args: Sequence[str], cwd: Path | None, err: str, run: Run) -> None:
-    """Raise AssertionError if the hint in `err`, which `ckpt ARGS` printed, does not help."""
+    """Raise AssertionError if the hint in `err`, printed by `ckpt ARGS`, does not help."""
     error = told(err)
     if error is None or _is_trying or not args or "--json" in args:
         return
@@ -209,19 +210,19 @@ def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterato
 
 
 def meant_words(hint: str) -> list[str]:
-    """Return the words that a hint asks about: `did you mean hf?`."""
+    """Return the words a hint suggests: `did you mean hf?`."""
     found = re.findall(r"did you mean ([^?]+)\?|this looks like (.*)", hint)
     return [word for pair in found for word in re.split(r", | or ", "".join(pair).strip())]
 
 
 def wrong_word(what: str, words: Sequence[str]) -> str | None:
-    """Return the word of a command that its error quotes or ends with."""
+    """Return the word of a command quoted in its error or at its end."""
     quoted = re.findall(r"'([^']*)'|(\S+)$|^no (\S+) checkpoint", what)
     return next((word for pair in quoted for word in pair if word in words), None)
 
 
 def paths_in(hint: str, words: Iterable[str], cwd: Path) -> list[str]:
-    """Return the paths in a hint that asks for another one: absolute, relative, or relative to one of `words`."""
+    """Return the paths in a hint that asks for another path: absolute, relative, or relative to one of `words`."""
     if not re.search(r"\bgive\b|such as|is in ", hint):
         return []
     places = [cwd, *(cwd / word for word in words if os.path.isdir(cwd / word))]
@@ -238,7 +239,7 @@ def paths_in(hint: str, words: Iterable[str], cwd: Path) -> list[str]:
 
 
 def unused(words: Sequence[str]) -> Path:
-    """Return a path in the test's folder, which `words` or the working directory name, that does not exist."""
+    """Return an unused path in the test's folder, found in `words` or the working directory."""
     folders = [found for text in (*words, os.getcwd()) for found in _TEST_FOLDER.findall(text)]
     return Path(folders[0] if folders else "/nonexistent") / f"hint-output-{next(_numbers)}"
 
@@ -249,12 +250,12 @@ def _next_error(words: list[str], cwd: Path | None, run: Run) -> str | None:
 
 
 def first_other(what: str, calls: Sequence[Callable[[], str | None]]) -> str | None:
-    """Return the first result that is not the error `what`, and `what` if every call ends with it."""
+    """Return the first result that differs from the error `what`, or `what` if every call ends with it."""
     return next((again for call in calls if (again := call()) != what), what)
 
 
 def commands_in(hint: str) -> list[str]:
-    """Return the commands of ckpt in a hint: lines of their own, and in backticks."""
+    """Return ckpt commands in a hint: lines of their own, and in backticks."""
     lines = [line.strip() for line in hint.splitlines()]
     return [text for text in (*lines, *_BACKTICKED.findall(hint)) if text.startswith("ckpt ")]
 
@@ -268,7 +269,7 @@ def without_backticks(hint: str) -> str:
 
 
 def options_in(hint: str) -> dict[str, list[str]]:
-    """Return the options in a hint with the values that follow each, but none of another program."""
+    """Return the options in a hint, each with its possible values. Skip other programs' options."""
     options: dict[str, list[str]] = {}
     for clause in _CLAUSE.split(without_backticks(hint)):
         if not _OTHER_PROGRAM.search(clause.strip()):
@@ -278,7 +279,7 @@ def options_in(hint: str) -> dict[str, list[str]]:
 
 
 def _value(text: str) -> str:
-    """Return the value that follows an option in a hint, or "" if it is an ordinary word."""
+    """Return the value after an option in a hint, or "" if it is an ordinary word."""
     value = text.strip("?.")
     return "" if value in _WORDS else value
 
@@ -292,12 +293,12 @@ def _without(args: list[str], option: str) -> list[str]:
 
 
 def can_be_tried(words: list[str]) -> bool:
-    """Return False for a command with words to fill in, and for one that reaches outside the test."""
+    """Return False for a command with words to fill in, or if it reaches outside the test."""
     return bool(words) and words[0] not in _NOT_RUN and not any(map(_PLACEHOLDER.search, words))
 
 
 def try_command(words: list[str], cwd: Path | None, run: Run) -> str | None:
-    """Run a command on a copy of the test's folder, and return what it prints on stderr, or None if it can't be run."""
+    """Run a command on a copy of the test's folder. Return its stderr, or None if it can't be run."""
     if words[0] in _DRY and "--dry-run" not in words:
         words = [*words, "--dry-run"]
     with copied(" ".join([*words, str(cwd or "")])) as moved:
@@ -326,7 +327,7 @@ class Moved:
 
 @contextlib.contextmanager
 def copied(text: str) -> Iterator[Moved | None]:
-    """Copy the test's folder that is in `text` or is the working directory; None if it is too large."""
+    """Copy the test's folder, named in `text` or the working directory. Yield None if it is too large."""
     before = os.getcwd()
     folders = {found for found in _TEST_FOLDER.findall(f"{text} {before}") if os.path.isdir(found)}
     if len(folders) > 1 or not all(map(_can_be_copied, folders)):
@@ -359,7 +360,7 @@ def _size(path: Path) -> int:
 
 @functools.cache
 def _options(command: str) -> dict[str, bool]:
-    """Return the options of a command, each True if it takes no value; empty for what is no command."""
+    """Return the options of a command, each True if it takes no value; empty if the command is unknown."""
     commands = typer.main.get_command(app)
     found = getattr(commands, "commands", {}).get(command)
     if found is None:

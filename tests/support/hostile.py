@@ -1,4 +1,4 @@
-"""`fixtures/hostile/make.py` as a module: the corpus of hostile files."""
+"""Loader of `fixtures/hostile/make.py`, the corpus of hostile files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def hostile() -> Any:
-    """`fixtures/hostile/make.py` as a module."""
+    """Import `fixtures/hostile/make.py` as a module."""
     spec = importlib.util.spec_from_file_location("hostile_make", ROOT / "fixtures/hostile/make.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,5 +1,6 @@
-"""The part of the Hub that huggingface_hub 2.4 and hf_xet 1.8 talk to when they upload, on the loopback and in memory.
-Faults are asked for by attributes.
+"""In-memory Hub on the loopback, with the upload API of huggingface_hub 2.4 and hf_xet 1.8.
+
+Attributes turn faults on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.support import xet
 
 TOKEN, XET_TOKEN = "hf_loopback", "xet_loopback"
 LARGE = 1000  # bytes from which a file is a large one
-PART = 4096  # bytes of a part of a multipart upload
+PART = 4096  # bytes in a part of a multipart upload
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class File:
 
     @property
     def oid(self) -> str:
-        """sha256 of a large file, git's blob hash of another one."""
+        """Return the sha256 of a large file, or git's blob hash of a small one."""
         if self.is_large:
             return hashlib.sha256(self.content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
@@ -49,7 +50,7 @@ class Repo:
 
     @property
     def commit(self) -> str:
-        """A hash that changes with any content, as the library caches by it."""
+        """Return a hash of the whole content, because the library caches by commit."""
         return hashlib.sha1(repr(self.branches).encode()).hexdigest()
 
 
@@ -58,9 +59,10 @@ class _NoRevisionError(LookupError):
 
 
 class HubServer:
-    """Context manager with an `endpoint`.  `drop` uploads are cut, from upload `refuse` on all are refused, `hold`
-    makes later ones wait, `corrupt` is a file that changes on arrival, `ignored` one of a .gitignore, `status` and
-    `silent` match requests.
+    """Context manager with an `endpoint`.
+
+    `drop` uploads are cut, all uploads from number `refuse` on are refused, `hold` makes later ones wait, `corrupt`
+    names a file to change on arrival, `ignored` a file in .gitignore, `status` and `silent` match requests.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,7 @@ class HubServer:
         self.status: dict[str, int] = {}
         self.silent: str | None = None
         self.ended = threading.Event()
-        self.sent: Counter[str] = Counter()  # bytes of downloads, by the file's path
+        self.sent: Counter[str] = Counter()  # downloaded bytes, by path
         self.xorbs: dict[str, list[bytes]] = {}
         self.lock = threading.Lock()
         server = self
@@ -212,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"transfer": "basic", "objects": objects})
 
     def _received(self, name: str, *, may_be_first: bool = True) -> bytes | None:
-        """The body of an upload; None where one of the faults struck, and an answer was given or none is due."""
+        """Return the body of an upload, or None if a fault struck and no further answer is due."""
         hub, length = self.hub, int(self.headers["Content-Length"])
         with hub.lock:
             number = hub.uploads.total()
@@ -225,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         body = self.rfile.read(length)
-        if len(body) < length:  # who sent it is gone
+        if len(body) < length:  # the sender is gone
             self.close_connection = True
             return None
         if hub.hold is not None and not (number == 0 and may_be_first):
@@ -254,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"was_inserted": True})
 
     def _cas(self, method: str, path: str, body: bytes) -> None:
-        """Xet's store: the way through `v1`, which the client takes where there is nothing newer."""
+        """Serve Xet's store with the `v1` API, the client's fallback."""
         if self.headers.get("Authorization") != f"Bearer {XET_TOKEN}":
             return self._answer({"error": "Invalid credentials"}, 401)
         if (method, path) != ("POST", "/cas/v1/shards"):
@@ -319,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
         for path, file in self._tree_of(repo_id, revision).items():
             entry: dict[str, Any] = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
             if file.is_large:
-                entry["oid"] = hashlib.sha1(file.oid.encode()).hexdigest()  # of the pointer
+                entry["oid"] = hashlib.sha1(file.oid.encode()).hexdigest()  # the pointer's
                 entry["lfs"] = {"oid": file.oid, "size": len(file.content), "pointerSize": 130}
             entries.append(entry)
         start = int(self.query.get("cursor", ["0"])[0])
@@ -329,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(entries[start : start + 3], headers=headers)
 
     def _resolve(self, body: bytes, repo_id: str, revision: str, path: str) -> None:
-        """Download of a file or of a range of it, or with HEAD what is known of it."""
+        """Answer a download of a file or range, or a HEAD request."""
         file = self._tree_of(repo_id, revision)[path]
         content, status, headers = file.content, 200, {}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
@@ -350,7 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _tree_of(self, repo_id: str, revision: str) -> dict[str, File]:
-        """The tree of a branch, or of the newest commit of the first one; no older commit is kept."""
+        """Return the tree of a branch or of the first branch's newest commit. Older commits are not kept."""
         repo = self.hub.repos[repo_id]
         branch = "main" if revision == repo.commit else revision
         if branch not in repo.branches:

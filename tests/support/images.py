@@ -1,5 +1,6 @@
-"""Images for tiny models that see: transformers' whole model, and its tower with Megatron's names before
-megatron-core's GPTModel, as Megatron-Bridge builds it.
+"""Images for tiny vision models.
+
+One side is transformers' whole model, the other its tower in front of megatron-core's GPTModel, as in Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from train.config import Config
 from train.megatron.engine import build_optimizer
 from train.truth import megatron as megatron_truth
 
-#: Models whose language model takes more of the tower than embeddings: megatron-core 0.16.1 has no place for that.
+#: Language models that need more of the tower than embeddings: megatron-core 0.16.1 can't pass it.
 TEXT_ALONE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _IMAGE, _START = 200, 202
 #: How Megatron's modules are called in transformers' `model`.
@@ -31,7 +32,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def difference(model: Any, architecture: str, tensors: Mapping[str, torch.Tensor], forward: Forward) -> float | None:
-    """Return the largest difference of logits of an image between text; None if megatron-core cannot compute them."""
+    """Return the largest difference in logits for an image within text, or None if megatron-core can't compute them."""
     _load(model, tensors)
     if architecture in TEXT_ALONE:
         return None
@@ -49,7 +50,7 @@ def difference(model: Any, architecture: str, tensors: Mapping[str, torch.Tensor
 
 
 def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
-    """Return names of tensors that megatron-core's loader takes otherwise from our `torch_dist` checkpoint."""
+    """Return the names of tensors that megatron-core's loader reads differently from our `torch_dist` checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -70,8 +71,9 @@ def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
 
 
 def misplaced(model: Any, chunk: Any, args: Any, folder: Path) -> list[str]:
-    """Return names of parameters whose Adam states Megatron's optimizer misplaces: it numbers transformers' modules
-    first.
+    """Return the parameters with misplaced Adam states in Megatron's optimizer.
+
+    It numbers transformers' modules first.
     """
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -118,7 +120,7 @@ def _layers_of(config: Mapping[str, Any] | None) -> str | None:
 
 
 def trained(model: Any, run: Path) -> Path:
-    """A folder as HF Trainer leaves it: a step of AdamW on random gradients."""
+    """Do one AdamW step on random gradients and write an HF Trainer folder."""
     folder, vectors = run / "checkpoint-1", [p for p in model.parameters() if p.ndim == 1]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -133,7 +135,7 @@ def trained(model: Any, run: Path) -> Path:
 
 
 def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the modules beside the language model by the names that Megatron has for what is in them."""
+    """Load the modules outside the language model by their Megatron names."""
     beside: dict[str, dict[str, torch.Tensor]] = {}
     for name in filter(is_outside_language_model, tensors):
         module, _, rest = name.partition(".")
@@ -151,7 +153,7 @@ def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _inputs(model: Any, architecture: str) -> dict[str, torch.Tensor]:
-    """Tokens with those of one image between them, and its pixels."""
+    """Return the pixels of an image, and tokens with the image's tokens among them."""
     generator = torch.Generator().manual_seed(3)
     vision, count = model.config.vision_config, 4
     given: dict[str, Any] = {}
@@ -167,7 +169,10 @@ def _inputs(model: Any, architecture: str) -> dict[str, torch.Tensor]:
         count = 16
     if architecture == "mistral3":
         given["image_sizes"] = torch.tensor([[side, side]])
-    if architecture in ("llava_next", "llava_onevision"):  # the image as it is and as one tile, whose rows have an end
+    if architecture in (
+        "llava_next",
+        "llava_onevision",
+    ):  # the image and one tile; each row of the tile has an end token
         given["pixel_values"] = given["pixel_values"].expand(1, 2, -1, -1, -1)
         given["image_sizes"] = torch.tensor([[side, side]])
         model.config.image_grid_pinpoints = [[side, side]]

@@ -1,4 +1,4 @@
-"""What engines write is kept by digest of jobs, files, code and packages in CKPT_TEST_CACHE (`build/test-cache`)."""
+"""Cache of engines' output in CKPT_TEST_CACHE (`build/test-cache`), by digest of jobs, files, code and packages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from pathlib import Path
 
 from tests.support.places import REPOSITORY
 
-UNUSED = 7 * 86400  # seconds after which what no test run has used is removed
+UNUSED = 7 * 86400  # seconds before an unused entry is removed
 
 
 def make_once(folder: Path, modules: tuple[str, ...], words: str, make: Callable[[], object]) -> None:
-    """Put into `folder` what `make()` does, or a kept copy of it.  Nothing is kept of modules that import what is
-    tested, nor if `words` name an output elsewhere.
+    """Fill `folder` with `make()`, or with a cached copy.
+
+    Cache nothing if the modules import the code under test, or if `words` name an output elsewhere.
     """
     entry = _entry(folder, modules, words)
     if entry is None:
@@ -38,7 +39,7 @@ def make_once(folder: Path, modules: tuple[str, ...], words: str, make: Callable
 
 
 def _entry(folder: Path, modules: tuple[str, ...], words: str) -> Path | None:
-    """Where it is kept; None where it is not."""
+    """Return the path of the cache entry, or None if the run can't be cached."""
     cache = os.environ.get("CKPT_TEST_CACHE", str(REPOSITORY / "build" / "test-cache"))
     read, sources = _read(folder, words), _sources(modules)
     if not cache or read is None or sources is None:
@@ -48,7 +49,7 @@ def _entry(folder: Path, modules: tuple[str, ...], words: str) -> Path | None:
 
 
 def _read(folder: Path, words: str) -> list[str] | None:
-    """`words` without the places of this run, and the digest of what is at each; None where more is written."""
+    """Return `words` with neutral paths and a digest of each input, or None if `words` name another output."""
     words = words.replace(f"{folder}/", "FOLDER/").replace(f'"{folder}"', '"FOLDER"')
     digests = [_digest(folder)]
     for path in dict.fromkeys(re.findall(r'"(/[^"]*)"', words)):
@@ -60,7 +61,7 @@ def _read(folder: Path, words: str) -> list[str] | None:
 
 
 def _digest(path: Path) -> str:
-    """Of the names and the content of all files at a path."""
+    """Return a digest of the names and contents of all files at a path."""
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         content = file.read_bytes() if file.is_file() else b""
@@ -74,7 +75,7 @@ def _states(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _keep(folder: Path, before: dict[Path, tuple[int, int]], entry: Path) -> None:
-    """Copy what is new into the cache: all of it or nothing, whoever else does the same or is killed meanwhile."""
+    """Copy new files into the cache, all or nothing, even if another process does the same or this one is killed."""
     unchanged = before.items() & _states(folder).items()
     old = {path for path, _ in unchanged}
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _keep(folder: Path, before: dict[Path, tuple[int, int]], entry: Path) -> Non
 
 @functools.cache
 def _sources(modules: tuple[str, ...]) -> list[str] | None:
-    """The content of this repository's files that a module runs; None where it imports what is tested."""
+    """Return the sources a module runs from this repository, or None if it imports the code under test."""
     found: dict[Path, str] = {}
     wanted = [*modules, *_modules_of_the_trainer()]
     while wanted:
@@ -101,16 +102,16 @@ def _sources(modules: tuple[str, ...]) -> list[str] | None:
                 found[path] = path.read_text()
                 wanted += _imported(found[path])
     files = {path.relative_to(REPOSITORY).parts for path in found}
-    # What watches runs knows no checkpoint; whatever else of ckpt it imported would be found here, too.
+    # `ckpt.training` reads no checkpoints. Any other import from ckpt would be found here.
     if any(parts[0] in ("ckpt", "converters") and parts[:2] != ("ckpt", "training") for parts in files):
         return None
     return [f"{path.relative_to(REPOSITORY)}\n{found[path]}" for path in sorted(found)]
 
 
 def _modules_of_the_trainer() -> list[str]:
-    """All of them, as some are imported by a name that is put together; and what starts ranks."""
+    """Return all modules of the trainer, because it builds some names at run time, and the modules that start ranks."""
     paths = {path.relative_to(REPOSITORY).with_suffix("") for path in (REPOSITORY / "train").rglob("*.py")}
-    paths.discard(Path("train/simple"))  # users' trainer, which takes ckpt and which the others do not import
+    paths.discard(Path("train/simple"))  # the users' trainer imports ckpt; the other modules don't import it
     starters = ("engines", "forked", "megatron_imports")
     return [*sorted(".".join(path.parts) for path in paths), *(f"tests.support.{name}" for name in starters)]
 
@@ -125,6 +126,6 @@ def _imported(text: str) -> Iterator[str]:
 
 @functools.cache
 def _environment() -> list[str]:
-    """Python, the processor and every package that is installed, but the one that is tested."""
+    """Return the versions of Python, the processor and every installed package except the one under test."""
     packages = {f"{one.name} {one.version}" for one in metadata.distributions() if one.name != "ckpt-toolkit"}
     return [platform.python_version(), platform.machine(), *sorted(packages)]

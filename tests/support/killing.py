@@ -1,4 +1,4 @@
-"""Processes that are killed before their Nth call of the operating system, and calls that fail."""
+"""Processes killed before their Nth system call, and system calls that fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.move import files
 
-#: Calls that change what is on the disk, and those around them.
+#: Calls that change the disk, and the calls around them.
 CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir")
 
 
@@ -34,7 +34,7 @@ class Killer:
 
 
 def killed_before_call(number: int, action: Callable[[], None]) -> bool:
-    """Do `action` in a process of its own that is killed before its Nth call.  False where it ended before that."""
+    """Run `action` in a child killed before its Nth call. Return False if it ended earlier."""
     child = os.fork()
     if not child:
         status = 1

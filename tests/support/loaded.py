@@ -14,8 +14,9 @@ _TOWER = re.compile(
 
 
 def save_loaded(model: Any, folder: Path) -> None:
-    """Save `model`, name its tower as releases on the Hub do, load it, and save it again, if `from_pretrained` reads it
-    back.
+    """Save `model` with the tower names of Hub releases, load it, and save it again.
+
+    Do nothing more if `from_pretrained` can't read it.
     """
     model.save_pretrained(folder)
     vision = getattr(model.config, "vision_config", None)

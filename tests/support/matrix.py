@@ -1,6 +1,7 @@
-"""Every format to every other one for other numbers of ranks: each conversion is compared with what the live source
-gathered, by the files and as the target's own framework loads them.  Four models take turns: the toy, qwen2, gpt2 and
-llama.
+"""Every format to every other format at other numbers of ranks.
+
+Each conversion is compared with the source's truth, in the files and in the target's own framework. Four models take
+turns: the toy, qwen2, gpt2 and llama.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ SOURCES = (*ZERO, "universal", "dcp", "full", "fsdp-ranks", "hf")
 TARGETS = (*ZERO, "universal", "dcp", "full", "hf")
 FROZEN = {"model": "qwen2", "freeze": r"embed|layers\.0\."}
 MODELS: tuple[dict[str, Any], ...] = ({"model": "toy"}, FROZEN, {"model": "gpt2"}, {"model": "llama"})
-#: Without decay there is one parameter group, as verl has it, and so the numbers in the files of ranks have names.
+#: Without weight decay there is one parameter group, as in verl, so the numbers in rank files map to names.
 ONE_GROUP: tuple[dict[str, Any], ...] = tuple({"model": m, "weight_decay": 0.0} for m in ("qwen2", "gpt2", "llama"))
-#: Who trains and gathers what is saved as one file or as a file for each rank, by the number of ranks.
+#: Trainers for the single-file and the file-per-rank formats, by the number of ranks.
 FULL_BY = {1: "ddp", 2: "fsdp1", 3: "fsdp2", 4: "hsdp"}
 RANKS_BY = {1: "fsdp2", 2: "fsdp1", 3: "fsdp2", 4: "hsdp"}
-#: Who loads DCP, and full files.
+#: Loaders of DCP and of full files.
 DCP_BY = {1: "fsdp1", 2: "hsdp", 3: "fsdp2", 4: "fsdp1"}
 LOADS_FULL = {1: "fsdp2", 2: "fsdp1", 3: "fsdp1", 4: "fsdp2"}
-SEED = 4321  # of the models that load: where nothing is loaded, nothing is equal
+SEED = 4321  # of the loading models: values match only if they were loaded
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run: the format that it leaves, who trains it on how many ranks, and options of the trainer."""
+    """A run: its format, trainer, number of ranks and trainer options."""
 
     format: str
     strategy: str
@@ -63,7 +64,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """The row of its format; other ways to shard than FSDP2's have rows of their own."""
+        """Row title: the format, or `dcp/STRATEGY` if the run shards differently from FSDP2."""
         return f"dcp/{self.strategy}" if self.format == "dcp" and self.strategy != "fsdp2" else self.format
 
     def job(self, folder: Path) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Cell:
-    """A conversion: into which format, loaded by whom on how many ranks."""
+    """A conversion: source, target format, and the engine and number of ranks to load it."""
 
     source: Source
     target: str
@@ -109,9 +110,9 @@ class Cell:
         return self.target in (*ZERO, "dcp")
 
     def convert(self, folder: Path) -> Checkpoint:
-        """Convert, and read back what was written."""
+        """Convert, and open the result."""
         checkpoint = self.source.open(folder)
-        # No file of a toy run says that it computes in 16 bits; FSDP keeps its parameters in 32.
+        # A toy run's files don't record 16-bit compute. FSDP stores its parameters in 32 bits.
         is_foreign = checkpoint.config is None and not (checkpoint.framework or "").startswith("deepspeed")
         dtype = BFLOAT16 if is_foreign and self.target in (*ZERO, "universal") else None
         layout = Layout(dtype=dtype, world_size=self.ranks if self.is_sharded else None)
@@ -139,7 +140,10 @@ class Cell:
 
 
 def sources() -> Iterator[Source]:
-    """One run for every format and number of ranks; the toy's stands in twice where it has no way elsewhere."""
+    """Yield one run for every format and number of ranks.
+
+    Replace the toy by another model if it has no other target.
+    """
     for (index, format), ranks in product(enumerate(SOURCES), RANKS):
         options = MODELS[(index + ranks) % len(MODELS)]
         strategy = {**{zero: zero for zero in ZERO}, "dcp": "fsdp2", "hf": "zero3"}.get(format, "")
@@ -166,9 +170,9 @@ def sources() -> Iterator[Source]:
 
 
 def loader_of(source: Source, target: str, ranks: int) -> str:
-    """The engine that loads."""
+    """Return the loading engine."""
     if target == "universal" and source.strategy in ZERO and source.format != "hf":
-        return source.strategy  # what comes from a stage is in the form of that stage
+        return source.strategy  # a conversion from a ZeRO stage keeps the form of that stage
     if target == "universal":
         return ZERO[ranks % (2 if source.format == "hf" else 3)]  # stage 3 takes no weights without an optimizer
     if target == "dcp":
@@ -177,7 +181,10 @@ def loader_of(source: Source, target: str, ranks: int) -> str:
 
 
 def cells() -> Iterator[Cell]:
-    """The numbers of ranks after make a Latin square with those before, another one for every pair of formats."""
+    """Yield the conversions.
+
+    Target ranks and source ranks form a Latin square, a different one for every pair of formats.
+    """
     by_place: dict[tuple[str, int], list[Source]] = defaultdict(list)
     for source in sources():
         by_place[source.title, source.ranks].append(source)
@@ -189,8 +196,8 @@ def cells() -> Iterator[Cell]:
                 after = 1  # read by from_pretrained
             source = choice[0]
             engine = loader_of(source, target, after)
-            # The toy is no model of the Hub.  Under ZeRO-3 it has no empty parameter, under the other stages one that
-            # no optimizer owns, and under FSDP one that has states.
+            # The toy is not a Hub model. It has no empty parameter under ZeRO-3, one without an optimizer under the
+            # other stages, and one with states under FSDP.
             stays = source.strategy not in ZERO or engine in ZERO
             is_at_home = target != "hf" and stays and (source.strategy == "zero3") == (engine == "zero3")
             if target == "universal" and engine != "zero3" and after == 4:
@@ -208,13 +215,13 @@ CELLS = list(cells())
 
 
 def cells_from(formats: Container[str]) -> list[Cell]:
-    """The conversions of these formats' sources."""
+    """Return the conversions from these source formats."""
     return [cell for cell in CELLS if cell.source.format in formats]
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def cast(value: Raw, dtype: str) -> Raw:
-    """A tensor in another dtype, as torch rounds it."""
+    """Cast a tensor to another dtype with torch's rounding."""
     import torch
 
     name, shape, data = value
@@ -226,8 +233,10 @@ def cast(value: Raw, dtype: str) -> Raw:
 
 
 def compare(truth: Truth, found: Mapping[Key, Raw], *, trained_only: bool, weights_only: bool) -> int:
-    """Hold every tensor of `found` against the truth both ways, and return how many are equal.  Weights are the value
-    rounded to their dtype; `trained_only` and `weights_only` leave out what a target does not move.
+    """Assert that every tensor equals the truth, in both directions, and return the number of equal tensors.
+
+    Expected weights are rounded to their dtype. `trained_only` and `weights_only` leave out tensors the target does not
+    keep.
     """
     live = {key: value for key, value in truth.tensors.items() if key[0] not in truth.ties}
     frozen = set(truth.metadata.get("frozen", ()))
@@ -295,14 +304,14 @@ def exchange(path_a: str, path_b: str, a: Extent, b: Extent) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a copy of a conversion: two tensors of the same shape are swapped, or one loses a bit."""
+    """Damage to a copy of a conversion: swap two tensors with the same shape, or flip one bit."""
 
     target: str
     keys: tuple[Key, ...]
 
     @property
     def cell(self) -> Cell:
-        """Of the first conversion of a llama."""
+        """First conversion of a llama to the target."""
         return next(c for c in CELLS if c.target == self.target and c.source.options["model"] == "llama")
 
     @property
@@ -310,7 +319,7 @@ class Damage:
         return f"damaged-{self.target}-{len(self.keys)}"
 
     def make(self, folder: Path) -> Checkpoint:
-        """The damaged copy, which still can be read."""
+        """Return the damaged copy, still readable."""
         copy = folder / "converted" / self.name
         shutil.copytree(folder / "converted" / self.cell.name, copy)
         checkpoint = api.open(copy, self.target)
@@ -346,14 +355,14 @@ DAMAGES = [
 # -- the table ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Matrix:
-    """All runs and conversions in `folder`, with what was read back of each and loaded by the target's framework."""
+    """All runs and conversions in `folder`, with the content read back from files and from the target's framework."""
 
     folder: Path
     written: dict[str, Checkpoint]
 
 
 def build_matrix(folder: Path, cells: Sequence[Cell], damages: Sequence[Damage] = ()) -> Matrix:
-    """One launch of trainers and one of loading engines."""
+    """Run one launch of trainers and one launch of loading engines."""
     used = {cell.source.name: cell.source for cell in cells}.values()
     launch_in_turn(
         [(ranks, [source.job(folder) for source in used if source.ranks == ranks]) for ranks in RANKS],
@@ -373,7 +382,7 @@ def build_matrix(folder: Path, cells: Sequence[Cell], damages: Sequence[Damage] 
 
 
 def check(matrix: Matrix, cell: Cell, tables: Any) -> None:
-    """A conversion equals what the source's live engine gathered, in the files and in the target's engine."""
+    """Assert that a conversion equals the source's truth, in the files and in the target's engine."""
     truth = cell.source.truth(matrix.folder)
     files = compare_files(cell, matrix.written[cell.name], truth)
     engine = compare_engine(cell, matrix.folder / "converted" / cell.name, truth)
@@ -387,7 +396,7 @@ def check(matrix: Matrix, cell: Cell, tables: Any) -> None:
 
 
 def check_that_it_is_seen(matrix: Matrix, damage: Damage) -> None:
-    """The comparison is itself able to fail, in the files and in the engine, and names what differs."""
+    """Assert that the comparison finds the damage and names the tensor, in the files and in the engine."""
     truth = damage.cell.source.truth(matrix.folder)
     with pytest.raises(AssertionError, match="not as the source's engine gathered") as in_files:
         compare_files(damage.cell, matrix.written[damage.name], truth)

@@ -1,6 +1,7 @@
-"""An unmodified framework loads a checkpoint: `torchrun ... -m tests.support.matrix_loading jobs.jsonl`.  A line has
-`resume`, `output` for the truth, and `loader`: zero (`load` are arguments), dcp (`folders`), full or hf.  Imports
-nothing of the converter.
+"""Loads by an unmodified framework: `torchrun ... -m tests.support.matrix_loading jobs.jsonl`.
+
+A line has `resume`, `output` for the truth, and `loader`: zero (`load` are arguments), dcp (`folders`), full or hf.
+Imports nothing of the converter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
         except Exception as error:
             error.add_note(f"while loading {line}")
             raise
-        gc.freeze()  # an engine that closes has collected its garbage, and need not go through what others left
+        gc.freeze()  # finished engines leave no garbage, so later collections can skip their objects
     assert "ckpt" not in sys.modules and "converters" not in sys.modules
     launch.stop()
 
@@ -51,7 +52,7 @@ def from_full(job: dict[str, Any]) -> None:
 
 
 def into_transformers(job: dict[str, Any]) -> None:
-    """Parameters as `dtype="auto"` loads them; no key may be missing, unexpected or of another shape."""
+    """Load parameters with `dtype="auto"`. No key may be missing, unexpected or have another shape."""
     from transformers import AutoModelForCausalLM
 
     config = Config(**job)

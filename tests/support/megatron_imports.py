@@ -1,6 +1,4 @@
-"""Everything that megatron-core imports, for a process that ranks are forked from; files are written by threads, and
-groups stay open.
-"""
+"""All imports of megatron-core for the parent of forked ranks; threads write the files, and groups stay open."""
 
 import importlib
 import multiprocessing.dummy
@@ -18,17 +16,17 @@ from tests.support.engines import MEGATRON
 for name in (*MEGATRON, "train.megatron.files", "train.megatron.fsdp"):
     importlib.import_module(name)
 
-# A save's results go through a process that megatron-core spawns, which imports torch once more; but they come from
-# this very process where a save waits until it is done.
+# megatron-core spawns a process for a save's results, and that process imports torch again. A synchronous save needs no
+# such process.
 filesystem_async._get_write_results_queue = queue.Queue  # type: ignore[assignment]
-# Each of its files is written by a process that is forked for it: threads do the same.
+# megatron-core forks a process for each file. Threads do the same.
 filesystem_async.mp = SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
 
 _groups: dict[tuple[Any, ...], Any] = {}
 
 
 def _group(ranks: list[int], **options: Any) -> Any:
-    """A process group of these ranks and for this purpose: the one that a run before has had, if one has."""
+    """Return the process group for these ranks and this purpose, from an earlier run if possible."""
     key = (*ranks, *sorted((name, repr(option)) for name, option in options.items()))
     if key not in _groups:
         _groups[key] = dist.new_group(ranks, **options)
@@ -36,11 +34,11 @@ def _group(ranks: list[int], **options: Any) -> Any:
 
 
 def _forget(forget: Callable[[], None] = parallel_state.destroy_model_parallel) -> None:
-    """Forgets the groups of a run, and ends none of them."""
+    """Forget the groups of a run without ending them."""
     for name in [name for name in vars(parallel_state) if name.endswith("_GLOO")]:
         setattr(parallel_state, name, None)
     forget()
 
 
-parallel_state.create_group = _group  # not in the list of those that a run ends
+parallel_state.create_group = _group  # the end of a run does not destroy it
 parallel_state.destroy_model_parallel = _forget

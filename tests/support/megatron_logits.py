@@ -1,5 +1,6 @@
-"""The same weights in transformers and in megatron-core: for each case a line of JSON with shapes, arguments and
-differences of logits both ways, in fp32.
+"""The same weights in transformers and megatron-core: one JSON line per case.
+
+A line has shapes, arguments and fp32 logit differences both ways.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 
 _LENGTH = 24
-#: What a layer of multi-token prediction of DeepSeek's has once more.
+#: Second copies in a multi-token prediction layer of DeepSeek.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-#: Of one rank: the axes of parallelism, under Megatron-LM's names.
+#: Parallel sizes for one rank, by Megatron-LM's names.
 _ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -46,7 +47,7 @@ _ONE_RANK: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
 }
-#: What tables leave to the run.
+#: Arguments that the tables leave to the run.
 _RUN: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -62,7 +63,7 @@ _RUN: dict[str, Any] = {
 
 
 def main() -> None:
-    """Reads the cases from the command line: name, architecture and what its config has otherwise of each, as JSON."""
+    """Run the cases from the command line. Each has a name, an architecture and changes to its config, as JSON."""
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with on_this_machine(), _latent_attention():
@@ -157,19 +158,19 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
 
 
 def auto_class(architecture: str) -> Any:
-    """The class that makes transformers' model, with images around it or without, or with the heads of BERT."""
+    """Return the auto class of transformers' model: with images, without images, or with BERT's heads."""
     if architecture == "megatron-bert":
         return AutoModelForPreTraining
     return AutoModelForImageTextToText if architecture in COMPOSITES else AutoModelForCausalLM
 
 
 def logits_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """The logits of transformers' model; of BERT those of both heads."""
+    """Return the logits of transformers' model, or the logits of both heads for BERT."""
     return two_heads.of_transformers(model, inputs) if hasattr(model, "cls") else model(inputs).logits
 
 
 def save(model: Any, hub: Path, architecture: str) -> None:
-    """As the architecture's release is: under its own `model_type`, with what it has for multi-token prediction."""
+    """Save like the architecture's release: with its own `model_type` and its multi-token prediction tensors."""
     save_loaded(model, hub)
     if architecture in TWINS:
         to_release(hub, architecture)
@@ -190,7 +191,7 @@ def save(model: Any, hub: Path, architecture: str) -> None:
 
 
 def to_release(folder: Path, architecture: str) -> None:
-    """What a twin saved, as the release has it."""
+    """Convert a twin's folder to the names of the release."""
     twin, path = TWINS[architecture], folder / "config.json"
     config = twin.config(architecture, json.loads(path.read_text()))
     path.write_text(json.dumps(config))
@@ -205,7 +206,7 @@ def to_release(folder: Path, architecture: str) -> None:
 
 
 def to_twin(folder: Path, architecture: str, config: Any) -> None:
-    """What ckpt wrote for a release, as the twin's class loads it; `config` is the twin's."""
+    """Convert ckpt's output for a release to the names of the twin's class. `config` is the twin's."""
     twin, renamed = TWINS[architecture], {}
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     place = next((own.split("#")[0].split(".")[-2] + "." for _, own in twin.names if "#" in own), None)
@@ -224,7 +225,7 @@ def to_twin(folder: Path, architecture: str, config: Any) -> None:
 
 
 def arguments(table: Mapping[str, Any]) -> Namespace:
-    """The arguments that our table made, in fp32, and YaRN's as Megatron-LM's argument_utils reads them."""
+    """Return the table's arguments in fp32, with YaRN's arguments in the form of Megatron-LM's argument_utils."""
     values = {**table, **_RUN}
     yarn = {}
     if values["position_embedding_type"] == "yarn":
@@ -243,7 +244,7 @@ def _logits(chunk: Any, inputs: torch.Tensor, args: Namespace) -> torch.Tensor:
 def _forward(
     chunk: Any, args: Namespace, inputs: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits; `embedded` is what the embedding and the vision tower make of the inputs, for each of them in turn."""
+    """Return logits. `embedded` holds the output of the embedding and the vision tower for each input."""
     chunk.eval()
     if hasattr(chunk, "binary_head"):
         return two_heads.joined(*two_heads.of_megatron(chunk, inputs), args.vocab_size)
@@ -259,7 +260,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _latent_attention() -> Any:
-    """Drop two arguments of latent attention that megatron-core 0.16.1 gives and only Transformer Engine takes."""
+    """Drop two latent-attention arguments of megatron-core 0.16.1 that only Transformer Engine accepts."""
     from contextlib import ExitStack
 
     from megatron.core.models import backends

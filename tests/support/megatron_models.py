@@ -1,4 +1,4 @@
-"""BERT and Mamba of megatron-core built of a checkpoint's arguments; stand-ins replace mamba-ssm, which needs a GPU."""
+"""megatron-core's BERT and Mamba from a checkpoint's arguments; stand-ins replace mamba-ssm, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.megatron.stand_ins import normed_linear
 
 
 def build_chunks(args: Any, transformer: Any) -> list[Any]:
-    """This rank's chunks of whichever model the arguments are of."""
+    """Build this rank's chunks of the model in the arguments."""
     if getattr(args, "hybrid_override_pattern", None) is not None:
         return engine.build_chunks(args, transformer, _mamba_model)
     if getattr(args, "bert_binary_head", False):
@@ -25,7 +25,7 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
 
 
 def _bert_model(args: Any, transformer: Any, **given: Any) -> Any:
-    """A chunk of a BERT with a head for masked tokens and one for pairs of sentences."""
+    """Build a chunk of BERT with a masked-token head and a sentence-pair head."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -33,7 +33,7 @@ def _bert_model(args: Any, transformer: Any, **given: Any) -> Any:
 
 
 def _mamba_model(args: Any, transformer: Any, vp_stage: None, **given: Any) -> Any:
-    """This rank's part of a model of Mamba's layers and others."""
+    """Build this rank's part of a hybrid Mamba model."""
     spec = _mamba_spec(args.num_experts)
     from megatron.core.models.mamba import MambaModel
 
@@ -62,7 +62,7 @@ def _have_mamba() -> None:
 
 
 def _mamba_spec(num_experts: int | None) -> Any:
-    """The layers of a MambaModel, as models/mamba/mamba_layer_specs.py has them of Transformer Engine's."""
+    """Return the layer specs of a MambaModel, after models/mamba/mamba_layer_specs.py."""
     _have_mamba()
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -111,7 +111,7 @@ def _mamba_spec(num_experts: int | None) -> Any:
 
 @functools.cache
 def _gated_norm() -> type:
-    """mamba_ssm's RMSNorm, by groups and behind the gate, as megatron-core extends it."""
+    """Return mamba_ssm's grouped, gated RMSNorm with megatron-core's extension."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 

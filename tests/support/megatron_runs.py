@@ -1,4 +1,4 @@
-"""Runs of the bundled trainer on megatron-core: real checkpoints in its formats, and loads of written ones."""
+"""Runs of the bundled trainer on megatron-core: real checkpoints in its formats, and loads of converted ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "buckets": {"save": "torch_dist", "optimizer_format": "dp_reshardable"},
     "gathered": {"save": "torch_dist", "optimizer_format": "dp_zero_gather_scatter"},
     "fsdp": {"save": "fsdp_dtensor"},
-    # What megatron-core stores wrongly where there are several buckets.
+    # megatron-core stores this form wrongly if there are several buckets.
     "shifted": {"save": "torch_dist", "optimizer_format": "fully_reshardable"},
 }
 BOTH = ("megatron", "megatron-dist")
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def layout(self) -> str:
-        """(TP, PP, EP, VPP) and what is special, for tables."""
+        """(TP, PP, EP, VPP) and special options, for tables."""
         names = {
             "no_distributed_optimizer": "plain",
             "mtp_layers": "mtp",
@@ -96,7 +96,7 @@ RUNS = [
     Run("llama-fp32-tp4", "llama", tp=4, options={"dtype": "fp32"}),
     Run("llama-mtp", "llama", tp=2, pp=2, options={"mtp_layers": 1}),
     Run("mistral", "mistral", tp=4),
-    # The tied embedding has a bucket of its own, which `fully_reshardable` would shift.
+    # The tied embedding has its own bucket, so `fully_reshardable` would shift it.
     Run("qwen2", "qwen2", tp=2, pp=2, forms=("megatron", "buckets")),
     Run("qwen3", "qwen3", pp=2, vpp=2),
     Run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
@@ -108,7 +108,7 @@ RUNS = [
     Run("gpt_neox", "gpt_neox", tp=2, pp=2, options=PLAIN),
     Run("gpt_oss", "gpt_oss", pp=2, ep=2),
     Run("deepseek_v3", "deepseek_v3", tp=2, pp=2, options={"mtp_layers": 1, **SEQUENCE}),
-    # Saving takes a collective for each tensor, and stages, which deal layers out, there are none.
+    # Megatron-FSDP saves with a collective per tensor, and has no pipeline stages to distribute layers.
     Run("llama-fsdp", "llama", tp=2, options=FSDP, forms=("fsdp",)),
     Run("qwen2-fsdp", "qwen2", options=FSDP, forms=("fsdp",)),
     Run("mixtral-fsdp", "mixtral", tp=2, ep=2, options=SEQUENCE | FSDP, forms=("fsdp",)),
@@ -125,7 +125,7 @@ def scratch() -> Path:
 
 
 def sample(name: str, form: str = "megatron") -> Path:
-    """The run folder of one of `RUNS`, saved in one of its forms, with its truth; all are made at once."""
+    """Return the folder of one of `RUNS` in one of its forms, with its truth. The first call makes all of them."""
     folder = scratch() / "runs"
     if not folder.is_dir():
         launch([run.job(folder / run.name, steps=2, saves={f: FORMS[f] for f in run.forms}) for run in RUNS], folder)
@@ -133,12 +133,12 @@ def sample(name: str, form: str = "megatron") -> Path:
 
 
 def truth(folder: Path) -> Truth:
-    """What megatron-core gathered over its process groups when it wrote, or had loaded, a checkpoint."""
+    """Return the truth gathered by megatron-core over its process groups at a save or after a load."""
     return Truth.load(folder / "truth" / "truth.safetensors")
 
 
 def without_rounded(held: Truth) -> Truth:
-    """Without the weights of which there is a master: of these, Megatron-FSDP saves the master alone."""
+    """Drop weights that have a master: Megatron-FSDP saves only the master."""
     tensors = {
         key: value for key, value in held.tensors.items() if key[1] != WEIGHT or (key[0], MASTER) not in held.tensors
     }
@@ -146,7 +146,7 @@ def without_rounded(held: Truth) -> Truth:
 
 
 def check_read(checkpoint: Checkpoint, expected: Truth) -> None:
-    """Hold a description against what the engine held: every tensor's bits, ties, steps and param groups."""
+    """Assert that a description equals the engine's state: every tensor's bits, ties, steps and param groups."""
     for key, tensor in checkpoint.tensors.items():
         check_source(tensor)
         assert content(tensor) == expected.tensors[key], key
@@ -159,7 +159,7 @@ def check_read(checkpoint: Checkpoint, expected: Truth) -> None:
 
 
 def without_padding(found: Truth) -> dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]:
-    """The tensors with the rows of the vocabulary alone, whose padding depends on the number of ranks."""
+    """Return the tensors without vocabulary padding, which depends on the number of ranks."""
     size, tensors = found.metadata["vocab_size"], dict(found.tensors)
     for (fqn, role), (dtype, shape, data) in found.tensors.items():
         if fqn in ("embedding.word_embeddings.weight", "output_layer.weight"):

@@ -1,5 +1,7 @@
-"""One rank of `tests.support.megatron_runs`.  A line: megatron with `saves` (folders by options) or `resume` (truth to
-`output/truth`), `loader` (see `matrix_loading`), or a run of the trainer.
+"""One rank of `tests.support.megatron_runs`.
+
+A job line for megatron has `saves` (folders by options) or `resume` (truth to `output/truth`), and `loader` (see
+`matrix_loading`); other lines are runs of the trainer.
 """
 
 import functools
@@ -20,7 +22,7 @@ from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
 from train.megatron.fsdp import open_engine
 
-#: Arguments of Megatron-LM that tell how it saves.
+#: Megatron-LM arguments that record the save format.
 _RECORDED = ("ckpt_format", "use_dist_ckpt", "dist_ckpt_optim_fully_reshardable")
 
 
@@ -91,7 +93,7 @@ def _gather(engine: Any, config: Config, folders: list[Path]) -> None:
 
 @functools.cache
 def _sizes(model: str, layers: int | None, dtype: str) -> Any:
-    """transformers' configuration of a model."""
+    """Return transformers' configuration of a model."""
     with torch.device("meta"):
         return models.build_model(Config(model=model, layers=layers, dtype=dtype)).config
 

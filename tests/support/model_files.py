@@ -1,4 +1,4 @@
-"""Changing what DeepSpeed's model files hold."""
+"""Edits of DeepSpeed's model files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a model file, which holds nothing that torch's own safe loader refuses."""
+    """Edit a model file. Its content must be loadable with torch's safe loader."""
     saved = torch.load(path, weights_only=True)
     change(saved)
     torch.save(saved, path)

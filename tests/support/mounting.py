@@ -13,7 +13,7 @@ from ckpt.views import mount
 
 
 def no_fuse() -> str:
-    """Why nothing can be mounted here; nothing where it can."""
+    """Return why mounting is impossible here, or "" if it is possible."""
     try:
         mount.library()
     except NotFoundError as error:
@@ -24,7 +24,7 @@ def no_fuse() -> str:
 
 
 def unmount(view: Path) -> None:
-    """`fusermount3 -u`, and at once where there is none."""
+    """Unmount with `fusermount3 -u`, or with a fallback if it is missing."""
     for words in (["fusermount3", "-u"], ["fusermount", "-u"], ["umount"]):
         if shutil.which(words[0]):
             subprocess.run([*words, str(view)], check=True)

@@ -1,4 +1,4 @@
-"""Copies, made-up checkpoints and what is open: for the tests of what moves bytes."""
+"""Copies, made-up checkpoints and open files, for tests of byte movement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UINT8, INT32 = BY_NAME["uint8"], BY_NAME["int32"]
 
 
 def byte_positions(extent: Extent) -> NDArray:
-    """The byte positions of every element of an extent: its shape, and a dim more for the bytes of an element."""
+    """Return the byte positions of every element in an extent. The last dim is the byte within the element."""
     found = np.full((*extent.shape, extent.dtype.itemsize), extent.offset)
     for dim, (size, stride) in enumerate(zip(extent.shape, extent.strides, strict=True)):
         along = [1] * (len(extent.shape) + 1)
@@ -45,7 +45,10 @@ def expected_after(copy: Copy, source: bytes, target: bytes) -> bytes:
 
 @st.composite
 def copies(draw: st.DrawFn) -> Copy:
-    """Two extents of one shape, each contiguous, transposed or with gaps, at any byte; a cast or none."""
+    """Draw two extents with the same shape, and perhaps a cast.
+
+    Each extent is contiguous, transposed or has gaps, and begins at any byte.
+    """
     shape = draw(shapes())
     source_dtype = draw(st.sampled_from(ALL))
     target_dtype = draw(st.sampled_from(FLOATS)) if source_dtype in FLOATS else source_dtype
@@ -58,7 +61,7 @@ def copies(draw: st.DrawFn) -> Copy:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan that takes every path, and the files that must come out of it."""
+    """A plan with every kind of copy, and the expected files."""
 
     plan: Plan
     expected: dict[str, bytes]
@@ -132,7 +135,7 @@ def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
 
 
 def open_files() -> set[tuple[str, str]]:
-    """Open descriptors and what they are, but for the one that lists them."""
+    """Return open descriptors and their targets, except for the descriptor of the listing."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

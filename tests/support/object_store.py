@@ -26,12 +26,12 @@ EXPIRED = (
     b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>ExpiredToken</Code>'
     b"<Message>The provided token has expired.</Message></Error>"
 )
-#: Credentials as moto, which does not check them, takes the region from.
+#: Fake credentials. moto does not check them and only reads the region.
 _SIGNED = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 
 
 class Request(NamedTuple):
-    """What a client asked for: of a GET the range, and how many bytes were answered or sent."""
+    """A client's request: for a GET, the range and the number of bytes answered or sent."""
 
     method: str
     key: str
@@ -42,9 +42,10 @@ class Request(NamedTuple):
 
 @dataclass
 class Faults:
-    """What goes wrong, and how many times: `status` answers with an error, `cut` closes in mid-body, `slow` pauses,
-    `expired` refuses all, `before` sees requests, `no_etags` and `never_ends` spoil listings; `writes` is for PUTs and
-    POSTs.
+    """Faults and how many times they strike.
+
+    `status` answers with an error, `cut` closes in mid-body, `slow` pauses, `expired` refuses all, `before` sees
+    requests, `no_etags` and `never_ends` spoil listings; `writes` is for PUTs and POSTs.
     """
 
     status: int = 0
@@ -73,7 +74,7 @@ class ObjectStore:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def upload(self, folder: Path, prefix: str, without: str = "truth") -> str:
-        """Put what is in a folder below `prefix`; its URL."""
+        """Upload a folder below `prefix` and return its URL."""
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder)
             if path.is_file() and without not in inside.parts:
@@ -81,11 +82,11 @@ class ObjectStore:
         return f"s3://{BUCKET}/{prefix}"
 
     def put(self, key: str, content: bytes) -> None:
-        """Into what the server keeps, which is in this process: a request takes 5 ms of a processor."""
+        """Put an object directly into the in-process server: a request would take 5 ms."""
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(BUCKET, key, content)
 
     def objects(self, prefix: str) -> dict[str, bytes]:
-        """What is there below `prefix`, by the rest of the key."""
+        """Return the objects below `prefix`, by the rest of the key."""
         found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", [])
         keys = [one["Key"] for one in found]
         return {
@@ -94,7 +95,7 @@ class ObjectStore:
         }
 
     def unfinished(self) -> list[str]:
-        """Keys of the uploads in parts that were neither completed nor aborted."""
+        """Return the keys of multipart uploads neither completed nor aborted."""
         return [one["Key"] for one in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
 
     def environment(self) -> Mapping[str, str]:
@@ -138,7 +139,7 @@ def serve() -> Iterator[ObjectStore]:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing is said of a client that waits no longer: it would be said in the middle of a later test."""
+        """Ignore clients that disconnected: the message would appear during a later test."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,6 +1,7 @@
-"""Commands of a page's blocks and what they print, compared with what is printed now.  `$ ` begins a command, and the
-lines below are all that it prints; `...` stands for any lines or text, and times may be any.  A block without output
-shows commands alone.
+"""Commands in a page's blocks, compared with their real output.
+
+`$ ` begins a command, and the lines below are its whole output; `...` stands for any lines or text, and times may
+differ. A block without output shows only commands.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TOOK = re.compile(r"\bin \d+\.\d s, [\d.]+ [kMGT]?B/s(?=, (not )?verified$)", r
 
 @dataclass
 class Command:
-    """A command of a page, the code that it ends with, and the lines that it prints; None if the page shows none."""
+    """A command of a page, its exit code and its output lines, or None if the page shows no output."""
 
     text: str
     heading: str
@@ -34,13 +35,13 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """Lines of a block without its indentation, and the heading (`## `) that it stands under."""
+    """Lines of a block without its indentation, and the heading (`## `) above it."""
 
     heading: str
     lines: list[str]
 
     def commands(self) -> list[Command]:
-        """Those behind a prompt, and lines that begin with `ckpt `, which are commands alone."""
+        """Return the commands after a prompt, and lines beginning with `ckpt `, which have no output."""
         found: list[Command] = []
         printing = False
         for line in self.lines:
@@ -62,7 +63,7 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The blocks of a terminal, in order."""
+    """Yield the terminal blocks of a page, in order."""
     heading = ""
     for part in _PART.finditer(page):
         heading = part["heading"] or heading
@@ -76,12 +77,12 @@ def commands(page: str) -> list[Command]:
 
 
 def is_row(line: str) -> bool:
-    """Whether it is a row of a table of times."""
+    """Return True if `line` is a row in a table of times."""
     return re.search(r" \d+\.\d\d +\d", line) is not None
 
 
 def differences(shown: list[str], printed: str) -> str:
-    """How what was printed differs from what a page shows; empty where it does not."""
+    """Return how the printed output differs from the page, or "" if it agrees."""
     shown, printed = [_TOOK.sub("in a time", line) for line in shown], _TOOK.sub("in a time", printed)
     pattern = "".join(
         r"(?:.*\n)*" if line.strip() == "..." else re.escape(line).replace(re.escape("..."), ".*") + r" *\n"
@@ -94,8 +95,9 @@ def differences(shown: list[str], printed: str) -> str:
 
 
 def row_differs(page: str, name: str, cells: Mapping[str, str], within: float = 1e-3) -> str:
-    """Return how a printed row differs from the page's row of that name: numbers within a thousandth; how far losses
-    are apart is rounding, and is not compared.
+    """Return how a printed row differs from the page's row with the same name.
+
+    Numbers may differ by a thousandth. Differences between losses are rounding and are not compared.
     """
     rows = [re.split(r" {2,}", line.strip()) for block in blocks(page) for line in block.lines]
     shown = [row for first, *row in rows if first == name]
@@ -115,5 +117,5 @@ def _same_cell(within: float, shown: str, found: str) -> bool:
     try:
         pairs = zip(map(float, shown.split()), map(float, found.split()), strict=True)
         return all(math.isclose(one, other, rel_tol=within) for one, other in pairs)
-    except ValueError:  # other words, or another number of numbers
+    except ValueError:  # different words, or a different count
         return False

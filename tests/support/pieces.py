@@ -10,7 +10,7 @@ from ckpt.plan.tensors import Extent
 
 
 def all_copies(plan: Plan, file: TargetFile) -> list[Copy]:
-    """Every copy to a target file, those that the plan has as arrays among them."""
+    """Return every copy to a target file, including copies stored as arrays."""
     copies = [copy for _, filling in plan.copies(file) for copy in filling]
     for spans in plan.spans(file):
         assert (np.diff(spans.target) > 0).all()

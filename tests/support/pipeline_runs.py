@@ -21,7 +21,7 @@ RANKS, TAG = 4, "global_step2"
 
 @dataclass(frozen=True)
 class Run:
-    """A model and a layout, of four ranks where nothing else is said; `options` are the trainer's own."""
+    """A model and a layout, by default on four ranks; `options` are the trainer's own."""
 
     name: str
     model: str
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def layout(self) -> str:
-        """(TP, PP, DP) and what is special, for tables."""
+        """(TP, PP, DP) and special options, for tables."""
         return " ".join([",".join(map(str, self.sizes)), str(self.options.get("dtype", "bf16"))])
 
     def job(self, output: Path, **more: Any) -> dict[str, Any]:
@@ -64,13 +64,13 @@ class Run:
 RUNS = [
     Run("llama", "llama_wide", tp=2, pp=2),
     Run("llama-odd", "llama"),
-    # ZeRO-1's own optimizer, and stages of three layers and of two.
+    # ZeRO-1's own optimizer, and stages with three and with two layers.
     Run("llama-fp16", "llama_wide", tp=2, pp=2, options={"dtype": "fp16", "layers": 5}),
     Run("qwen2", "qwen2_wide", pp=2),
     Run("qwen2-tp", "qwen2_wide", tp=2, pp=2),
     Run("gpt_neox", "gpt_neox_wide", tp=2),
 ]
-#: A tied model of five layers, whose padded vocabulary is the same for one tensor parallel rank and for two.
+#: A tied five-layer model with the same padded vocabulary for one and two tensor parallel ranks.
 BASE = Run("base", "qwen2_wide", tp=2, pp=2, options={"layers": 5, "vocab_multiple": 130})
 #: A run that goes on to step 8, with a checkpoint at step 4.
 LONG = Run("long", "llama_wide", tp=2, pp=2, options={"dtype": "fp32", "vocab_multiple": 130})
@@ -87,12 +87,12 @@ def _folder() -> Path:
 
 
 def sample(name: str) -> Path:
-    """The run folder of one of `RUNS`, with its truth; all are made at once."""
+    """Return the folder of one of `RUNS`, with its truth. The first call makes all of them."""
     return _folder() / name
 
 
 def truth(name: str) -> Truth:
-    """What the live engine's ranks held when it wrote the checkpoint."""
+    """Return the truth of the live engine's ranks at the save."""
     return Truth.load(sample(name) / "truth" / f"{TAG}.safetensors")
 
 
@@ -111,7 +111,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def as_neox(step: Path) -> None:
-    """Rename a run's four layers as gpt-neox's gpt2_model.py does, with rotary frequencies in every layer."""
+    """Rename a run's four layers like gpt-neox's gpt2_model.py, with rotary frequencies in every layer."""
 
     def renamed(number: int, name: str) -> str:
         new = name.replace("self_attention.", "attention.").replace("lm_head.", "final_linear.")
@@ -141,8 +141,9 @@ def as_neox(step: Path) -> None:
 
 
 def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]:
-    """Resume each run in one launch and return the folders; with 0 steps the engine saves what it loaded, with the
-    truth.
+    """Resume each run in one launch and return the folders.
+
+    With 0 steps the engine saves the loaded state and the truth.
     """
     jobs: dict[int, list[dict[str, Any]]] = {}
     outputs = [folder / f"loaded-{number}" for number in range(len(loads))]
@@ -154,5 +155,5 @@ def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]
 
 
 def loaded_truth(output: Path) -> Truth:
-    """What the engine's ranks held when one of `load_all`'s checkpoints was loaded."""
+    """Return the truth of the engine's ranks after one of `load_all`'s loads."""
     return Truth.load(output / "truth" / "truth.safetensors")

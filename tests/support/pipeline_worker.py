@@ -1,5 +1,6 @@
-"""One rank of `tests.support.pipeline_runs`: a line is a run of the trainer; with 0 `steps` it loads `resume` and
-gathers the truth.
+"""One rank of `tests.support.pipeline_runs`: a line is a run of the trainer.
+
+With 0 `steps` it loads `resume` and gathers the truth.
 """
 
 import gc
@@ -20,7 +21,7 @@ def main() -> None:
             loop.run(job)
         else:
             _load(job)
-        gc.freeze()  # an engine that closes has collected its garbage, and need not go through what others left
+        gc.freeze()  # finished engines leave no garbage, so later collections can skip their objects
         if launch.is_first():
             print(f"{job.output}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     launch.stop()
@@ -33,7 +34,7 @@ def _load(config: Config) -> None:
     try:
         if any((folder / tag).glob("*_optim_states.pt")):
             engine.load(folder, tag)
-        else:  # as Megatron-DeepSpeed does under --no-load-optim
+        else:  # like Megatron-DeepSpeed under --no-load-optim
             engine.engine.load_checkpoint(str(folder), tag, load_optimizer_states=False, load_lr_scheduler_states=False)
         output.mkdir(parents=True, exist_ok=True)
         if config.save_every:

@@ -1,4 +1,4 @@
-"""Where the repository and its fixtures lie.  Imports nothing, so that tests of the base package can use it."""
+"""Paths of the repository and its fixtures. Imports nothing, so tests of the base package can use it."""
 
 from pathlib import Path
 

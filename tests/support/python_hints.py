@@ -1,4 +1,4 @@
-"""Hints of errors that public functions raise, tried as keywords in a copy of the folder, once for each wording."""
+"""Hints of errors from public functions, tried as keywords in a copy of the folder, once for each wording."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import hints
 from tests.support.hints import Told
 from tests.support.places import REPOSITORY
 
-#: Public names that are no functions.
+#: Public names of classes.
 _CLASSES = ("CkptError", "StorageReader", "TrainerCallback")
 #: Functions that talk to a server, serve a folder, or look at the whole machine.
 _NOT_CALLED = ("push", "mount", "doctor", "clean")
@@ -92,7 +92,7 @@ def _check(
 
 
 def _unknown(name: str, function: Callable[..., Any], hint: str) -> Iterator[str]:
-    """Yield a problem for each option in a hint that neither the function nor another one in the hint takes."""
+    """Yield a problem for each option in a hint unknown to the function and to the other functions in the hint."""
     taken = _parameters(function)
     for other in re.findall(r"ckpt\.(\w+)", hint):
         if callable(found := getattr(ckpt, other, None)):
@@ -115,7 +115,7 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 def _trials(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], told: Told
 ) -> Iterator[hints.Trial]:
-    """Yield each call and each command that the hint proposes."""
+    """Yield each call and command in the hint."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -223,5 +223,5 @@ def _moved(value: Any, moved: hints.Moved) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_moved(one, moved) for one in value)
     if hasattr(value, "state_dict") and hasattr(value, "parameters"):
-        return copy.deepcopy(value)  # a model that the call would fill
+        return copy.deepcopy(value)  # the call would fill the model
     return value

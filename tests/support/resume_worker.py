@@ -1,6 +1,8 @@
-"""Runs of the trainer, and the options with which the optimizer stepped, in `output/options.json`.  Besides the
-trainer's options a line has `save_at`, `copied` (a folder and its copy), `commands` of ckpt to run first, `anywhere`
-(arguments of ckpt.resume), `loaded` (write the truth first), `sees` (a tower) and `forget` (zero the states).
+"""Runs of the trainer, with each step's optimizer options in `output/options.json`.
+
+Besides the trainer's options a line has `save_at`, `copied` (a folder and its copy), `commands` of ckpt to run first,
+`anywhere` (arguments of ckpt.resume), `loaded` (write the truth first), `sees` (a tower) and `forget` (zero the
+states).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def recorded(config: Config, writes: bool = False) -> Iterator[Config]:
-    """Note the options of param groups before every step; with `writes` also what an engine has loaded."""
+    """Record the options of param groups before every step and, with `writes`, the state an engine loaded."""
     module, name = loop.ENGINES[config.strategy]
     kind: Any = getattr(importlib.import_module(module), "MegatronEngine" if config.strategy == "megatron" else name)
     original, used = kind.train, []
@@ -76,7 +78,7 @@ def recorded(config: Config, writes: bool = False) -> Iterator[Config]:
 
 @contextlib.contextmanager
 def saving_at(step: int | None) -> Iterator[None]:
-    """While this is open, a run saves after no other step; None: whenever its options say."""
+    """Save only after this step while the context is open, or by the run's options if `step` is None."""
     save: Any = loop._save
 
     def save_there(engine: Any, *others: Any) -> Any:
@@ -87,7 +89,7 @@ def saving_at(step: int | None) -> Iterator[None]:
 
 
 def run_command(line: str) -> Result:
-    """What a command line of `ckpt`, as a shell would split it, printed: rank 0 runs it, and all ranks wait for it."""
+    """Run a `ckpt` command line on rank 0 while all ranks wait, and return its output."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         name, *words = shlex.split(line)
@@ -99,7 +101,7 @@ def run_command(line: str) -> Result:
 
 
 def forget(run: Path) -> None:
-    """Zeros for all that Adam knows, and no step: what a conversion of the weights and masters alone would be."""
+    """Zero Adam's states and step, like a conversion of weights and masters alone."""
     if dist.get_rank() == 0:
         for file in run.glob("iter_*/mp_rank_*/distrib_optim.pt"):
             content = torch.load(file, weights_only=False)

@@ -1,4 +1,4 @@
-"""Runs that stop, are converted, and go on: what the tables of them share."""
+"""Runs that stop, are converted and resume: the shared part of their tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 BOUNDS = {"bf16": 5e-4, "fp32": 1e-6}
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-#: What --save native is to `ckpt`.
+#: Formats in `ckpt` of --save native.
 FORMATS = {"ddp": "full", "fsdp1": "dcp", "fsdp2": "dcp"}
 
 
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def format(self) -> str:
-        """What its checkpoints are to `ckpt`."""
+        """Format of its checkpoints in `ckpt`."""
         return format_of(self.strategy)
 
     def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
@@ -47,8 +47,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """From one run to another: `through` are formats in turn, else `ckpt.resume` makes it fit; `load` is DeepSpeed's
-    config, `own` the options of going on without a conversion.
+    """From one run to another.
+
+    `through` lists the formats in turn; if it is empty, `ckpt.resume` converts. `load` is DeepSpeed's config, `own` the
+    options to resume without a conversion.
     """
 
     source: Run
@@ -65,7 +67,7 @@ class Row:
 
     @property
     def folder(self) -> str:
-        """With all that tells rows apart: several may go from one run to the same other one."""
+        """Folder name, unique per row: several rows may share the same two runs."""
         through = "".join(f" by {format}" for format in self.through)
         return f"{self.source.name} to {self.target.name}{through} in {self.source.dtype}".replace(" ", "_")
 
@@ -76,7 +78,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def options(run: Path) -> list[list[dict[str, Any]]]:
-    """For each step the hyperparameters of every param group, as the live optimizer had them."""
+    """Return the live optimizer's hyperparameters for each step and param group."""
     return [
         [{name: group[name] for name in HYPERPARAMETERS} for group in groups]
         for groups in json.loads((run / "options.json").read_text())

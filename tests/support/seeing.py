@@ -1,6 +1,4 @@
-"""Qwen2.5-VL as Megatron-Bridge builds it: while `sees` is open, the trainer's megatron-core has a tower that is
-trained too.
-"""
+"""Megatron-Bridge's Qwen2.5-VL: while `sees` is open, the trainer's megatron-core also has a trained tower."""
 
 from __future__ import annotations
 

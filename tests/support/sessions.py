@@ -1,11 +1,12 @@
-"""Sessions of a terminal, kept in text files: what is typed, all that it prints, and the exit code.
+"""Terminal sessions in text files: typed commands, their whole output and the exit code.
 
-A file of `tests/golden` has any number of sessions.  Each begins with a line `== NUMBER. TITLE` and runs in an empty
-folder of its own, `$HERE`.  `$ ` begins a command, and the lines below it are its whole output in the order of
-printing: lines of stderr begin with `! `, and `[4]` is the exit code if it is not 0.  `ckpt` runs in this process, a
-verb calls its function, `cd` and `export` last until the session ends, and anything else goes to `sh`.
-`ckpt ... | grep x` shows a part of what a successful command prints.  A refused command must leave every file as it
-was.  CKPT_GOLDEN=write in the environment writes what is printed.
+A file of `tests/golden` has any number of sessions. Each begins with a line `== NUMBER. TITLE` and runs in an empty
+folder of its own, `$HERE`. `$ ` begins a command, and the lines below it are its whole output in the order of printing:
+lines of stderr begin with `! `, and `[4]` is the exit code if it is not 0.
+
+`ckpt` runs in this process, a verb calls its function, `cd` and `export` last until the session ends, and anything else
+goes to `sh`. `ckpt ... | grep x` shows a part of a successful command's output. A refused command must leave every file
+unchanged. CKPT_GOLDEN=write in the environment writes the real output.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 GOLDEN = REPOSITORY / "tests" / "golden"
 _HEAD = re.compile(r"^== \d+\. (.+)$", re.MULTILINE)
-#: What another run or another machine prints otherwise, and what stands for it in the files.
+#: Text that varies by run or machine, and its placeholder in the files.
 _VARIES = (
     (re.compile(r"\bin \d+\.\d s, [\d.]+ [kMGT]?B/s"), "in SECONDS, RATE"),
     (re.compile(r"\b20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"), "DATE"),
@@ -47,7 +48,7 @@ class Session:
         return f"{self.file.stem}: {self.title}"
 
     def typed(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield each command with the lines of its output."""
+        """Yield each command with its output lines."""
         command, shown = "", list[str]()
         for line in (*self.lines, "$ "):
             if not line.startswith("$ "):
@@ -76,9 +77,9 @@ def play(
     verbs: Mapping[str, Callable[..., object]] | None = None,
     **places: str | Path,
 ) -> None:
-    """Type every command of `session` in `folder` and compare all that it prints with the file.
+    """Run every command of `session` in `folder` and compare the output with the file.
 
-    `places` are variables for the commands, in capitals in the file; the output shows their names for their values.
+    `places` are variables for the commands, in capitals in the file. In the output, their names replace their values.
     """
     monkeypatch.chdir(folder)
     names = {name.upper(): str(place) for name, place in places.items()} | {
@@ -111,7 +112,7 @@ def _run(command: str, monkeypatch: pytest.MonkeyPatch, verbs: Mapping[str, Call
     typed, _, filtered = command.partition(" | ")
     first, *words = shlex.split(os.path.expandvars(typed), comments=True)
     if first == "ckpt":
-        monkeypatch.setattr(sys, "argv", ["ckpt", *words])  # which errors repeat
+        monkeypatch.setattr(sys, "argv", ["ckpt", *words])  # errors repeat it
         code, printed = run_in_order(*words)
         if filtered and code in (0, 1):
             done = subprocess.run(["sh", "-c", filtered], input=printed, stdout=subprocess.PIPE, text=True, check=False)

@@ -1,5 +1,6 @@
-"""A real Slurm cluster of two nodes on this machine, for root with slurm-wlm and munge; `missing()` says what lacks.
-`python -m tests.support.slurm FOLDER` stops what runs in FOLDER when its input ends.
+"""A real Slurm cluster with two nodes on this machine, for root with slurm-wlm and munge.
+
+`missing()` lists missing tools. `python -m tests.support.slurm FOLDER` stops the cluster in FOLDER when its input ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
 
 def missing() -> str:
-    """What this machine lacks for a cluster; empty where it has everything."""
+    """Return why this machine can't run a cluster, or "" if it can."""
     lacking = [name for name in _NEEDED if shutil.which(name, path=_path()) is None]
     if lacking:
         return f"not installed: {', '.join(lacking)} (apt-get install slurm-wlm munge)"
@@ -45,7 +46,7 @@ class Cluster:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of users: of this Python and this checkout, without what the tests themselves run in."""
+        """Return a user's environment: this Python and this checkout, without variables of the tests' launch."""
         ours = ("SLURM", "SBATCH", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return inherited | {
@@ -62,13 +63,13 @@ class Cluster:
         )
 
     def ask(self, *words: str | Path, **env: str) -> str:
-        """What a command prints.  AssertionError with its output where it fails."""
+        """Return the output of a command. Raise AssertionError with its output if it fails."""
         done = self.run(*words, **env)
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()
 
     def submit(self, *words: str | Path, **env: str) -> str:
-        """The number of the job that `sbatch` makes of these words."""
+        """Submit these words with `sbatch` and return the job number."""
         return self.ask("sbatch", "--parsable", *words, **env)
 
     def job(self, number: str) -> dict[str, str]:
@@ -77,7 +78,7 @@ class Cluster:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def wait(self, condition: Callable[[], bool], what: str, timeout: float = 120) -> None:
-        """Returns as soon as the condition holds.  AssertionError where it does not in time."""
+        """Wait until the condition holds. Raise AssertionError after the timeout."""
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, f"not within {timeout} s: {what}\n{self.ask('squeue', '--long')}"
@@ -94,10 +95,10 @@ class Cluster:
         self.wait(lambda: time.monotonic() > requeued + 2, "another second")
 
     def start_again(self, number: str, times: str) -> None:
-        """The same, and the job does start again, which Slurm itself would wait for as long as a credential lasts."""
+        """Wait for the requeue and restart the job now: Slurm would delay it for a credential's lifetime."""
         self.wait_for_requeue(number, times)
         self.wait(lambda: self.job(number)["JobState"] != "COMPLETING", f"job {number} ended everywhere")
-        self.run("scontrol", "update", f"jobid={number}", "starttime=now")  # in vain where it has started meanwhile
+        self.run("scontrol", "update", f"jobid={number}", "starttime=now")  # no effect if it has started meanwhile
 
     def wait_for_nodes(self) -> None:
         """Returns when both nodes answer and have nothing to do."""
@@ -105,7 +106,7 @@ class Cluster:
 
     @contextmanager
     def dead(self, node: str) -> Iterator[None]:
-        """While this is open, a node is gone, as without power: its daemon and all that ran on it are killed."""
+        """Kill a node's daemon and all its processes, like a power cut, while the context is open."""
         os.kill(int((self.folder / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
         while running := self._processes_of(node):
             for pid in running:
@@ -117,7 +118,7 @@ class Cluster:
             self.ask("slurmd", "-N", node, "-f", self.folder / "slurm.conf")
 
     def _processes_of(self, node: str) -> list[int]:
-        """Tasks, batch scripts, what those started, and Slurm's own process around each, which is in their session."""
+        """Return the pids of tasks, batch scripts, their children, and Slurm's own process in each session."""
         sessions, found = set[int](), list[tuple[int, int]]()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -158,7 +159,7 @@ class Cluster:
 
 @contextmanager
 def started(folder: Path) -> Iterator[Cluster]:
-    """A cluster whose nodes are idle; all of its jobs and daemons are gone behind this, or when this process is."""
+    """Start a cluster with idle nodes. End all its jobs and daemons on exit, or when this process dies."""
     folder = folder.resolve()
     for name in ("state", *(f"spool.{node}" for node in NODES)):
         (folder / name).mkdir(parents=True)
@@ -209,7 +210,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _names() -> Iterator[None]:
-    """n1 and n2 are this machine while this is open, where they are not anyway."""
+    """Resolve n1 and n2 to this machine while the context is open, if they don't already."""
     known: set[str] = set()
     with suppress(OSError):
         known = {socket.gethostbyname(node) for node in NODES}

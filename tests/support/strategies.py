@@ -1,4 +1,4 @@
-"""Random ways to cut tensors, and a numpy reading of them: files are arrays of one element per item."""
+"""Random tilings of tensors, and a numpy reading of them: files are arrays with one element per item."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shapes(max_dims: int = 4, max_size: int = 5, min_size: int = 0) -> st.Search
 
 @st.composite
 def box_tilings(draw: st.DrawFn, outer: Box, max_cuts: int = 6) -> list[Box]:
-    """Boxes that tile `outer`: cut in two, at random, again and again."""
+    """Draw boxes that tile `outer`: repeatedly cut a random box in two."""
     boxes = [outer]
     for _ in range(draw(st.integers(0, max_cuts))):
         index = draw(st.integers(0, len(boxes) - 1))
@@ -43,7 +43,7 @@ def box_tilings(draw: st.DrawFn, outer: Box, max_cuts: int = 6) -> list[Box]:
 
 @st.composite
 def flat_tilings(draw: st.DrawFn, start: int, stop: int) -> list[FlatRange]:
-    """Flat ranges that tile `start:stop`: even slots of 1 to 17 ranks, or any cuts; some of them may be empty."""
+    """Draw flat ranges that tile `start:stop`: even slots of 1 to 17 ranks, or any cuts; some may be empty."""
     if draw(st.booleans()):
         slot = -(-(stop - start) // draw(st.integers(1, 17)))
         cuts = [*range(start, stop, slot), stop] if slot else [start, stop]
@@ -54,7 +54,7 @@ def flat_tilings(draw: st.DrawFn, start: int, stop: int) -> list[FlatRange]:
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: Shape) -> list[Region]:
-    """Regions that tile a tensor, in any order: boxes, flat ranges, or some of both."""
+    """Draw regions that tile a tensor, in any order: boxes, flat ranges, or both."""
     total = prod(shape)
     kind = draw(st.sampled_from(["boxes", "flat", "mixed"]))
     if kind == "boxes":
@@ -105,7 +105,7 @@ def tensor_of(
 
 
 def indices(region: Region, shape: Shape) -> NDArray:
-    """Row-major indices of the elements of a region, in the shape of its extent."""
+    """Return the row-major indices of a region's elements, in the shape of its extent."""
     every = np.arange(prod(shape))
     if isinstance(region, FlatRange):
         return every[region.start : region.stop]
@@ -114,7 +114,7 @@ def indices(region: Region, shape: Shape) -> NDArray:
 
 
 def positions(extent: Extent) -> NDArray:
-    """Where in its file, counted in elements, each element of an extent lies; in the extent's shape."""
+    """Return the file position of each element of an extent, in elements and in the extent's shape."""
     assert extent.offset % extent.dtype.itemsize == 0
     found = np.full(extent.shape, extent.offset // extent.dtype.itemsize)
     for dim, (size, stride) in enumerate(zip(extent.shape, extent.strides, strict=True)):
@@ -125,7 +125,7 @@ def positions(extent: Extent) -> NDArray:
 
 
 def assembled(fragments: Iterable[Fragment], shape: Shape, store: Store) -> NDArray:
-    """The tensor that the fragments say; an AssertionError where they do not hold every element exactly once."""
+    """Assemble the tensor from its fragments. Raise AssertionError unless they hold every element exactly once."""
     count, values = np.zeros(prod(shape), int), np.full(prod(shape), -2, np.int64)
     for fragment in fragments:
         where = indices(fragment.region, shape)

@@ -1,4 +1,4 @@
-"""Sizes of tiny models of the architectures in Megatron's formats, those too that the trainer does not train."""
+"""Sizes of tiny models for Megatron's architectures, including those the trainer does not train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-#: A head whose width is not that of hidden_size / heads, where the architecture has one of its own.
+#: A head width other than hidden_size / heads, if the architecture has its own.
 _HEAD = {"hidden_size": 35, "head_dim": 6}
 _EXPERTS = {"moe_intermediate_size": 11, "num_experts_per_tok": 2}
 #: Gated delta nets and gated attention, in turns.
@@ -134,7 +134,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Text and vision of models with images; no two sizes of a tower are the same.
+#: Text and vision sizes of models with images; all sizes of a tower differ.
 _TEXT: dict[str, Any] = {**_COMMON, "head_dim": 8, "num_key_value_heads": 1}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _PARTIAL = {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
@@ -210,7 +210,7 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
-#: What divides among two ranks of each kind, in place of what does not, by number.  A head of its own width stays.
+#: Replacements for sizes that two ranks can't divide, by number. An explicit head width stays.
 _EVEN: dict[str, dict[Any, Any]] = {
     "num_hidden_layers": {2: 4, 3: 4},
     "num_attention_heads": {5: 6},
@@ -227,7 +227,7 @@ _EVEN: dict[str, dict[Any, Any]] = {
 
 
 def even_sizes(architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of a tiny model of four layers that divides among two ranks of each kind; `more` is of its config, too."""
+    """Return tiny four-layer sizes divisible by two ranks on each axis. `more` adds to the config."""
     if architecture in ARCHITECTURES:
         return sizes_of(f"{architecture}_wide") | {k: v for k, v in more.items() if k not in _EVEN}
     sizes = {**tiny_sizes(architecture), **more}
@@ -241,7 +241,7 @@ def even_sizes(architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
             even[name] = (2 * text[name])[: even["num_hidden_layers"]]
     if "text_config" not in sizes:
         return even
-    vision = sizes["vision_config"]  # what comes of a tower is as wide as the text
+    vision = sizes["vision_config"]  # the tower's output is as wide as the text
     wide = {name: even["hidden_size"] for name in ("hidden_size", "out_hidden_size") if vision.get(name) == narrow}
     return {**sizes, "text_config": even, "vision_config": vision | wide}
 
@@ -252,7 +252,7 @@ def layers_of(architecture: str) -> str | None:
 
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:
-    """What the configuration of a tiny model has otherwise than the architecture's defaults."""
+    """Return the config options of a tiny model that differ from the architecture's defaults."""
     architecture = twin_of(architecture)
     if architecture.removesuffix("_wide") in ARCHITECTURES:
         return sizes_of(architecture)

@@ -1,4 +1,4 @@
-"""Released models that no transformers has, by twins of other classes with the release's names and words."""
+"""Released models missing from transformers, built as twins: other classes with the release's names and words."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ PARTS = "qkv"
 
 @dataclass(frozen=True)
 class Twin:
-    """The class of `model_type`; the release's words in config.json by the twin's, what else that states, and parts of
-    names: the twin's and the release's, replaced in turn.  `#q`, `#k` and `#v` are one behind the other in one tensor.
+    """A transformers class to build a release's tiny model.
+
+    `model_type` is its class. `words` maps the twin's config keys to the release's, `stated` holds further config
+    entries of the release, and `names` are name parts of the twin and the release, replaced in turn. `#q`, `#k` and
+    `#v` are concatenated in one tensor.
     """
 
     model_type: str
@@ -23,7 +26,7 @@ class Twin:
     names: tuple[tuple[str, str], ...] = ()
 
     def config(self, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The release's config.json for a config of the twin's."""
+        """Return the release's config.json for a config of the twin."""
         words = {self.words.get(name, name): value for name, value in config.items()}
         cls = f"{FAMILIES[own].stem}{FAMILIES[own].causal}"
         return {**words, **self.stated, "model_type": own, "architectures": [cls]}
@@ -92,10 +95,10 @@ TWINS: Mapping[str, Twin] = {
         ),
     ),
 }
-#: Twins whose tensors have the release's names.
+#: Twins with the release's tensor names.
 SAME_NAMES = [name for name, twin in TWINS.items() if not twin.names]
 
 
 def twin_of(architecture: str) -> str:
-    """The model type of the class in transformers."""
+    """Return the model type of the class in transformers."""
     return TWINS[architecture].model_type if architecture in TWINS else architecture

@@ -1,4 +1,4 @@
-"""BERT in transformers and in megatron-core: sentences of two parts with padding behind them, logits of both heads."""
+"""BERT in transformers and megatron-core: two-part sentences with padding, and logits of both heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 #: How many tokens of the first sequence are no padding.
 _LENGTH = 17
-#: What ckpt's tables call the modules of a BertModel of megatron-core's own layers.
+#: Names in ckpt's tables for the modules of a BertModel with local layers.
 _NAMES = {
     "encoder.": "decoder.",
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
@@ -23,7 +23,7 @@ def name_here(name: str) -> str:
 
 
 def _given(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask of the tokens that are no padding, and the part of the sentence that each is of."""
+    """Return the mask of unpadded tokens, and each token's part of the sentence."""
     mask = torch.ones_like(inputs)
     mask[0, _LENGTH:] = 0
     return mask, (torch.arange(inputs.shape[1]) > inputs.shape[1] // 3).long().expand_as(inputs)
@@ -36,12 +36,12 @@ def of_transformers(model: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def of_megatron(chunk: Any, inputs: torch.Tensor) -> Any:
-    """What a chunk of a BertModel makes of the inputs; the last one the logits of both heads."""
+    """Return the output of a BertModel chunk; the last chunk returns the logits of both heads."""
     mask, parts = _given(inputs)
     return chunk(inputs, mask, parts)
 
 
 def joined(tokens: torch.Tensor, pairs: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits of tokens that are no padding and of pairs of sentences, one behind the other."""
+    """Concatenate the logits of unpadded tokens and of sentence pairs."""
     tokens = tokens[..., :vocab_size]
     return torch.cat([tokens[0, :_LENGTH].flatten(), tokens[1:].flatten(), pairs.flatten()]).float()

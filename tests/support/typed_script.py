@@ -1,4 +1,4 @@
-"""A user's script that uses all that `ckpt` offers to Python: mypy checks it, and it is run.
+"""A user's script with all of ckpt's Python API: mypy checks it, and a test runs it.
 
 python typed_script.py RUN ADAPTER OUT CONFIG
 """

@@ -38,7 +38,7 @@ def main() -> None:
     def post_init(self: Any) -> None:
         check(self)
         if self.use_cpu and self.fsdp:
-            # Accelerate takes FSDP for a matter of GPUs. torch's runs on gloo too, so hide what it runs on from it.
+            # Accelerate requires GPUs for FSDP. torch's FSDP also runs on gloo, so hide the device from it.
             PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
 
     setattr(Trainer, "training_step", training_step)  # noqa: B010

@@ -1,5 +1,6 @@
-"""`vllm_serving.py BASE [ADAPTER ...]`: vLLM's log-probabilities by position as JSON, of the base and each adapter;
-torch's products replace Triton's kernels.
+"""`vllm_serving.py BASE [ADAPTER ...]`: vLLM's log-probabilities by position as JSON.
+
+It prints them for the base and each adapter. Torch products replace Triton's kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _experts_by_torch(
     activation: Any,
     **_: Any,
 ) -> None:
-    """What `TritonExperts.apply` computes, with the factors that vLLM has put into its stacks by adapter and expert."""
+    """Compute `TritonExperts.apply` with vLLM's stacked factors for each adapter and expert."""
     import torch
     from torch.nn.functional import linear
     from vllm.model_executor.layers.activation import SwigluOAIAndMul  # type: ignore[import-not-found]

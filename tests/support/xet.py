@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-_ENTRY = 48  # bytes of every record of a shard
+_ENTRY = 48  # bytes of every shard record
 _NONE, _LZ4, _GROUPED_LZ4 = range(3)
 _WITH_VERIFICATION, _WITH_METADATA = 1 << 31, 1 << 30
 
@@ -25,7 +25,7 @@ def chunks(xorb: bytes) -> list[bytes]:
 
 
 def files(shard: bytes, xorbs: Mapping[str, list[bytes]]) -> Iterator[bytes]:
-    """The content of each file of a shard, put together from chunks of `xorbs`."""
+    """Yield the content of each file in a shard, assembled from chunks of `xorbs`."""
     at = _ENTRY  # behind the header
     while shard[at : at + 32] != b"\xff" * 32:
         flags, count = struct.unpack_from("<2I", shard, at + 32)
@@ -40,7 +40,7 @@ def files(shard: bytes, xorbs: Mapping[str, list[bytes]]) -> Iterator[bytes]:
 
 
 def _hex(name: bytes) -> str:
-    """A hash as it stands in an address: of four little-endian numbers."""
+    """Return a hash in its address form: four little-endian numbers."""
     return "".join(f"{number:016x}" for number in struct.unpack("<4Q", name))
 
 

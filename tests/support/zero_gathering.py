@@ -23,12 +23,12 @@ def main() -> None:
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)
         gather(job, job.pop("load", {}), job.pop("refused", False))
-        gc.freeze()  # an engine that closes has collected its garbage, and need not go through what others left
+        gc.freeze()  # finished engines leave no garbage, so later collections can skip their objects
     launch.stop()
 
 
 def gather(job: dict[str, Any], load: dict[str, Any], refused: bool) -> None:
-    """Load with plain `load_checkpoint`, and write down what the engine then gathers."""
+    """Load with plain `load_checkpoint`, and write the truth gathered by the engine."""
     config = Config(**job)
     assert config.resume
     output = Path(config.output)

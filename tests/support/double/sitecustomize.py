@@ -1,6 +1,6 @@
-"""Where this folder is in PYTHONPATH, processes of `python -m train` begin with the double of torch.cuda.
+"""Start-up hook for the double of torch.cuda in processes of `python -m train`.
 
-`python -m tests.gpu_check --double 2` puts it there.
+`python -m tests.gpu_check --double 2` adds this folder to PYTHONPATH.
 """
 
 import sys
