@@ -1,4 +1,4 @@
-"""Fixtures that several test modules share, and the tables printed at the end of a run."""
+"""Shared fixtures, and the tables printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# What a shell starts in the background ignores Ctrl-C, and so would every command that a test interrupts.
+# Shells make background processes ignore Ctrl-C, and interrupted test commands would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("shared machine", deadline=None)
@@ -46,14 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start engines go first, so that none of them is left for the end where several processes test."""
+    """Run files that start engines first, so that no worker is left with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Ten thousand tests, and all that they import, stay to the end: accelerate calls for garbage with every model."""
+    """Exclude ten thousand tests and their imports from garbage collection: accelerate collects with every model."""
     gc.collect()
     gc.freeze()
 
@@ -68,7 +68,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and unlisted_skips(reporter) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of several processes that test
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of several test workers
         output["tables"] = {title: dict(rows) for title, rows in TABLES.items()}
 
 
@@ -80,7 +80,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def unlisted_skips(reporter: pytest.TerminalReporter) -> list[str]:
-    """Where CI is set, the tests that are skipped for a reason that `tests/skips.txt` does not have."""
+    """Return the tests skipped for a reason missing from `tests/skips.txt`, if CI is set."""
     if not os.environ.get("CI"):
         return []
     lines = Path(__file__).with_name("skips.txt").read_text().splitlines()
@@ -129,7 +129,7 @@ def fixtures() -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
-    """A Slurm cluster of two nodes on this machine, for all tests of batch scripts."""
+    """Start a Slurm cluster with two nodes on this machine, for all batch script tests."""
     from tests.support import slurm  # not by every test: some run where only the base package is
 
     if lacking := slurm.missing():

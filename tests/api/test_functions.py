@@ -47,7 +47,7 @@ def test_a_run_is_converted_and_verified_by_its_path(run: str, tmp_path: Path) -
 
 
 def test_no_result_is_true_or_false() -> None:
-    """`if ckpt.verify(a, b): rmtree(a)` must not remove what differs.  Every class of results is asked."""
+    """`if ckpt.verify(a, b): rmtree(a)` must not delete different data. Every result class is tried."""
     for module in (
         "commands.check.checking",
         "commands.clean.cleaning",

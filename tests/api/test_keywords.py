@@ -38,7 +38,7 @@ from ckpt.plan.checkpoint import Checkpoint
 
 
 def spelled(hint: Any) -> str:
-    """Return an annotation as it stands in code."""
+    """Return an annotation in its source form."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " | ".join(map(spelled, inner))
@@ -66,7 +66,7 @@ def typed_dict(name: str, bases: list[str], keys: dict[str, str]) -> Iterator[st
 
 
 def module() -> str:
-    """Return the module of types."""
+    """Return the source of the types module."""
     functions = {name: one for name in ckpt.__all__ if hasattr(one := getattr(ckpt, name), "groups")}
     groups: dict[type[OptionGroup], None] = dict.fromkeys(
         one for function in functions.values() for one in function.groups

@@ -1,4 +1,4 @@
-"""Each block of Python in docs/api.md is run, one after the other, on what TRL wrote."""
+"""All Python blocks in docs/api.md, run in order on TRL's output."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def python(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def mypy(script: Path) -> list[str]:
-    """What `mypy --strict` has to say of a script; of ckpt it takes what `make lint` has found, if that was before."""
+    """Return `mypy --strict`'s errors in a script. For ckpt itself it reuses the cache of `make lint`."""
     places = (f"--config-file={REPOSITORY / 'pyproject.toml'}", f"--cache-dir={REPOSITORY / '.mypy_cache'}")
     done = python("-m", "mypy", *places, script, cwd=script.parent)
     return done.stdout.splitlines()

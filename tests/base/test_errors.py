@@ -1,4 +1,4 @@
-"""`ckpt/base/errors.py`: texts of errors, whole where they have to be."""
+"""`ckpt/base/errors.py`: texts of errors, in full if needed."""
 
 from __future__ import annotations
 

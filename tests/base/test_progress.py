@@ -1,4 +1,4 @@
-"""`ckpt/base/progress.py`: how far a command is, where nobody sees a bar: lines, and none under `--quiet`."""
+"""`ckpt/base/progress.py`: progress lines without a terminal, and none under `--quiet`."""
 
 from __future__ import annotations
 

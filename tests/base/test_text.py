@@ -16,7 +16,7 @@ from ckpt.base.text import pluralize
 VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{name} names", "{name} records"} | {
     *("{path} names", "{server} serves adapters", "{writer} names")
 }
-#: Texts that are no single number: several numbers, `all`, or the kind of something.
+#: Texts other than a single number: several numbers, `all`, or a kind.
 NO_NUMBERS = {
     *("{', '.join(map(str, counts.values()))} experts", "{', '.join(map(str, recorded))} experts"),
     *("{', then '.join(ranks)} ranks", "{'with' if slot else 'without'} such names", "{_listed(counts)} ranks"),
@@ -25,7 +25,7 @@ NO_NUMBERS = {
     *("{count} names", "{have} no elements", "{reading.args.get('optimizer')} steps"),
     *("{short(nbytes)} bytes", "{short(numel)} elements"),
 }
-#: Limits, and numbers from a file that may be of another type.
+#: Limits, and numbers from a file, perhaps with another type.
 OTHERS = {
     *("{_MAX_GPUS} such GPUs", "{len(text)} characters", "{self.total_size} bytes", "{rows} rows"),
     *("{groups or heads} query groups", "{groups} query groups", "{heads} heads"),

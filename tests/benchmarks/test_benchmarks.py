@@ -1,4 +1,4 @@
-"""What the benchmarks do where something to compare with is not installed, and what the README shows of them."""
+"""Benchmarks without an optional peer installed, and the benchmark figures in the README."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.places import REPOSITORY
 def test_digests_are_compared_with_what_there_is(
     lacking: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without b3sum and blake3, which ckpt does not need, the section has its table and says what is not there."""
+    """ckpt does not need b3sum and blake3. Without them the section has its table and names the missing peers."""
     run = Run(1.0, 1.0, 10.0)
     monkeypatch.setattr(hash_peer.shutil, "which", lambda name: None)
     monkeypatch.setattr(hash_peer, "find_spec", lambda name: None if name in lacking else find_spec("json"))
@@ -43,7 +43,7 @@ _ROW = re.compile(r"(.+?)(?: +\d+\.\d\d){4} +\d+(?:  (.+))?")
 
 @pytest.fixture
 def recorded() -> dict[str, dict[str, list[str]]]:
-    """What the record says behind the figures of each row, by the title of its table and the row's name."""
+    """Return the recorded figures of each row, by table title and row name."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in SHOWN:
         table = readme.RESULTS.read_text().partition(f"{readme.headed(name)}\n")[2].partition("\n\n")[0]
@@ -55,7 +55,7 @@ def recorded() -> dict[str, dict[str, list[str]]]:
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
-    """The tables of the benchmarks by their titles, in which every case has taken a second."""
+    """Return the benchmarks' tables by title, with one second for every case."""
     one = Run(1.0, 1.0, 10.0)
     monkeypatch.setattr(Bench, "source", lambda self, kind, num_layers=None: tmp_path)
     monkeypatch.setattr(Bench, "rounds", lambda self, cases: {case.name: Measured(case, (one,)) for case in cases})
@@ -92,7 +92,7 @@ def test_the_readme_shows_the_record(page: str) -> None:
 
 
 def test_the_order_of_cases_alternates(tmp_path: Path) -> None:
-    """None always comes first: whoever does, has the disk to itself or the cache against it."""
+    """No case always comes first: the first one has the disk to itself, or a cold cache."""
     log = tmp_path / "log"
     cases = [Case(name, ["sh", "-c", f"echo {name} >> {log}"]) for name in "ab"]
     assert {len(one.runs) for one in measure.rounds(cases, 3).values()} == {3}

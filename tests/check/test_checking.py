@@ -34,7 +34,7 @@ def test_the_metadata_of_dcp_is_read_once_for_all_of_its_files(fixtures: Path, m
 
 
 def test_a_file_that_goes_while_it_is_looked_at(fixtures: Path) -> None:
-    """As where a run that is still training removes its oldest checkpoint."""
+    """A live run may remove its oldest checkpoint at any time."""
     folder, seen = fixtures / "toy-zero3", []
     there = min(path for path in folder.rglob("*.pt") if path.is_file())
     paths = [folder / "gone.pt", there, folder / "gone.distcp", folder / "gone.json"]
@@ -80,7 +80,7 @@ def test_bytes_that_changed_are_found_where_there_are_checksums(fixtures: Path, 
     checkpoint = ckpt.open(run)
     extent = next(f.extent for t in checkpoint.tensors.values() for f in t.fragments() if f.extent.nbytes > 16)
     flipped(Path(extent.path).name, extent.offset + 5)(run)
-    assert run_ckpt("check", run).code == 0  # which says that bytes were not read
+    assert run_ckpt("check", run).code == 0  # it says that some bytes were not read
     result = run_ckpt("check", run, "--bytes")
     assert result.code == 4 and "a checksum of the zip file does not fit" in result.out
     zero = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "zero"))
@@ -115,7 +115,7 @@ def test_what_is_refused_as_unsafe_is_not_said_to_be_whole(tmp_path: Path) -> No
 
 
 def test_pickles_that_are_not_looked_into_are_told(fixtures: Path, tmp_path: Path) -> None:
-    """Axolotl's `training_args.bin` has a class that sets its own state: nothing is wrong, and nothing is known."""
+    """Axolotl's `training_args.bin` has a class that sets its own state, so its content is unknown but not wrong."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     theirs = fixtures / "axolotl-lora-fsdp2/outputs/gpt-oss-lora/checkpoint-2"
     shutil.copy(theirs / "training_args.bin", run / "checkpoint-2")
@@ -152,7 +152,7 @@ def test_json_of_inspect_lists_the_checkpoints_of_a_run(fixtures: Path, tmp_path
 
 
 def test_an_optimizer_of_a_later_save_is_not_resumed(fixtures: Path, tmp_path: Path) -> None:
-    """An older whole step is taken instead; an optimizer that has taken fewer steps began anew."""
+    """An older whole step is used instead. An optimizer with fewer steps has started again."""
     run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
     state = json.loads((run / "checkpoint-2/trainer_state.json").read_text())
     later = Path(shutil.copytree(run / "checkpoint-2", run / "checkpoint-3"))
@@ -175,7 +175,7 @@ def test_an_optimizer_of_a_later_save_is_not_resumed(fixtures: Path, tmp_path: P
 
 
 def test_lightnings_record_next_to_its_dcp_files_is_known(fixtures: Path, tmp_path: Path) -> None:
-    """`meta.pt` holds loops and callbacks; a conversion says that it stays behind."""
+    """`meta.pt` holds loops and callbacks; a conversion reports that it does not copy them."""
     step = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "epoch=1-step=2.ckpt"))
     torch.save({"pytorch-lightning_version": "2.6.6", "callbacks": {"best": torch.ones(3)}}, step / "meta.pt")
     report = run_ckpt("check", step)
@@ -239,7 +239,7 @@ def test_folders_with_temporary_names_are_named(fixtures: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("engines", [("_actor",), ("_actor", "_critic")])
 def test_engines_beside_a_final_model_are_checked(fixtures: Path, tmp_path: Path, engines: tuple[str, ...]) -> None:
-    """OpenRLHF keeps a run for each engine, next to the model that it saves at the end."""
+    """OpenRLHF keeps one run per engine next to the final model."""
     run = tmp_path / "run"
     for name in engines:
         shutil.copytree(fixtures / "toy-zero2", run / name, ignore=shutil.ignore_patterns("truth"))

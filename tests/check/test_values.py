@@ -19,7 +19,7 @@ from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 
 FIXTURES = REPOSITORY / "fixtures"
-#: Every dtype with a NaN: its bits, and those of an infinity if it has one.
+#: Dtypes with a NaN: the bits of a NaN, and of an infinity if there is one.
 DTYPES = {
     "float64": ("u8", 0x7FF8 << 48, 0xFFF0 << 48),
     "float32": ("u4", 0xFFC00000, 0x7F800000),
@@ -52,7 +52,7 @@ def plain(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_bit_pattern_is_judged_as_torch_judges_it(name: str) -> None:
-    """All bits of the 8 and 16-bit dtypes, and a sample of the wider ones."""
+    """All bits of the 8-bit and 16-bit dtypes, and a sample of wider ones."""
     unsigned = DTYPES[name][0]
     size = np.dtype(unsigned).itemsize
     bits = np.arange(1 << 16, dtype=np.uint64) << np.uint64(8 * size - 16 if size > 2 else 0)

@@ -1,4 +1,4 @@
-"""Environments with some of the installed distributions, and what these need: linked, so that nothing is downloaded."""
+"""Environments with some installed distributions and their requirements, linked, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.places import REPOSITORY
 
 
 def closure(*names: str) -> dict[str, metadata.Distribution]:
-    """The distributions of these names, and all that they require without extras."""
+    """Return the named distributions and everything they require without extras."""
     found: dict[str, metadata.Distribution] = {}
     left = list(names)
     while left:
@@ -31,7 +31,7 @@ def closure(*names: str) -> dict[str, metadata.Distribution]:
 
 
 def environment(folder: Path, *names: str) -> Path:
-    """Make an environment in `folder` with ckpt, what it requires, and the distributions `names`: its interpreter."""
+    """Make an environment with ckpt, its requirements and the distributions `names`, and return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     here = Path(sysconfig.get_path("purelib"))

@@ -118,7 +118,7 @@ def test_the_exit_codes_are_those_of_the_error_classes() -> None:
     }
 
 
-@pytest.mark.parametrize("option", [(), ("--resume",)])  # which scripts of before may have
+@pytest.mark.parametrize("option", [(), ("--resume",)])  # old scripts may have it
 def test_what_a_killed_conversion_left_is_gone_on_with(run: Path, option: tuple[str, ...]) -> None:
     source, out = ("convert", "zero3", "hf", run, *option), Path("outputs-hf")
     assert "were there already" not in run_ckpt(*source).err
@@ -188,7 +188,7 @@ def test_a_stopped_conversion_says_what_it_keeps_and_the_same_command_goes_on(
 
 
 def test_what_a_stopped_conversion_left_is_read_as_no_checkpoint(run: Path) -> None:
-    """Its files have their full size, and zeros where nothing is written yet."""
+    """Its files have their full size, with zeros in the unwritten places."""
     convert, staging = ("convert", "auto", "hf", str(run), "-o", "out"), Path(".out.ckpt-staging")
     assert process(*convert, script=KILLED, cwd=Path.cwd()).code == -9
     for place in (staging, staging / "model.safetensors"):
@@ -233,7 +233,7 @@ def test_who_stops_it_while_what_it_replaced_is_removed_is_told_that_it_is_there
 
 
 def test_a_conversion_that_another_process_is_writing_is_not_called_stopped(run: Path) -> None:
-    """A living process, whose journal is half full."""
+    """The process is alive and its journal is half full."""
     out, said = ("-o", "out"), "another process is writing this destination"
     words = [sys.executable, "-c", KILLED.replace("SIGKILL", "SIGSTOP"), "convert", "auto", "hf", str(run), *out]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -273,7 +273,7 @@ def test_what_was_written_is_read_back_where_that_is_asked_for(run: Path) -> Non
     assert sorted(os.listdir()) == ["out", "outputs"], "nothing is left of it"
 
 
-#: `ckpt`, which gets a signal when the first of what it has written is in the journal.
+#: `ckpt` with a signal after its first journal entry.
 KILLED = """
 import itertools, os, signal
 from ckpt.__main__ import main
@@ -305,7 +305,7 @@ def snapshot_of_files(folder: str) -> dict[str, bytes]:
 
 
 def test_any_combination_of_arguments_ends_in_an_exit_code(run: Path) -> None:
-    """An exception that is no exit would come out of `run_ckpt` and fail the test."""
+    """An exception other than an exit would leave `run_ckpt` and fail the test."""
     words = ["zero1", "zero3", "hf", "auto", "universal", "", "outputs", "outputs/latest", "outputs/global_step2", "/"]
     words += ["nowhere", ".", "--", "-", "\udcff", "é"]
     options = ["--json", "-q", "-v", "--dry-run", "--tensors", "--cast", "--only", "weights", "--tag", "global_step2"]
@@ -329,11 +329,11 @@ import sys
 print(" ".join(name for name in {heavy} if name in sys.modules), file=sys.stderr)
 """
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "huggingface_hub", "safetensors", "rich")
-HEAVY += ("pydantic", "importlib.metadata")  # which take half of the time before the first byte moves
+HEAVY += ("pydantic", "importlib.metadata")  # they take half of the time before the first byte moves
 
 
 def imported(code: str, *args: str | Path) -> list[str]:
-    """Which heavy packages some code imports in a fresh process."""
+    """Return the heavy packages some code imports in a fresh process."""
     result = process(*args, script=IMPORTED.format(code=code, heavy=HEAVY))
     assert result.code == 0, result.err
     return result.err.splitlines()[-1].split() if result.err.splitlines() else []
@@ -389,7 +389,7 @@ def test_the_module_and_the_command_are_the_same(run: Path, monkeypatch: pytest.
 
 
 def test_a_reader_that_has_seen_enough_ends_it_as_sigpipe_does(fixtures: Path) -> None:
-    """As `| head -1`: the pipe is closed before a line is written."""
+    """`| head -1` closes the pipe before a line is written."""
     command = [sys.executable, "-m", "ckpt", "inspect", str(fixtures / "lora-zero3"), "--tensors"]
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -403,7 +403,7 @@ def test_a_reader_that_has_seen_enough_ends_it_as_sigpipe_does(fixtures: Path) -
 def test_a_terminal_without_unicode(
     fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locale: str
 ) -> None:
-    """Names in a language, and bytes of no language, on a terminal that can show neither."""
+    """Names may hold letters or undecodable bytes that the terminal can't show."""
     for name, value in (("LC_ALL", locale), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
         monkeypatch.setenv(name, value)
     run = Path(os.fsdecode(os.fsencode(tmp_path) + "/modèle-".encode() + b"\xff\x1b[2J"))

@@ -25,7 +25,7 @@ tensor = ["embed.weight"]
 
 @pytest.fixture
 def project(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a table of defaults, and a run in a folder of it, which is the working directory."""
+    """Make a project with a table of defaults. The working directory is a subfolder with a run."""
     shutil.copytree(fixtures / "toy-zero3", tmp_path / "deep" / "outputs")
     (tmp_path / "pyproject.toml").write_text(TABLE)
     monkeypatch.chdir(tmp_path / "deep")
@@ -33,7 +33,7 @@ def project(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def planned(*words: str) -> int:
-    """The number of ranks for which `ckpt convert auto zero3` plans files."""
+    """Return the number of ranks in the plan of `ckpt convert auto zero3`."""
     found = run_ckpt("convert", "auto", "zero3", "outputs", "--json", *words)
     assert found.code == 0, found.err
     return len([file for file in json.loads(found.out)["files"] if "optim_states" in file["name"]])
@@ -46,7 +46,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_table(
     monkeypatch.setenv("CKPT_CONVERT_WORLD_SIZE", "4")
     assert planned() == 4
     assert planned("--world-size", "1") == 1
-    (project / "deep" / "pyproject.toml").write_text("")  # the nearest one, which sets nothing
+    (project / "deep" / "pyproject.toml").write_text("")  # the nearest file, without settings
     monkeypatch.setenv("CKPT_CONVERT_DRY_RUN", "1")
     assert planned() == 4
     assert sorted(path.name for path in (project / "deep").iterdir()) == ["outputs", "pyproject.toml"]

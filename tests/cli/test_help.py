@@ -28,7 +28,7 @@ from tests.support.places import REPOSITORY
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = [command.name for command in command_registry.all_commands()]
 EXAMPLES = {"ckpt": OF_ALL} | {command.name: command.examples for command in command_registry.all_commands()}
-#: They take a server, FUSE, torch, the nodes of a job or a run that lives: these are parsed alone.
+#: These need a server, FUSE, torch, a job's nodes or a live run, so they are only parsed.
 PARSED = ("mount", "push", "merge-lora", "plot", "preflight", "watch")
 
 
@@ -79,7 +79,7 @@ def test_version_has_a_short_option() -> None:
 
 # -- completion -------------------------------------------------------------------------------------------------------
 def completed(shell: str, line: str, **env: str) -> list[str]:
-    """What `shell` is told of a line that is being typed, by typer's protocol for it."""
+    """Return the completions `shell` gets for a partial line, through typer's protocol."""
     words = line.split(" ")
     asked = {
         "_CKPT_COMPLETE": f"complete_{shell}",
@@ -128,7 +128,7 @@ complete -p ckpt
     assert done.stdout == "complete -o default -F _ckpt_completion ckpt\n", done.stderr
 
 
-# -- what was meant ---------------------------------------------------------------------------------------------------
+# -- suggestions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("words", "same"), [(("help",), ("--help",)), (("help", "hash"), ("hash", "--help"))])
@@ -206,7 +206,7 @@ def test_colours_are_for_terminals_and_no_color_turns_them_off(monkeypatch: pyte
 
 
 def on_a_terminal(*words: str, **env: str) -> Result:
-    """A command with a terminal of 80 columns as its stdout and stderr."""
+    """Run a command with an 80-column terminal as its stdout and stderr."""
     import pty
 
     script = "import sys; sys.argv = ['ckpt', *sys.argv[1:]]; from ckpt.__main__ import main; main()"

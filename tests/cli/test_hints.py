@@ -1,4 +1,4 @@
-"""Hints in the source: each option and each command in them exists, and `tests.support.hints` tries those of errors."""
+"""Hints in the source: every option and command in them exists; `tests.support.hints` tries the hints of errors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_command_in_a_hint_exists_with_its_options() -> None:
     assert not missing
 
 
-#: Commands for a terminal beside a training, which are no functions of the package.
+#: Commands for a terminal during a training, without a Python function.
 ON_COMMAND_LINE_ONLY = ("plot", "preflight", "watch")
 
 

@@ -30,7 +30,7 @@ COMMANDS = [
     ),
     "ckpt verify --loads outputs-merged",
 ]
-#: What an environment has beside the base package, and the commands that need more.
+#: Extra distributions of each environment, and the commands that need more.
 INSTALLED = {"base": (), "torch": ("torch",)}
 NEEDS_TORCH, NEEDS_TRANSFORMERS = r"ckpt merge-lora", r"ckpt verify --loads"
 LACKING = {"base": (NEEDS_TORCH, NEEDS_TRANSFORMERS), "torch": (NEEDS_TRANSFORMERS,)}
@@ -38,7 +38,7 @@ LACKING = {"base": (NEEDS_TORCH, NEEDS_TRANSFORMERS), "torch": (NEEDS_TRANSFORME
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands name: runs, a model, and a Megatron run of it."""
+    """Make the paths in the commands: runs, a model and its Megatron run."""
     place = tmp_path_factory.mktemp("readme")
     for name in ("outputs", "demo-outputs", "fixtures/moe-zero3"):
         shutil.copytree(REPOSITORY / "fixtures" / "moe-zero3", place / name)

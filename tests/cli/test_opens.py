@@ -1,4 +1,4 @@
-"""How often one command reads a run's record of its step, lists each folder of the run, and opens an adapter's file."""
+"""Number of reads of a run's step record, folder listings, and opens of an adapter file in one command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Run each command in a process of its own; count opens of `latest` and of adapters, and listings below the runs, with
-#: an audit hook. A name with the prefix `ckpt.` is a Python function.
+#: Run each command in a new process. An audit hook counts opens of `latest` and of adapters, and folder listings below
+#: the runs. A name with the prefix `ckpt.` is a Python function.
 _COUNT = """
 import json, os, sys
 from collections import Counter
@@ -54,7 +54,7 @@ def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
     once, both = {"toy-zero3/latest": 1}, {"toy-zero3/latest": 1, "toy-zero2/latest": 1}
     merged = {f"{base[len(str(fixtures)) + 1 :]}/checkpoint-2/latest": 1}
     merged[f"{adapter[len(str(fixtures)) + 1 :]}/checkpoint-2/adapter_model.safetensors"] = (
-        2  # its header, and all of its factors
+        2  # its header and its factors
     )
     commands = {
         ("inspect", run): once,

@@ -26,7 +26,7 @@ from tests.support.commands import process
 
 @dataclass(frozen=True)
 class Marks:
-    """Options of a format that another package brings."""
+    """Options for a third-party format."""
 
     mark: str | None = option("A mark.", choices=("red", "blue"))
     depth: int = option("How deep.", default=3, min=1)
@@ -35,7 +35,7 @@ class Marks:
 
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module that is registered as that of another package's options."""
+    """Register a module as another package's options."""
     module = ModuleType("marks_of_tests")
     module.Marks = Marks  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -116,12 +116,12 @@ def test_an_option_of_another_format_is_a_mistake(fixtures: Path, marks: ModuleT
     assert result.code == 2
     assert "the format 'hf' has none of the options of marks" in result.err
     assert "found: --mark" in result.err
-    assert run_ckpt("convert", "auto", "hf", run, "--depth", "3", "--dry-run").code == 0  # as if it was not given
+    assert run_ckpt("convert", "auto", "hf", run, "--depth", "3", "--dry-run").code == 0  # like a missing option
     with pytest.raises(UsageError, match="has no option 'colour'"):
         ckpt.plan(ckpt.open(run), "hf", Layout(colour="red"))
     with pytest.raises(UsageError, match="did you mean max_shard_size"):
         ckpt.convert(run, "hf", tmp_path / "hf", max_shard_sizes=3)
-    with pytest.raises(UsageError, match=r"(?s)no option .max_shard_size.*see help"):  # an option of convert alone
+    with pytest.raises(UsageError, match=r"(?s)no option .max_shard_size.*see help"):  # only `convert` has it
         ckpt.resume(run, format="hf", model_only=True, max_shard_size=3)
     assert run_ckpt("convert", "auto", "hf", run, "--mark", "green").code == 2
     assert run_ckpt("convert", "auto", "hf", run, "--depth", "0").code == 2
@@ -156,7 +156,7 @@ def test_commands_other_than_convert_do_not_look_for_options() -> None:
 
 
 # -- every target and every option -------------------------------------------------------------------------------------
-#: Sources, each with options to which the one that is tried is added.
+#: Sources with base options; each tested option is added to them.
 SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
     "trainer-plain": ({"world_size": 2}, {}, {"tp": 2}),
     "autotp-zero1": (
@@ -172,7 +172,7 @@ SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
     "autoep-full": ({},),
     "verl-fsdp1": ({},),
 }
-#: A value of each that is not what there is without it.
+#: A value of each option that differs from the default.
 VALUES: dict[str, Any] = {
     "dtype": "fp16",
     "optimizer_dtype": "fp32",
@@ -199,10 +199,10 @@ VALUES: dict[str, Any] = {
     "fsdp_version": 2,
     "mesh_device": "npu",
 }
-#: What is so already in some sources, as the plain values of states that are plain.
+#: Options some sources already satisfy, such as plain values for plain states.
 HOLDS = {"optimizer_dtype", "names", "fsdp_version", "etp", "tp", "pp", "world_size", "transformer_impl", "ep_size"}
 HOLDS |= {"flat_optimizer", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"}
-#: Options that a format shares the declaration of, and refuses.
+#: Options a format declares with others but refuses.
 OF_OTHERS = {"hf": {"flat_optimizer"}, "megatron-deepspeed": {"ep", "vpp", "etp", "transformer_impl"}}
 
 
@@ -212,7 +212,7 @@ def planned(source: OpenCheckpoint, target: str, options: dict[str, Any]) -> obj
 
 
 def outcomes(source: OpenCheckpoint, target: str, base: dict[str, Any], values: dict[str, Any]) -> Iterator[str | None]:
-    """Whether each option changes what is planned; None where the source does not become the target at all."""
+    """Yield whether each option changes the plan, or None if the source can't become the target."""
     try:
         usual = planned(source, target, base)
     except CkptError:

@@ -42,7 +42,7 @@ def _of_kind(lines: list[str], *starts: str) -> list[str]:
 
 
 def test_every_fixture_is_converted_in_few_lines(fixtures: Path, tmp_path: Path) -> None:
-    """Give each kind of warning its own line; -v says at least as much, in --dry-run too."""
+    """Each kind of warning has its own line; -v says at least as much, in --dry-run too."""
     folders = sorted(one for one in fixtures.iterdir() if one.is_dir())
     words = {"fsdp-ranks": 0, "hf": 0, "zero1": 0}
     for number, folder in enumerate(folders):

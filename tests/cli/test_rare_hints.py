@@ -1,4 +1,4 @@
-"""Hints of rare situations: the smallest input that prints each of them, so that `tests/support/hints.py` types it."""
+"""Hints for rare situations: the smallest input for each of them, so `tests/support/hints.py` tries it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
 RUN = FIXTURES / "toy-zero3"
-#: Name in pickles that ckpt knows, as if another package registers it.
+#: A pickled name known to ckpt, registered again by another package.
 NAMES = {("collections", "OrderedDict"): ("a",)}
-#: Arguments of `ckpt estimate` that need no network.
+#: Offline arguments for `ckpt estimate`.
 MODEL = (FIXTURES / "trainer-plain/checkpoint-2", "--gpus", "2")
 
 
@@ -55,7 +55,7 @@ class Place:
         return path
 
     def without(self, module: str) -> None:
-        """Make a module look as if it was not installed."""
+        """Make a module look uninstalled."""
         self.patch.setitem(sys.modules, module, None)
 
 
@@ -196,7 +196,7 @@ def compressed(place: Place) -> Path:
 
 
 def launched(place: Place, size: str = "2", rank: str = "0", **environment: str) -> str:
-    """Return the error of a process that mpirun starts."""
+    """Return the error of a process started by mpirun."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_CPP_LOG_LEVEL"):
         place.patch.setenv(name, "")  # removed at the end, whatever the launch sets
         place.patch.delenv(name)
@@ -221,12 +221,15 @@ def ranks_of_two_runs(place: Place) -> Path:
 
 
 def others(first: Any) -> Any:
-    """Return the group of this process, the second one, where the first one gives `first`."""
+    """Return a group with this process as the second one; the first one gives `first`."""
     return SimpleNamespace(rank=1, size=2, gather=lambda value: [first, value])
 
 
 def inner(function: Callable[[], object]) -> str:
-    """Return the error of a function that no public one of this process reaches. Its hint has to be advice."""
+    """Return the error of a function not reachable through the public API in this process.
+
+    Its hint has to be advice.
+    """
     with pytest.raises(CkptError) as refused:
         function()
     assert refused.value.hint is not None and advice.kind(refused.value.hint) is not None
@@ -245,7 +248,7 @@ def called(function: Callable[[], object]) -> str:
     return str(refused.value)
 
 
-#: Part of the hint, and the situation that prints it.
+#: Part of the hint, and a situation that prints it.
 SITUATIONS: dict[str, Callable[[Place], str]] = {
     "--dequantize` makes a plain base": lambda at: typed(
         "convert", "auto", "hf", RUN, "--complete-from", quantized(at / "base"), "-o", at / "out"

@@ -23,7 +23,7 @@ _PROMPT = rb"READY"
 
 
 def read_until(terminal: int, pattern: bytes) -> bytes:
-    """What a shell shows, as far as `pattern`; terminals are asked what they are, and answer."""
+    """Return a shell's output up to `pattern`. The terminal answers the shell's queries."""
     shown, end = b"", time.monotonic() + _LIMIT
     while not re.search(pattern, shown):
         assert time.monotonic() < end, shown
@@ -40,7 +40,7 @@ def test_one_tab_completes(fixtures: Path, tmp_path: Path, shell: str) -> None:
         pytest.skip(f"{shell} is not installed")
     command = tmp_path / "bin/ckpt"
     command.parent.mkdir()
-    script = "import sys; sys.argv[0] = 'ckpt'; from ckpt.__main__ import main; main()"  # as the entry point does
+    script = "import sys; sys.argv[0] = 'ckpt'; from ckpt.__main__ import main; main()"  # like the entry point
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(script)} "$@"\n')
     command.chmod(0o755)
     (tmp_path / "outputs").symlink_to(fixtures / "toy-zero3")

@@ -24,7 +24,7 @@ FULL = Path("/dev/full")
 
 
 def shell(command: str, *, prefix: str = "") -> subprocess.CompletedProcess[str]:
-    """A command of the shell, in which `ckpt` is the command line under test."""
+    """Run a shell command with `ckpt` as the command line under test."""
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = command.replace("ckpt ", f"{shlex.quote(sys.executable)} -m ckpt ", 1)
     done = ["bash", "-c", prefix + command]

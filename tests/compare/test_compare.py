@@ -79,7 +79,7 @@ def cut_boxes(array: np.ndarray, dtype: DType, dim: int, edges: list[int], order
 
 
 def view_of_rows(array: np.ndarray, dtype: DType, gap: int) -> Cut:
-    """Rows with a gap behind each, as a slice of a wider matrix is stored."""
+    """Lay out rows with a gap after each, like a slice of a wider matrix."""
     rows = array.reshape(-1, array.shape[-1])
     data = b"".join(row.tobytes() + b"\x99" * (gap * dtype.itemsize) for row in rows)
     strides = tuple(s // array.shape[-1] * (array.shape[-1] + gap) for s in contiguous_strides(array.shape)[:-1])
@@ -164,7 +164,7 @@ def test_of_several_differences_the_least_index_is_named_and_all_are_counted(
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers of a few elements, so that small tensors take the paths of large ones."""
+    """Shrink the buffers, so that small tensors take the paths of large ones."""
     monkeypatch.setattr(compare_module, "_CHUNK", 64)
     monkeypatch.setattr(compare_module, "_READ_COSTS", 16)
 
@@ -263,7 +263,7 @@ def test_an_empty_tensor_is_equal_to_itself_without_fragments_too(tmp_path: Path
 
 
 def test_every_position_of_a_long_tensor_is_looked_at(tmp_path: Path) -> None:
-    """The last byte, the bytes at the buffers' edges, and the tail that is no whole word."""
+    """The last byte, the bytes at the buffers' edges, and the tail after the last whole word."""
     numel = (2 << 20) + 13
     data = np.random.default_rng(0).integers(0, 256, numel, np.uint8)
     one = stored(tmp_path / "a", data.tobytes(), BY_NAME["uint8"], (numel,), before=1)
@@ -415,7 +415,7 @@ def test_replicas_that_agree(tmp_path: Path) -> None:
     read: list[int] = []
     with Reader(read.append) as reader:
         check_replicas(replicated(tmp_path, struct.pack("<6f", *range(6))), reader)
-    assert sum(read) == 24  # all of it was compared
+    assert sum(read) == 24  # all bytes were compared
 
 
 def test_replicas_that_disagree_are_named_with_the_first_element(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_replicas_that_disagree_are_named_with_the_first_element(tmp_path: Path)
 
 
 def test_copies_that_no_rank_holds_are_not_called_ranks(tmp_path: Path) -> None:
-    """As of a tied model whose file has both tensors: no rank could be chosen."""
+    """A tied model's file may hold both tensors, and no rank can be named."""
     tensor = replicated(tmp_path, bytes(24), ranks=(None, None))
     with Reader() as reader, pytest.raises(CorruptError, match="copies of one tensor disagree") as caught:
         check_replicas(tensor, reader)

@@ -85,7 +85,7 @@ def test_dtypes_differ_and_nothing_is_rounded(tmp_path: Path) -> None:
 
 
 def test_a_run_of_three_ranks_against_its_model(tmp_path: Path) -> None:
-    """Pieces of all ranks, read where they lie, against the truth of the live engine."""
+    """Pieces of all ranks are read in place and compared with the live engine's truth."""
     run = FIXTURES / "toy-zero3"
     ckpt.convert(run, "hf", tmp_path / "out", names="own", dtype="bf16")
     truth = load_file(next((run / "truth").glob("*2*.safetensors")))
@@ -174,12 +174,12 @@ def test_a_tolerance_below_zero_or_without_end_is_a_mistake(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"^rtol is no tolerance"):
         ckpt.diff(place, place, rtol=float("nan"))
     assert run_ckpt("diff", place, place, "--atol", "-1").code == 2
-    assert run_ckpt("diff", place, place, "--rtol", "inf", "--json").code == 2  # JSON has no such number
+    assert run_ckpt("diff", place, place, "--rtol", "inf", "--json").code == 2  # JSON can't represent it
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1), min_size=1))
 def test_parts_together_are_the_whole(parts: list[list[float]]) -> None:
-    """The sums of pieces, however a tensor is cut."""
+    """Sums of pieces do not depend on the cut."""
     changes = [
         Change(len(part), 0, 0, (0, 0), (sum(x * x for x in part), 0.0, 0.0), 0.0, max(map(abs, part)), (n,))
         for n, part in enumerate(parts)

@@ -47,7 +47,7 @@ def convert(source: Path, target: str, output: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "dcp-fsdp2"])
 def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
-    """Every format of one model has its digests: the optimizer's as they are, weights in a dtype that is given."""
+    """Every format of a model has the same digests: optimizer states unchanged, weights in a given dtype."""
     source = api.open(FIXTURES / name)
     optimizer = api.digests(source).whole[OPTIMIZER]
     weights = api.digests(source, dtype=BFLOAT16).whole[WEIGHTS]
@@ -57,7 +57,7 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
         written = api.open(convert(FIXTURES / name, target, tmp_path / target))
         assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights, target
         assert api.digests(written).whole[OPTIMIZER] == optimizer, target
-        if target not in ("dcp", "full"):  # which hold the masters as weights, and so no longer the model's dtype
+        if target not in ("dcp", "full"):  # they hold masters in place of the weights and lose the model's dtype
             assert api.digests(written).whole == api.digests(source).whole or name == "dcp-fsdp2", target
     written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
     assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
@@ -89,14 +89,14 @@ def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
 
 
 def flip_in(checkpoint: Checkpoint, fqn: str) -> None:
-    """Flip a bit that weights in bf16 keep, of the first element of a tensor: its weight, or else its master."""
+    """Flip a bit of a tensor's first element that bf16 keeps, in the weight or else the master."""
     tensor = checkpoint.tensors.get((fqn, WEIGHT)) or checkpoint.tensors[fqn, MASTER]
     extent = next(iter(tensor.fragments())).extent
     flip(Path(extent.path), extent.offset + extent.dtype.itemsize - 1, 0)
 
 
 def test_as_documented() -> None:
-    """The digests of what the live engine gathered, computed here from the definition alone."""
+    """The expected digests are computed here from the definition and the live engine's truth."""
     truth = Truth.load(next((FIXTURES / "toy-zero3" / "truth").glob("global_step*.safetensors")))
     found = api.digests(api.open(FIXTURES / "toy-zero3"))
     states = found.of_kind(OPTIMIZER)
@@ -112,7 +112,7 @@ def test_as_documented() -> None:
 
 @given(st.data())
 def test_row_major(data: st.DataObject) -> None:
-    """Elements come in row-major order from pieces that lie transposed, with gaps and in any order."""
+    """Pieces may be transposed, have gaps and come in any order."""
     shape = data.draw(shapes())
     values = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
     store: Store = {}
@@ -125,7 +125,7 @@ def test_row_major(data: st.DataObject) -> None:
 
 
 class InMemory(digest.Reader):
-    """A reader of files that are arrays."""
+    """A reader of in-memory arrays."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_without_a_manifest(tmp_path: Path) -> None:
 
 
 def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
-    """ZeRO's masters and the fp32 weights of a folder made of them have one digest."""
+    """ZeRO's masters and an fp32 folder written from them have the same digest."""
     api.plan(api.open(FIXTURES / "toy-zero3"), "hf", Layout(dtype=FLOAT32)).run(tmp_path / "hf")
     one, other = (api.open(path) for path in (FIXTURES / "lora-zero3", tmp_path / "hf"))
     assert api.digests(one, dtype=FLOAT32).whole[WEIGHTS] != api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
@@ -256,7 +256,7 @@ def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
 
 
 def test_the_manifest_has_the_digests_where_tensors_lie_in_one_piece(tmp_path: Path) -> None:
-    """As in safetensors, where they come with hashing the file; not in ZeRO's flat partitions."""
+    """In safetensors, digests come for free while the file is hashed; not so in ZeRO's flat partitions."""
     folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
     content = json.loads((folder / MANIFEST).read_text())
     found = api.digests(api.open(folder))
@@ -272,7 +272,7 @@ def test_no_manifest(tmp_path: Path) -> None:
 
 
 def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the manifest of a very large checkpoint stays small; a change is then in one of several tensors."""
+    """The manifest of a very large checkpoint stays small, and a change is located to a few tensors."""
     monkeypatch.setattr(filehash, "_MAX_PIECES", 2)
     folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
     assert len(json.loads((folder / MANIFEST).read_text())["files"]["model.safetensors"]["pieces"]) <= 3
@@ -290,7 +290,7 @@ def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: 
 
 
 def test_a_small_tensor_among_large_ones_is_a_piece_of_its_own(tmp_path: Path) -> None:
-    """A norm is less than a 4096th of the file, and was hashed with its neighbour, which cost the digests too."""
+    """A norm is less than a 4096th of the file; hashed with its neighbour, it lost its digest."""
     tensors = {"a.weight": torch.randn(512, 512), "b.norm": torch.randn(64), "c.weight": torch.randn(512, 512)}
     (tmp_path / "model").mkdir()
     save_file(tensors, tmp_path / "model/model.safetensors")
@@ -304,7 +304,7 @@ def test_a_small_tensor_among_large_ones_is_a_piece_of_its_own(tmp_path: Path) -
 
 
 def test_so_many_files_have_few_pieces_each() -> None:
-    """The digests of a checkpoint of many thousand files are still read in one go."""
+    """The digests of a checkpoint with thousands of files can still be read at once."""
     assert (filehash.max_pieces(1), filehash.max_pieces(1000), filehash.max_pieces(10**7)) == (4096, 1000, 1)
 
 
@@ -326,7 +326,7 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_manifest_of_somebody_elses(name: str, tmp_path: Path) -> None:
-    """Its own digest fits; it is not what ckpt writes."""
+    """Its own digest matches, but ckpt never writes such content."""
     folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
     content = json.loads((folder / MANIFEST).read_text()) | HOSTILE[name]
     content["digest"] = manifest.own_digest(content)
@@ -347,7 +347,7 @@ def test_a_manifest_that_leads_out_of_its_folder(file: str, tmp_path: Path) -> N
 
 @given(st.data())
 def test_pieces_do_not_overlap_and_hold_every_slot(data: st.DataObject) -> None:
-    """Slots that interleave, such as two halves of each row, are in one piece."""
+    """Interleaved slots, such as two halves of each row, share a piece."""
     slots, at = [], 0
     for number in range(data.draw(st.integers(0, 8))):
         at += data.draw(st.integers(0, 3))

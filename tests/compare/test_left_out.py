@@ -23,7 +23,7 @@ WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run
 
 
 def run_states(seed: int) -> dict:
-    """What a script keeps of a run with an average of the weights and a queue (MoCo), after one step."""
+    """Return a script's state after one step, with averaged weights and a queue (MoCo)."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -101,7 +101,7 @@ def said_by(a: Path, b: Path) -> str:
     return " ".join((report.out + report.err).split())
 
 
-#: Files of a model, with other contents.
+#: Companion files of a model, each with two contents.
 FILES = {
     "tokenizer.json": (b'{"model": {"vocab": {"a": 0, "b": 1}}}', b'{"model": {"vocab": {"a": 1, "b": 0}}}'),
     "tokenizer_config.json": (b'{"name_or_path": "x"}', b'{"name_or_path": "y", "add_bos_token": true}'),
@@ -225,11 +225,11 @@ def test_a_step_that_a_torch_file_lacks(tmp_path: Path) -> None:
         torch.save(states, tmp_path / name / "checkpoint.pt")
     report = ckpt("verify", tmp_path / "a", tmp_path / "b")
     assert report.code == 1, report
-    assert "- weight (step)" in report.out and "+ weight (other)" in report.out  # both are of one format
+    assert "- weight (step)" in report.out and "+ weight (other)" in report.out  # both have the same format
 
 
 def test_what_cannot_be_read_is_no_difference(tmp_path: Path) -> None:
-    """Replicas that disagree are damage: 4, whatever else differs; and where nothing could be read, too."""
+    """Disagreeing replicas are damage: exit code 4, whatever else differs, and also if nothing could be read."""
     shutil.copytree(FIXTURES / "autotp-zero1", tmp_path / "a")
     here = api.open(tmp_path / "a")
     tensor = next(one for one in here.tensors.values() if one.replicas and one.numel)

@@ -1,4 +1,4 @@
-"""`--verify` reads back every byte that was written, and says verified of nothing else."""
+"""`--verify` reads back every written byte, and calls nothing else verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def flipped(file: Path, at: int) -> None:
     file.write_bytes(content)
 
 
-#: A target, a file of it, and what happens to the file on the disk.
+#: A target, one of its files, and the damage to the file on the disk.
 DAMAGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "config gone": ("hf", "config.json", lambda file: file.unlink()),
     "config is a folder": ("hf", "config.json", lambda file: (file.unlink(), file.mkdir())),

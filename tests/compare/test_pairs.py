@@ -1,4 +1,4 @@
-"""`ckpt/compare/pairs.py`: what is paired with what, what counts as a difference, what the report says."""
+"""`ckpt/compare/pairs.py`: pairs of tensors, differences, and the report."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def floats(*values: float) -> np.ndarray:
 
 
 def rounded(array: np.ndarray) -> np.ndarray:
-    """bfloat16 bits of a float32 array."""
+    """Return the bfloat16 bits for a float32 array."""
     return cast_bits(array.reshape(-1).view("<u4"), FLOAT32, BFLOAT16).reshape(array.shape)
 
 
 def one_file(path: Path, specs: Iterable[Spec], **fields: Any) -> Checkpoint:
-    """A checkpoint of one file that holds each tensor in one piece."""
+    """Make a one-file checkpoint with each tensor in one piece."""
     tensors: dict[tuple[str, str], Tensor] = {}
     data = bytearray(b"head")
     for fqn, role, array in specs:
@@ -48,7 +48,7 @@ def one_file(path: Path, specs: Iterable[Spec], **fields: Any) -> Checkpoint:
 
 
 def sharded(path: Path, specs: Iterable[Spec], num_ranks: int = 3, **fields: Any) -> Checkpoint:
-    """A checkpoint in which each rank's file holds a flat part of every tensor."""
+    """Make a checkpoint with a flat part of every tensor in each rank's file."""
     files = {f"rank{rank}": bytearray(bytes(rank)) for rank in range(num_ranks)}
     tensors: dict[tuple[str, str], Tensor] = {}
     for fqn, role, array in specs:
@@ -220,7 +220,7 @@ def test_no_cast_between_two_floats_of_one_width(tmp_path: Path) -> None:
 
 
 class TestRoles:
-    """What stands for a parameter in one format goes with what stands for it in the other."""
+    """A parameter's stand-in in one format is compared with its stand-in in the other."""
 
     def test_a_master_goes_with_a_weight(self, tmp_path: Path) -> None:
         a = sharded(tmp_path / "a", [("x", MASTER, floats(1, 2)), ("x", "exp_avg", floats(3, 4))])
@@ -313,7 +313,7 @@ class TestOptimizer:
         assert not report.equal
 
     def test_states_lost_from_a_training_checkpoint_are_missing(self, tmp_path: Path) -> None:
-        """Param groups say that there was an optimizer."""
+        """The param groups show that there was an optimizer."""
         a = one_file(tmp_path / "a", self.STATES)
         state = TrainingState(param_groups=(ParamGroup(("x",), {"lr": 1.0}),))
         b = one_file(tmp_path / "b", self.STATES[:1], state=state)
@@ -447,7 +447,7 @@ def with_source(checkpoint: Checkpoint, fqn: str, source: Source, replicas: tupl
 
 
 class TestUnreadable:
-    """A side that is damaged is a result of its own, and the other tensors are still compared."""
+    """A damaged side is a result of its own, and the other tensors are still compared."""
 
     SPECS = (("x", WEIGHT, floats(1, 2, 3, 4)), ("y", WEIGHT, floats(5)))
 
@@ -592,7 +592,7 @@ def test_progress_adds_up_to_the_bytes_of_a(tmp_path: Path) -> None:
 
 
 def test_progress_adds_up_to_what_it_is_told_first(tmp_path: Path) -> None:
-    """Optimizer states, which a folder of weights has no place for, are not compared."""
+    """A weights folder can't hold optimizer states, so they are not compared."""
     expected, seen = list[int](), list[int]()
     a = sharded(tmp_path / "a", [*MODEL, (MODEL[0][0], "exp_avg", MODEL[0][2])])
     report = verify(a, one_file(tmp_path / "b", MODEL), progress=seen.append, expected=expected.append)
@@ -676,7 +676,7 @@ def test_a_transposed_and_a_boxed_layout_of_one_matrix(tmp_path: Path) -> None:
 
 
 def columns(path: Path, dtype: DType, shape: Shape) -> Pieces:
-    """Two ranks that hold the halves of a matrix's columns, stored column by column."""
+    """Store a matrix on two ranks, each with half of the columns in column order."""
     rows, half = shape[0], shape[1] // 2
     boxes = [Box((0, 0), (rows, half)), Box((0, half), (rows, shape[1] - half))]
     return Pieces(

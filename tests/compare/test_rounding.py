@@ -1,4 +1,4 @@
-"""`ckpt/compare/pairs.py`: which float32 tensors are rounded before they are compared with weights of 16 bits."""
+"""`ckpt/compare/pairs.py`: float32 tensors are rounded for a comparison with 16-bit weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ckpt
 from ckpt.base.errors import UsageError
 from tests.support.commands import ckpt as run_ckpt
 
-#: Training checkpoints: FSDP's of several releases, ZeRO's, Megatron's, HF Trainer's, FSDP's of local shards.
+#: Training checkpoints of FSDP (several releases), ZeRO, Megatron, HF Trainer, and FSDP's local shards.
 RUNS = ("dcp-fsdp2", "dcp-torch21-fsdp1", "toy-zero0-fp32", "megatron-fsdp", "trainer-plain")
 LONG = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -19,7 +19,7 @@ STEP = "checkpoint-2"
 
 @pytest.fixture
 def runs(fixtures: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """The same run of HF Trainer under ZeRO-2, twice."""
+    """Copy the same HF Trainer run under ZeRO-2 twice."""
     for name in ("a", "b"):
         shutil.copytree(fixtures / "trainer-zero2", tmp_path / name)
     return tmp_path / "a", tmp_path / "b"

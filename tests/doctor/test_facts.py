@@ -20,7 +20,7 @@ from ckpt.errors import LossError, NotFoundError
 from tests.support.commands import ckpt, process, snapshot
 from tests.support.places import REPOSITORY
 
-#: Extras that are for developers, and the one of all others.
+#: Extras for developers, and the extra with all others.
 NOT_LISTED = {"all", "dev", "docs", "track"}
 
 
@@ -140,7 +140,7 @@ def test_it_works_without_torch(tmp_path: Path, fixtures: Path) -> None:
 
 
 def test_what_is_said_to_work_does_and_the_rest_does_not(tmp_path: Path, fixtures: Path) -> None:
-    """Each conversion, and each of the commands that need no other place, is run as it is printed."""
+    """Each printed conversion and local command is run."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     before = snapshot(run)
     trials = json.loads(ckpt("doctor", run, "--json").out)["commands"]
@@ -167,7 +167,7 @@ def test_a_converted_folder_is_verified_and_pushed(tmp_path: Path, fixtures: Pat
 
 
 def test_folder_that_cannot_be_loaded_does_not_work(tmp_path: Path, fixtures: Path) -> None:
-    """toy-zero3 has no config.json: neither `doctor` nor `push` says that the model works."""
+    """toy-zero3 has no config.json, so neither `doctor` nor `push` may call the model loadable."""
     run, out = fixtures / "toy-zero3", tmp_path / "out"
     cannot = "from_pretrained cannot load this folder: config.json is missing"
     shown = ckpt("doctor", run).out

@@ -1,5 +1,6 @@
-"""What a rank holds while it trains: for each job `OUTPUT/memory.json` has the most bytes of live tensors, by kind;
-each storage counts whole and once.
+"""Memory of each rank during training: for each job `OUTPUT/memory.json` has the peak bytes of live tensors, by kind.
+
+Each storage counts whole and once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from train import config, launch, loop
 from train.operations.monitoring import Operations
 from train.operations.state import states_of
 
-#: In the order in which a storage that serves several purposes is counted.
+#: A storage with several uses counts for the first kind in this order.
 KINDS = ("parameters", "buffers", "gradients", "masters", "optimizer")
 
 Held = dict[str, list[Any]]
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 class Watching(Operations):
-    """What the loop does beside training, and a look at what the engine holds."""
+    """The loop's operations, and a measurement of the engine's memory."""
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
         super().started(engine, resumed)
@@ -66,7 +67,7 @@ class Watching(Operations):
 
 
 def measure(held: Mapping[str, Iterable[Any]]) -> dict[str, int]:
-    """Bytes of the storages of each kind."""
+    """Return the bytes of each kind's storages."""
     seen: set[int] = set()
     sizes = {}
     for kind in KINDS:
@@ -83,14 +84,14 @@ def measure(held: Mapping[str, Iterable[Any]]) -> dict[str, int]:
 
 
 def held(engine: Any, of: config.Config) -> Held:
-    """What this rank's engine holds, by kind."""
+    """Return this rank's tensors by kind."""
     if of.strategy == "megatron":
         return _of_megatron_fsdp(engine) if of.saving == "fsdp_dtensor" else _of_megatron(engine)
     return _of_zero(engine) if of.strategy in config.ZERO else _of_torch(engine)
 
 
 def _of_torch(engine: Any) -> Held:
-    """All but DDP's buckets, which are not to be seen from Python."""
+    """Return all tensors except DDP's buckets, invisible from Python."""
     parameters = list(engine.model.parameters())
     return {
         "parameters": parameters,
@@ -100,7 +101,7 @@ def _of_torch(engine: Any) -> Held:
 
 
 def _of_zero(engine: Any) -> Held:
-    """Whole copies of ZeRO-3's parameters while they are in use count as nothing."""
+    """Return ZeRO's tensors, without the temporary whole copies of ZeRO-3's parameters."""
     optimizer, parameters = engine.optimizer, list(engine.engine.module.parameters())
     gradients = [parameter.grad for parameter in parameters]
     if engine.stage == 3:

@@ -94,7 +94,7 @@ def test_shapes_and_adapters_are_those_of_transformers_and_peft(model: str) -> N
         ("llama", {"attention_bias": True}),
         ("llama", {"mlp_bias": True}),
         ("qwen3", {"attention_bias": True}),
-        ("qwen2", {"attention_bias": False}),  # which its class does not read
+        ("qwen2", {"attention_bias": False}),  # its class ignores this option
     ],
 )
 def test_biases_are_counted_where_transformers_has_them(model: str, more: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def test_an_architecture_without_a_table_is_asked_of_transformers(monkeypatch: p
 
 
 # -- activations ---------------------------------------------------------------------------------------------
-_MATRICES = {"hidden_size": 64, "head_dim": 16}  # of sizes that transformers' experts compute with on CPUs
+_MATRICES = {"hidden_size": 64, "head_dim": 16}  # sizes supported by transformers' experts on CPUs
 SAVED: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -145,7 +145,7 @@ SAVED: dict[str, dict[str, Any]] = {
 
 
 def saved_bytes(model: str, layers: int, tokens: tuple[int, int], attention: str) -> tuple[int, dict[str, Any]]:
-    """Bytes that autograd saves in a forward pass of transformers' model, without parameters; and its config."""
+    """Return the bytes autograd saves in a forward pass of transformers' model, without parameters, and the config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     number = {"n_layer" if model == "gpt2" else "num_hidden_layers": layers}
@@ -183,7 +183,7 @@ def test_activations_of_a_layer_are_what_autograd_saves(model: str, attention: s
 
 
 def test_activations_of_the_paper() -> None:
-    """Korthikanti et al. 2022: 34 sbh bytes in a layer of GPT without the scores, of which two are dropout masks."""
+    """Korthikanti et al. 2022: 34 sbh bytes per GPT layer without the scores; two are dropout masks."""
     config = {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 4, "n_positions": 2048, "vocab_size": 512}
     blocks = in_memory(config).blocks
     found = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048), 1, False)
@@ -196,7 +196,7 @@ def test_activations_of_the_paper() -> None:
     whole = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048, sequence_parallel=False), 2, False)
     assert whole.kept - halves.kept == 4 * (8 * 2048 * 1024) // 2
     assert whole.checkpointed - halves.checkpointed == (4 * 2 * 2048 * 1024 + 8 * 2048 * 1024) // 2
-    # Section 5: scores take 5 as/h of 34 + 5 as/h (without dropout 2); selective recomputation keeps none of them.
+    # Section 5: scores take 5 as/h of 34 + 5 as/h (without dropout 2). Selective recomputation drops them all.
     eager = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048, eager_attention=True), 1, False)
     assert eager.kept - found.kept + lse == 4 * 2 * 16 * 2048 * 2048
     selective = Setup(length=2048, eager_attention=True, recompute=("core_attn",))
@@ -204,7 +204,7 @@ def test_activations_of_the_paper() -> None:
 
 
 def peak_bytes(checkpointing: bool, vocabulary: int) -> tuple[int, activations.Activations]:
-    """The most that forward and backward pass allocate beside parameters and gradients, and the estimate."""
+    """Return the peak allocation of forward and backward pass, without parameters and gradients, and the estimate."""
     from torch.profiler import ProfilerActivity, profile
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -239,7 +239,7 @@ def test_the_peak_of_a_step_is_as_estimated(vocabulary: int) -> None:
 
 # -- states, by the published formulas -----------------------------------------------------------------------
 def test_states_are_those_of_the_zero_paper() -> None:
-    """Rajbhandari et al. 2020, figure 1: 16 bytes for each parameter, of which stages divide 12, 14 and all."""
+    """Rajbhandari et al. 2020, figure 1: 16 bytes per parameter. The stages divide 12, 14 and all 16."""
     model = in_memory(LLAMA)
     count, ranks = num_elements(model.parameters), 64
     setup = Setup(ranks)
@@ -266,7 +266,7 @@ def test_states_are_those_of_megatrons_document() -> None:
 
 
 def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
-    """What `action` returns, and the bytes that it allocated and did not free."""
+    """Return the result of `action`, and the bytes it allocated and kept."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -335,7 +335,7 @@ def test_the_document_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     document = (REPOSITORY / "docs" / "estimate.md").read_text()
     blocks = re.findall(r"^    \$ ckpt (estimate .*)\n((?:    .*\n|\n(?=    ))+)", document, re.MULTILINE)
-    blocks = [(command, shown) for command, shown in blocks if "    ..." not in shown]  # those are run by tests/docs
+    blocks = [(command, shown) for command, shown in blocks if "    ..." not in shown]  # tests/docs runs the others
     assert len(blocks) == 1
     for command, shown in blocks:
         assert ckpt(*command.split()).out == textwrap.dedent(shown)
@@ -378,7 +378,7 @@ def test_suggestions_go_from_data_to_tensor_to_pipeline_parallelism() -> None:
     assert over.startswith("with Megatron: megatron tp 1 pp 1, data parallel 4:")
     (sharded, _) = suggestions(LLAMA, Setup(4, length=512), 80 * GB)
     assert sharded.startswith("zero1, data parallel 4:")
-    # What one node of tensor parallelism cannot hold is cut into stages.
+    # A model too large for tensor parallelism in one node is cut into stages.
     large = {
         **LLAMA,
         "hidden_size": 8192,
@@ -403,7 +403,7 @@ def test_checkpointing_and_larger_data_parallelism_come_before_tensor_parallelis
 
 
 def test_offloading_and_lora_come_before_tensor_parallelism() -> None:
-    """On 8 GPUs of 24 GB an 8B model fits with offloading, with LoRA, and with tensor parallelism of 8."""
+    """On 8 GPUs with 24 GB an 8B model fits with offloading, LoRA, or tensor parallel size 8."""
     first, over = suggestions(LLAMA, Setup(8), 24 * GB)
     offloaded, _, lora = first.partition("; or with fewer trained parameters: ")
     assert offloaded.startswith("zero3-offload with activation checkpointing, data parallel 8: ")
@@ -416,7 +416,7 @@ def test_offloading_and_lora_come_before_tensor_parallelism() -> None:
 
 
 def test_fewer_tokens_are_suggested_only_where_all_else_would_fit() -> None:
-    """16, 16 and 32 GB of states on one GPU of 40 GB: no length helps, and to shard them does."""
+    """States take 16, 16 and 32 GB on one 40 GB GPU: no length helps, but sharding does."""
     (ddp,) = sizing.size(
         sizing.Subject("8B", in_memory(LLAMA), LLAMA), Setup(1, mixed=False, length=1), 40 * GB, [DDP]
     ).suggestions
@@ -494,7 +494,7 @@ def test_sharded_checkpoints_are_models_too(fixtures: Path) -> None:
     for folder in folders:
         run = folder / "run" if (folder / "run").is_dir() else folder  # there other models are beside it
         done = ckpt("estimate", run, "--gpus", "2", "--json")
-        if "which run? there are several here" in done.err:  # folders of several samples
+        if "which run? there are several here" in done.err:  # folders with several samples
             continue
         assert done.code == 0, (folder, done.err)
         assert json.loads(done.out)["parameters"] > 0
@@ -510,13 +510,13 @@ def test_a_lora_run_is_its_model(fixtures: Path, tmp_path: Path) -> None:
     assert json.loads(without.out)["parameters"] == json.loads(with_config.out)["parameters"]
 
 
-# -- states, by what ranks hold ------------------------------------------------------------------------------
+# -- states, by the ranks' real memory -----------------------------------------------------------------------
 RANKS = 4
-BUFFERS = ZeroOptions(reduce_bucket_size=100_000, param_persistence_threshold=40)  # as the trainer sets them
+BUFFERS = ZeroOptions(reduce_bucket_size=100_000, param_persistence_threshold=40)  # the trainer's own values
 TITLE = "bytes that the fullest of 4 ranks holds: estimated, and measured where that differs"
 _OPTIMIZER, _PARAMS = ({f"offload_{what}": {"device": "cpu"}} for what in ("optimizer", "param"))
 _BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-#: What is merged over the trainer's DeepSpeed config, by the name that a run has for it.
+#: Changes to the trainer's DeepSpeed config, by run name.
 DS_CONFIGS: dict[str, dict[str, Any]] = {
     "offload-optimizer": {"zero_optimization": _OPTIMIZER},
     "offload-params": {"zero_optimization": _PARAMS},
@@ -567,7 +567,7 @@ def tiny(model: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """What the fullest rank of every run holds, by kind."""
+    """Return the memory of each run's fullest rank, by kind."""
     folder = tmp_path_factory.mktemp("memory")
     jobs = []
     common = {"steps": 2, "weight_decay": 0.0, "length": 8}
@@ -596,7 +596,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 
 
 def show(tables: Any, name: str, found: Memory, real: dict[str, int]) -> None:
-    """Record estimates, with measured sizes in brackets where they differ, as in docs/estimates.txt."""
+    """Record estimates, with different measured sizes in brackets, like docs/estimates.txt."""
 
     def cell(predicted: int, measured: int | None) -> str:
         return f"{predicted:,}" + ("" if measured in (None, predicted) else f" ({measured:,})")
@@ -649,8 +649,8 @@ def test_megatrons_ranks_hold_what_is_estimated(
     show(tables, title("megatron", options), found, real)
     assert real["parameters"] == found.parameters
     assert real["gradients"] == found.gradients
-    # Of a rank's part of a buffer the padding has neither master nor states: up to 63 elements behind each parameter,
-    # and up to 127 at the end.
+    # Padding in a rank's part of a buffer has neither master nor states: up to 63 elements after each parameter, and up
+    # to 127 at the end.
     padding = sum(63 * p.count for stage in stages for p in stage.parameters) + 2 * 127
     assert 0 <= found.masters - real["masters"] <= 4 * padding
     assert real["optimizer"] == 2 * real["masters"]

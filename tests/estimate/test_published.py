@@ -21,7 +21,7 @@ DOCUMENT = (REPOSITORY / "docs" / "testing.md").read_text()
 
 @dataclass(frozen=True)
 class Run:
-    """`measured` is in GiB, None where only the fact that it ran, or did not, is known; `memory` of a card in GB."""
+    """`measured` is in GiB, or None if it is only known whether the run fitted; `memory` of a card is in GB."""
 
     name: str
     config: dict[str, Any]
@@ -38,7 +38,7 @@ class Run:
 A800 = PUBLIC["LLaMA-7B"][1]
 OSS = PUBLIC["gpt-oss-20b"][1]
 QWEN = PUBLIC["Qwen3-235B-A22B"][1]
-#: As Axolotl's example trains it: bf16 weights, 8-bit AdamW, Cut cross-entropy, offloaded inputs of layers.
+#: Axolotl's example: bf16 weights, 8-bit AdamW, Cut cross-entropy, offloaded layer inputs.
 LORA = {"lora_rank": 8, "mixed": False, "fused_loss": True}
 #: Megatron-DeepSpeed, `--checkpoint-activations` or flash attention, without `--sequence-parallel`.
 JP = {"length": 2048, "sequence_parallel": False}
@@ -53,7 +53,7 @@ RUNS = (
         OSS,
         DDP,
         Setup(optimizer="adamw_8bit", activation_offload=True, **LORA),
-        50,  # a card of 48 GB has 49,140 MiB
+        50,  # a 48 GB card has 49,140 MiB
         True,
         44,
     ),
@@ -100,7 +100,7 @@ def test_published_runs(run: Run, tables: Any) -> None:
 
 
 def test_a_lora_run_of_gpt_oss_takes_60_gb_in_all() -> None:
-    """On two GPUs that share the model, with logits that are never made; with logits it is more."""
+    """Two GPUs share the model and never build the logits; logits would take more."""
     run = next(run for run in RUNS if run.name.startswith("gpt-oss-20b LoRA 2 x"))
     assert 2 * row_of(run).memory.total(checkpointing=True) == pytest.approx(60 * GB, rel=0.15)
     logits = 4096 * 201_088 * (2 + 3 * 4)
@@ -110,7 +110,7 @@ def test_a_lora_run_of_gpt_oss_takes_60_gb_in_all() -> None:
 
 
 def test_zero3_without_deepspeeds_own_linear_layer_keeps_all_matrices_for_the_backward_pass() -> None:
-    """What the row of 75.7 GiB has beside ours, if its model was not built under `deepspeed.zero.Init`."""
+    """The 75.7 GiB row exceeds our estimate by this much, if its model was not built under `deepspeed.zero.Init`."""
     run = next(run for run in RUNS if run.name.endswith("zero3, batch 2"))
     embedding, vectors = A800["vocab_size"] * A800["hidden_size"], 65 * A800["hidden_size"]
     kept = 2 * (num_elements(in_memory(A800).parameters) - embedding - vectors)
@@ -121,7 +121,7 @@ def test_zero3_without_deepspeeds_own_linear_layer_keeps_all_matrices_for_the_ba
 
 
 def test_7b_on_4_gpus_by_the_accounting_of_8_bytes_a_parameter() -> None:
-    """60, 28.5 and 18 GB: 7e9 parameters in bf16, as gradients and both states, and 4 GB of everything else."""
+    """60, 28.5 and 18 GB: bf16 parameters, gradients and two states for 7e9 parameters, and 4 GB for the rest."""
     rest, count = 4, 7
     assert 8 * count + rest == 60
     assert 2 * count + (2 + 4) * count / 4 + rest == 28.5
@@ -130,7 +130,7 @@ def test_7b_on_4_gpus_by_the_accounting_of_8_bytes_a_parameter() -> None:
     subject = table.Subject("7B", model, A800)
     pure = Setup(4, mixed=False, master_dtype="bf16", state_dtype="bf16")
     rows = {row.strategy: row.memory for row in table.size(subject, pure, 80 * GB, [DDP, ZERO2, FSDP2]).rows}
-    # Ours of the same: plain 16-bit training, which DeepSpeed does with masters in 16 bits beside the parameters.
+    # Our figure for the same: plain 16-bit training, done by DeepSpeed with additional 16-bit masters.
     assert rows[DDP].states == 8 * num_elements(model.parameters)
     for strategy, theirs in ((DDP, 60), (ZERO2, 28.5), (FSDP2, 18)):
         assert rows[strategy].states / GB + rest == pytest.approx(theirs, rel=0.15), strategy
@@ -159,7 +159,7 @@ def test_any_pipeline_that_divides_the_gpus() -> None:
 
 @pytest.mark.parametrize("gpus", [3, 12, 24, 40, 392])
 def test_more_gpus_are_suggested_in_any_number(gpus: int) -> None:
-    """The fewest that are enough, in whole nodes, and not the next power of two."""
+    """Suggest the fewest sufficient GPUs in whole nodes, not the next power of two."""
     subject = table.Subject("235B", in_memory(QWEN), QWEN)
     sizing = table.size(subject, Setup(gpus), 80 * GB, [ZERO3])
     if gpus == 392:

@@ -1,5 +1,6 @@
-"""`ckpt/commands/estimate/run_config.py`, `setup.py`, `ckpt/runs/yaml_files.py`: what `ckpt estimate` takes from a
-run's config: DeepSpeed's, Axolotl's, Accelerate's, FSDP's; and its own options.
+"""`ckpt/commands/estimate/run_config.py`, `setup.py`, `ckpt/runs/yaml_files.py`: options read from configs.
+
+`ckpt estimate` reads configs of DeepSpeed, Axolotl, Accelerate and FSDP, and its own options.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 
 def test_deepspeed(tmp_path: Path) -> None:
-    """Names with and without their prefix, and what transformers puts for "auto"."""
+    """Names have their prefix or not, and transformers replaces "auto"."""
     zero = {
         "stage": 3,
         "reduce_bucket_size": "auto",
@@ -198,7 +199,7 @@ def test_an_axolotl_config_is_a_model_too(llama: Path, tmp_path: Path) -> None:
     assert row == rows(llama, "--run-config", path)[0]
     setup = Setup(optimizer="adamw_8bit", mixed=False, lora_rank=8, fused_loss=True, activation_offload=True)
     assert row["total_checkpointed"] == estimate(in_memory(LLAMA), DDP, setup).total(checkpointing=True)
-    # What is given is taken rather than what is stated.
+    # Options override the config.
     (row,) = rows(path, "--strategy", "zero3", "--lora-r", "16", "--gpus", "2")
     assert (row["strategy"], row["lora"]) == ("zero3", 16)
     assert ckpt("estimate", path, "--run-config", path).code == 2
@@ -224,7 +225,7 @@ def test_offloaded_rows_fit_80_columns_and_fill_disks(llama: Path) -> None:
     words = ["--gpus", "8", "--offload-optimizer", "nvme", "--offload-param", "nvme"]
     (row,) = rows(llama, *words)
     part = 8_030_261_248 // 8
-    # float32 masters, two states and gradients; of the parameters what is more than 1e9 elements stays in the host
+    # float32 masters, two states and gradients; parameters beyond 1e9 elements stay in the host
     assert row["nvme"] == pytest.approx(16 * part + 2 * (part - 10**9), rel=1e-3)
     assert row["host"] == pytest.approx(2 * part + 4 * 4 * 10**9 + 2 * 10**9 + 2 * 5 * 10**8, rel=1e-3)
     lines = ckpt("estimate", llama, *words).out.splitlines()
@@ -232,7 +233,7 @@ def test_offloaded_rows_fit_80_columns_and_fill_disks(llama: Path) -> None:
     assert lines[3].split()[-2:] == ["nvme", "fits"]
 
 
-# -- what the options do ------------------------------------------------------------------------------------
+# -- effects of the options --------------------------------------------------------------------------------
 def test_offload_of_parameters_alone_leaves_the_optimizer() -> None:
     model = in_memory(LLAMA)
     plain, moved = (estimate(model, ZERO3, Setup(4, offload_params=device)) for device in ("", "cpu"))
@@ -253,7 +254,7 @@ def test_a_fused_loss_makes_no_logits() -> None:
     model, tokens, vocabulary = in_memory(LLAMA), 4096, 128256
     plain, fused = (estimate(model, DDP, Setup(fused_loss=fused)).activations for fused in (False, True))
     assert plain and fused
-    chunk, head = 128 * vocabulary, vocabulary * HIDDEN  # 4096 tokens in 32 chunks: as much as the hidden states
+    chunk, head = 128 * vocabulary, vocabulary * HIDDEN  # 4096 tokens in 32 chunks: same size as the hidden states
     assert plain.kept - fused.kept == tokens * vocabulary * 14 - 2 * (tokens * HIDDEN + chunk + head)
     frozen = estimate(model, DDP, Setup(fused_loss=True, lora_rank=8)).activations
     assert frozen and fused.kept - frozen.kept == 2 * head

@@ -1,4 +1,4 @@
-"""Makes `ckpt_mlx/sample` with mlx_lm itself (0.32.2, mlx 0.32.4): a tiny mixture of experts, and what the model holds.
+"""Makes `ckpt_mlx/sample` with mlx_lm itself (0.32.2, mlx 0.32.4): a tiny mixture of experts, and its state.
 
 pip install mlx-lm mlx[cpu] && python make_sample.py
 """
@@ -38,7 +38,7 @@ CONFIG = {
 
 
 class Bytes(int):
-    """A limit that is not in gigabytes, for several files of a small model."""
+    """A limit in bytes, not gigabytes, to split a small model into several files."""
 
     def __lshift__(self, bits: int) -> int:
         return int(self)

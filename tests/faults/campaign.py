@@ -1,4 +1,4 @@
-"""The campaign: cases of every kind over every sample, and a table of how they ended."""
+"""The campaign: every kind of case on every sample, and a table of the endings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.faults.running import EXCUSED, Ending, arguments, errors, kills
 from tests.faults.samples import How, Sample, converted, make_samples, some_target, tensors, tensors_of
 from tests.faults.stores import stores
 
-#: Seconds that a case may take, on a machine that has other things to do.
+#: Seconds for a case on a busy machine.
 _PATIENCE = 120
-#: Sentences that are made false, and what part of the campaign each class is.
+#: Makers of false claims, and each class's part of the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS, **OF_OUTPUTS}
-#: What part of the campaign each of these is.
+#: Part of the campaign for each stream.
 Stream = Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]]
 Adding = Callable[[Sample, Path, Random], Iterator[None]]
 PARTS: dict[str, tuple[Stream, float]] = {
@@ -47,18 +47,18 @@ PARTS: dict[str, tuple[Stream, float]] = {
     "a kept conversion damaged": (kept, 0.02),
     "a store in which requests fail": (stores, 0.01),
 }
-_FEWEST_KINDS = 5  # of changes that a claim has to disappear for
-_PER_TURN = _FEWEST_KINDS  # cases of a sample in turn, so that each sample has enough kinds
+_FEWEST_KINDS = 5  # minimum kinds of changes to disprove a claim
+_PER_TURN = _FEWEST_KINDS  # cases per sample and turn: enough kinds for each sample
 _ENOUGH = 10_000  # cases: a campaign of so many has them all
 
 
 @dataclass
 class Report:
-    """How many cases of each kind ended how, and those that must not have ended so."""
+    """Number of cases by kind and ending, and the wrong endings."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    #: Kinds of changes by the claim that they make false and the format.
+    #: Kinds of changes, by disproved claim and format.
     claims: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, ending: Ending) -> None:
@@ -83,13 +83,13 @@ class Report:
             self.claims.setdefault((claim, case.format), Counter())[case.kind] += 1
 
     def check_claims(self) -> None:
-        """Count it as wrong if a whole campaign made a claim false in too few ways."""
+        """Record an error if a whole campaign disproves a claim in too few ways."""
         for (claim, format), kinds in self.claims.items():
             if self.num_cases >= _ENOUGH and len(kinds) < _FEWEST_KINDS:
                 self.wrong.append(f"{claim}, of {format}: made false in {len(kinds)} ways only: {', '.join(kinds)}")
 
     def _excuses(self) -> Iterator[str]:
-        """Yield how many cases of each kind are excused, as nothing on the disk reveals the difference, and why."""
+        """Yield the number of excused cases of each kind, and why nothing on the disk reveals the difference."""
         yield "excused:"
         for kind, counter in self.counts.items():
             excused = {name: count for name, count in sorted(counter.items()) if name.startswith(EXCUSED)}
@@ -116,7 +116,7 @@ class Report:
 
 
 def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case: Case, out: Path) -> Ending:
-    """What a conversion of the damaged `run` makes of it."""
+    """Return how a conversion of the damaged `run` ends."""
     try:
         found = converted(run, target, out)
     except CkptError as error:
@@ -146,7 +146,7 @@ def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case:
 
 
 def _unseen(run: Path) -> str | None:
-    """What is wrong with the reports of `ckpt check` and `ckpt.resume` on a run whose conversion was refused."""
+    """Return the fault in the reports of `ckpt check` and `ckpt.resume` on a run refused by a conversion."""
     try:
         checkpoint = ckpt.open(run)
         for tensor in checkpoint.tensors.values():
@@ -173,12 +173,12 @@ def _unseen(run: Path) -> str | None:
 
 
 class _Over(BaseException):
-    """A case takes too long.  Nothing takes it for an error of the disk, as a TimeoutError would be."""
+    """A case takes too long. Unlike a TimeoutError, it can't be mistaken for a disk error."""
 
 
 @contextlib.contextmanager
 def _quick() -> Iterator[None]:
-    """Nothing waits for the disk, which is no part of what is tried here, and nothing waits for ever."""
+    """Skip all waiting for the disk, and end a case after the time limit."""
 
     def over(*_: object) -> None:
         raise _Over(f"it takes more than {_PATIENCE} s")
@@ -229,7 +229,7 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                 target, truth = some_target(sample, random, hows)
                 try:
                     ending = _ending(sample, run, target, truth, case, out)
-                except Exception as error:  # what is described cannot be
+                except Exception as error:  # the description itself is invalid
                     ending = "", f"as {target}: what was read contradicts itself: {type(error).__name__}: {error}"
                 report.add(kind, f"{sample.name}: {case.what}", ending)
                 shutil.rmtree(folder / "run")

@@ -1,5 +1,6 @@
-"""Claims on checkpoints that make them false: each claim has to be gone.  A class of faults makes endless lies of a
-sample.
+"""Claims about checkpoints, and changes that make them false: each claim has to disappear.
+
+A class of faults yields endless lies.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "find
 CAN_LOAD = "can load this folder"
 #: Claims that a model with missing or damaged weights makes false.
 OF_WEIGHTS = (WHOLE, EVERY_PART, FINDS, CAN_LOAD, WRITES)
-#: Formats that a lie is converted to, as users do.
+#: Usual target formats to convert a lie to.
 _TARGETS = ("hf", "peft", "full", "dcp")
 
 
-#: The claims of commands about a run, each with what they print.
+#: Claims of commands about a run, each with the output.
 Claims = Callable[[Path], Iterator[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
 class Lie:
-    """A change to a run, the claims that it makes false, and the file that commands must name.  `truth` makes a
-    checkpoint for which the claims hold; `unless` and `excuse` say when nothing can tell.
+    """A change to a run, the claims it makes false, and the file to name.
+
+    `truth` makes a checkpoint for which the claims hold; `unless` and `excuse` say when nothing on the disk reveals the
+    lie.
     """
 
     what: str
@@ -59,7 +62,7 @@ class Lie:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a lie ended, and for the table of claims: the claims, the format, and the kind of change."""
+    """Result of a lie, with claims, format and kind of change for the table of claims."""
 
     what: str
     ending: Ending
@@ -72,7 +75,7 @@ Maker = Callable[[Sample, Random], Lie | None]
 
 
 def lies(make: Maker, sample: Sample, folder: Path, random: Random) -> Iterator[Outcome]:
-    """Yield cases of one class: a lie counts only for claims that the sample as it is makes."""
+    """Yield cases of one class. A lie counts only for claims made about the intact sample."""
     true_of: dict[str, set[str]] = {}
     while (lie := make(sample, random)) is not None:
         if lie.about not in true_of:
@@ -129,7 +132,7 @@ def _ending(sample: Sample, run: Path, lie: Lie) -> Ending:
 
 
 def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
-    """Yield the claims that commands make about `run`, each with what they print."""
+    """Yield the claims commands make about `run`, each with the output."""
     try:
         report = ckpt.check(run)
         if report.whole:
@@ -164,7 +167,7 @@ def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
 
 
 def resumed(run: Path) -> str:
-    """Return what `resume` says if it takes `run` without leaving out its newest step; "" if not."""
+    """Return the output of `resume` if it accepts `run` with its newest step, else ""."""
     told: list[str] = []
     try:
         ckpt.resume(run, say=told.append)
@@ -176,7 +179,7 @@ def resumed(run: Path) -> str:
 
 # -- the classes -------------------------------------------------------------------------------------------------------
 def _places(checkpoint: Checkpoint, *, weights: bool) -> dict[str, set[str]]:
-    """The names of tensors by the file that holds their elements: of the weights, or of all else that is trained."""
+    """Return the names of tensors by the file with their elements: the weights, or the rest of the trained state."""
     found: dict[str, set[str]] = {}
     for key, tensor in checkpoint.tensors.items():
         fqn, role = key
@@ -188,7 +191,7 @@ def _places(checkpoint: Checkpoint, *, weights: bool) -> dict[str, set[str]]:
 
 
 def half_folders(sample: Sample, random: Random) -> Lie | None:
-    """The files of the model gone, or those of the optimizer: the other half is no checkpoint to resume from."""
+    """Delete the model's files or the optimizer's: neither half is enough to resume."""
     checkpoint = ckpt.open(sample.path)
     models, optimizer = _places(checkpoint, weights=True), _places(checkpoint, weights=False)
     halves = {
@@ -222,7 +225,7 @@ TORN: dict[str, Callable[[Path], object]] = {
 
 
 def torn_files(sample: Sample, random: Random) -> Lie | None:
-    """A file with weights that was copied in part, or lost."""
+    """Truncate or delete a file of weights."""
     files = [Path(file) for file in _places(ckpt.open(sample.path), weights=True)]
     if not files:
         return None
@@ -232,7 +235,7 @@ def torn_files(sample: Sample, random: Random) -> Lie | None:
 
 
 def empty_tensors(sample: Sample, random: Random) -> Lie | None:
-    """Some weights with no elements, as rank 0 of ZeRO-3 saves them if nobody gathers."""
+    """Replace some weights by empty tensors, like rank 0 of ZeRO-3 without a gather."""
     checkpoint = ckpt.open(sample.path)
     files = [file for file in _places(checkpoint, weights=True) if file.endswith((".safetensors", ".bin", ".pt"))]
     files = [file for file in files if is_changeable(Path(file))]
@@ -257,7 +260,7 @@ def empty_tensors(sample: Sample, random: Random) -> Lie | None:
     )
 
 
-#: Bits that no training gives, by the size of an element in bytes and the dtype's name.
+#: Non-finite bits, by dtype.
 _NOT_FINITE: dict[str, list[bytes]] = {
     "float32": [bytes.fromhex(bits) for bits in ("0000c07f", "0000807f", "000080ff", "0000c0ff", "0100807f")],
     "bfloat16": [bytes.fromhex(bits) for bits in ("c07f", "807f", "80ff", "c0ff", "817f")],
@@ -266,7 +269,7 @@ _NOT_FINITE: dict[str, list[bytes]] = {
 
 
 def bad_values(sample: Sample, random: Random) -> Lie | None:
-    """One element of one tensor that is NaN or infinite, wherever the format keeps it."""
+    """Make one element of one tensor NaN or infinite, in every place the format stores it."""
     checkpoint = ckpt.open(sample.path)
     keys = [key for key, tensor in checkpoint.tensors.items() if tensor.dtype.name in _NOT_FINITE and tensor.numel]
     if not keys:
@@ -292,7 +295,7 @@ def bad_values(sample: Sample, random: Random) -> Lie | None:
 
 
 def two_models(sample: Sample, random: Random) -> Lie | None:
-    """A second model next to the first, as Accelerate saves two engines; half of the time the first one is damaged."""
+    """Add a second model like Accelerate with two engines. Half of the time, damage the first one."""
     latest = sample.path / "latest"
     tag = latest.read_text().strip() if latest.is_file() else ""
     folders = [
@@ -325,7 +328,7 @@ def two_models(sample: Sample, random: Random) -> Lie | None:
     return Lie(f"{first} and {second}, damage to the first: {damage}", do, false, kind=f"{damage} of two models")
 
 
-#: Files with trained weights that trainers leave next to what they save.
+#: Files with trained weights that trainers write next to a checkpoint.
 _NEIGHBOURS = (
     "value_head.safetensors",
     "value_head.bin",
@@ -366,7 +369,7 @@ def neighbours(sample: Sample, random: Random) -> Lie | None:
 
 
 def quantized_parts(sample: Sample, random: Random) -> Lie:
-    """A quantized weight without one of its parts, with one too many, or with a part of another dtype or shape."""
+    """Remove a part of a quantized weight, add one, or change its dtype or shape."""
     layout = random.choice([*LAYOUTS])
     tensors, config = model(layout)
     what, changed = random.choice([*damaged(tensors, layout)])
@@ -398,7 +401,7 @@ def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
     save_file(stored, run / "model.safetensors")
 
 
-#: Each class of lies, and the part of the campaign that it is.
+#: Each class of lies and its part of the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "quantized parts": (quantized_parts, 0.06),
     "torn files": (torn_files, 0.06),

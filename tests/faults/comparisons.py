@@ -1,4 +1,4 @@
-"""Sentences of comparisons, and of commands that load a model, about checkpoints that make them false.
+"""False claims of comparisons and of commands that load a model.
 
 `verify` says equal, as the manifest says, as the adapter says, loads; `doctor` says works.
 """
@@ -30,13 +30,13 @@ from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
 
 EQUAL, MANIFESTED, ADAPTED, LOADS = "equal", "as the manifest says", "as the adapter says", "loads"
-#: Sentences of `ckpt doctor`, by the claim of the command that it tried.
+#: Sentences of `ckpt doctor`, by the claim it checks.
 _WORKS = {WRITES: "works: convert", RESUMES: "works: resume"}
 _FORMATS = ("hf", "full", "dcp", "zero3", "universal")
 
 
 def _lines(command: Callable[[], Any]) -> str:
-    """Return what a command prints, nothing if it ends with an error."""
+    """Return a command's output, or "" if it ends with an error."""
     try:
         found = command()
     except CkptError:
@@ -51,7 +51,7 @@ def _claim(sentence: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 # -- equal -------------------------------------------------------------------------------------------------------------
-#: Changes to the bytes of one element.
+#: Changes to one element's bytes.
 _ELEMENTS: dict[str, Callable[[bytes], bytes]] = {
     "lowest bit": lambda value: bytes([value[0] ^ 1]) + value[1:],
     "highest bit": lambda value: value[:-1] + bytes([value[-1] ^ 0x80]),
@@ -63,7 +63,7 @@ _ELEMENTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def other_bits(sample: Sample, random: Random) -> Lie | None:
-    """One element of one tensor with other bits, in one of the files that hold it."""
+    """Change the bits of one tensor element in one of its files."""
     checkpoint = ckpt.open(sample.path)
     fragments_of = {
         key: [one for one in tensor.fragments() if one.extent.numel and os.path.isabs(one.extent.path)]
@@ -97,7 +97,7 @@ def other_bits(sample: Sample, random: Random) -> Lie | None:
     )
 
 
-# -- as the manifest says ----------------------------------------------------------------------------------------------
+# -- claim: as the manifest says ---------------------------------------------------------------------------------------
 FILES: dict[str, Callable[[Path, Random], object]] = {
     **{kind: (lambda file, _, tear=TORN[kind]: tear(file)) for kind in ("gone", "empty", "a folder")},
     "flipped bit": lambda file, random: _flip(file, random),
@@ -114,7 +114,7 @@ def _flip(file: Path, random: Random) -> None:
 
 
 def changed_outputs(sample: Sample, random: Random) -> Lie | None:
-    """A conversion with a file that is not the one that was written."""
+    """Replace a file of a conversion."""
     target, kind, seed = random.choice(_FORMATS), random.choice([*FILES]), random.randrange(1 << 30)
     try:
         conversion = ckpt.plan(sample.path, target)
@@ -141,7 +141,7 @@ def changed_outputs(sample: Sample, random: Random) -> Lie | None:
     )
 
 
-# -- as the adapter says, loads ----------------------------------------------------------------------------------------
+# -- claims: as the adapter says, loads --------------------------------------------------------------------------------
 @cache
 def _models() -> Path:
     """Return a folder with a base, an adapter and PEFT's merge of both, made once in each process."""
@@ -208,7 +208,7 @@ def _model(run: Path, name: str) -> Path:
 
 
 def other_merges(sample: Sample, random: Random) -> Lie:
-    """A merged model that is not its base with the adapter, as safetensors or as another format."""
+    """Change a merged model so that it differs from its base with the adapter, as safetensors or in another format."""
     kind = random.choice([*_TENSORS, "the base", "other scaling"])
     target, seed = random.choice(("hf", "full", "dcp")), random.randrange(1 << 30)
     base, adapter = _models() / "base", _models() / "adapter"
@@ -259,7 +259,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def unloadable(sample: Sample, random: Random) -> Lie:
-    """A model that `from_pretrained` would load with missing, unexpected or other tensors."""
+    """Change a model so that `from_pretrained` would load missing, unexpected or different tensors."""
     of_files = ("tensor gone", "tensor renamed", "tensor of another shape")
     kind, seed = random.choice([*of_files, *_CONFIGS]), random.randrange(1 << 30)
 
@@ -288,7 +288,7 @@ def unloadable(sample: Sample, random: Random) -> Lie:
 
 # -- works -------------------------------------------------------------------------------------------------------------
 def diagnosed(sample: Sample, random: Random) -> Lie | None:
-    """A run that other classes damage, and `ckpt doctor` on it."""
+    """Run `ckpt doctor` on a run damaged by another class."""
     makers = [maker for maker, _ in claims.CLASSES.values()]
     made = (random.choice(makers)(sample, random) for _ in range(20))
     lie = next((one for one in made if one and not _WORKS.keys().isdisjoint(one.false)), None)
@@ -312,7 +312,7 @@ def _works(run: Path) -> Iterator[tuple[str, str]]:
             yield _WORKS[WRITES if is_conversion else RESUMES], text
 
 
-#: Each class of lies, and the part of the campaign that it is.
+#: Each class of lies and its part of the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "other bits": (other_bits, 0.06),
     "changed outputs": (changed_outputs, 0.03),

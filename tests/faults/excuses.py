@@ -1,4 +1,4 @@
-"""Differences that nothing on the disk reveals: each excuse is granted only to what truly cannot be known."""
+"""Differences without any trace on the disk: an excuse is granted only if nothing can reveal the difference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Contents = Mapping[tuple[str, str], Content]
 
 
 def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: dict[str, str]) -> str | None:
-    """Return why nothing tells that `found` is not the truth; None if something does, and was missed."""
+    """Return why nothing reveals that `found` differs from the truth, or None if `ckpt` missed something."""
     name = case.what.partition(":")[0]
     differing = {one for one in found.keys() | truth.keys() if found.get(one) != truth.get(one)}
     checkpoint = ckpt.open(run)
@@ -66,8 +66,9 @@ def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: 
 
 
 def _carried(damaged: Path, checkpoint: Checkpoint) -> set[str | None]:
-    """Return digests of the damaged file and of unread neighbours, whatever a conversion calls them; None if the file
-    is gone.
+    """Return digests of the damaged file and of unread neighbours, under any name.
+
+    The set contains None if the file is gone.
     """
     opened = {file.path for file in checkpoint.files}
     own = [path for path in damaged.parent.iterdir() if path.is_file() and str(path) not in opened]
@@ -76,13 +77,13 @@ def _carried(damaged: Path, checkpoint: Checkpoint) -> set[str | None]:
 
 
 def _copy(damaged: Path, intact: Path) -> set[str | None]:
-    """Return the digest of a damaged torch file that torch loads like the intact one, else nothing."""
+    """Return the digest of a damaged torch file if torch loads it like the intact one, else nothing."""
     records = _records(intact)
     return {hashlib.sha256(damaged.read_bytes()).hexdigest()} if records and records == _records(damaged) else set()
 
 
 def _records(file: Path) -> dict[str, bytes]:
-    """Return the records that `torch.load` reads from a torch file: its pickle and its tensors."""
+    """Return the records `torch.load` reads from a torch file: its pickle and its tensors."""
     try:
         with zipfile.ZipFile(file) as archive:
             return {name: archive.read(name) for name in archive.namelist() if re.search(r"/data(\.pkl|/\d+)$", name)}
@@ -95,7 +96,7 @@ def _described(tensors: Contents) -> dict[tuple[str, str], tuple[str, tuple[int,
 
 
 def _exchanged(checkpoint: Checkpoint, there: Contents, expected: Contents) -> str | None:
-    """Return the excuse of exchanged files; None if masters contradict weights and `--check` does not say so."""
+    """Return the excuse for exchanged files, or None if masters contradict weights and `--check` does not report it."""
     changed = {key for key in there if there[key] != expected[key]}
     weights = {(fqn, "weight") for fqn, role in changed if role == "master"}
     contradicted = {key for key in weights & there.keys() if key not in changed}

@@ -1,5 +1,6 @@
-"""Fuzzing of readers, guided by coverage: `python -m tests.faults.fuzz [--seconds N] [TARGET...]`, with atheris.  A
-reader returns or raises an error of ckpt, within bounds; `test_fuzz.py` needs no atheris.
+"""Coverage-guided fuzzing of readers: `python -m tests.faults.fuzz [--seconds N] [TARGET...]`, with atheris.
+
+A reader returns or raises an error of ckpt, within bounds; `test_fuzz.py` needs no atheris.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pathlib import Path
 from tests.support.places import FIXTURES
 
 _MEMORY = Path("/dev/shm")
-#: Of one input: seconds, and megabytes of the process.
+#: Limits for one input: seconds, and megabytes of process memory.
 _TIMEOUT, _RSS = 10, 2000
 _LARGEST = 1 << 16
 
 
 def _extents(value: object, depth: int = 0) -> Iterator[tuple[int, int]]:
-    """Where the tensors in what a torch file holds begin and end in it."""
+    """Yield where each tensor of a torch file begins and ends."""
     from ckpt.containers.torchfile.values import StoredTensor
 
     if isinstance(value, StoredTensor):
@@ -38,7 +39,7 @@ def _extents(value: object, depth: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def pickles(data: bytes, place: Path) -> None:
-    """A pickle by itself: what it makes can be walked and printed."""
+    """Load a pickle, walk its content and print it."""
     from ckpt.containers.torchfile.unpickle import loads
 
     assert len(repr(loads(data, path="fuzz"))) >= 0
@@ -57,7 +58,7 @@ def archives(data: bytes, place: Path) -> None:
 
 
 def pickles_in_archives(data: bytes, place: Path) -> None:
-    """A pickle in an archive whose checksums are true."""
+    """Load a pickle in an archive with correct checksums."""
     from tests.support.hostile import make
 
     archives(make.archive(make.records(data)), place)
@@ -109,7 +110,7 @@ def metadata(data: bytes, place: Path) -> None:
 
 
 def indexes(data: bytes, place: Path) -> None:
-    """`model.safetensors.index.json`: it names files of its folder."""
+    """Read `model.safetensors.index.json`, which names files in its folder."""
     from ckpt.containers.weights import parse_index
     from ckpt.move.json_files import read_json
 
@@ -146,7 +147,7 @@ def _safetensors_seeds() -> list[bytes]:
 
 
 _TORCH = ("*/global_step*/*.pt", "verl-*/*/*/*.pt", "quantized-full/*.pt", "trainer-*/*/*.pt")
-#: What is fuzzed, and from which seeds.
+#: Fuzz targets and their seeds.
 TARGETS: dict[str, tuple[Callable[[bytes, Path], None], Callable[[], list[bytes]]]] = {
     "pickles": (pickles, lambda: _hostile("PICKLES") + _fixtures("*/step-2/.metadata") + _inner(_fixtures(*_TORCH))),
     "archives": (archives, lambda: _hostile("ARCHIVES") + _fixtures(*_TORCH)),
@@ -159,7 +160,7 @@ TARGETS: dict[str, tuple[Callable[[bytes, Path], None], Callable[[], list[bytes]
 
 
 def is_refused(target: str, data: bytes, place: Path) -> bool:
-    """Whether the reader refuses `data` with an error of ckpt's; any other error is raised."""
+    """Return True if the reader refuses `data` with an error of ckpt. Raise any other error."""
     from ckpt.errors import CkptError
 
     try:
@@ -170,7 +171,7 @@ def is_refused(target: str, data: bytes, place: Path) -> bool:
 
 
 def _fuzz(target: str, seconds: int, seed: int, place: Path) -> None:
-    """Fuzz one target for so long; ends this process, with another status than 0 where something was found."""
+    """Fuzz one target for `seconds` and end this process, with a nonzero status after a finding."""
     import atheris
 
     with atheris.instrument_imports(include=["ckpt"]):

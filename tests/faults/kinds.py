@@ -1,4 +1,4 @@
-"""The kinds of damage.  Each makes endless cases of a sample, from a random number generator."""
+"""Kinds of damage. Each yields endless random cases for a sample."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ EXCHANGED, COPIED = "two files that record no name of their own", "one file copi
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to a copy of a sample.  `hidden`: why nothing can tell; `is_unchecked`: no checksum; `is_stray`: a
-    file more.
+    """Damage to a copy of a sample.
+
+    `hidden`: why nothing can reveal it; `is_unchecked`: no checksum; `is_stray`: an extra file.
     """
 
     what: str
@@ -64,7 +65,7 @@ def _content(sample: Sample, random: Random) -> tuple[str, bytes]:
 
 
 def flips(sample: Sample, random: Random) -> Iterator[Case]:
-    """One bit; nine times of ten where no elements of tensors are, as these are most of every file."""
+    """Flip one bit, nine times in ten outside tensor elements, because elements fill most of every file."""
     while True:
         name, content = _content(sample, random)
         at = random.randrange(len(content))
@@ -95,7 +96,7 @@ def truncations(sample: Sample, random: Random) -> Iterator[Case]:
 
 
 def nasty_values(sample: Sample, random: Random) -> Iterator[Case]:
-    """A number or a text of a pickle, of the same length, with the checksums made true again."""
+    """Replace a number or text in a pickle, keep its length and correct the checksums."""
     names = [name for name in sample.files if Path(name).suffix in (".pt", ".bin", ".distcp", "") and name != "latest"]
     while names:
         name = random.choice(names)
@@ -124,7 +125,7 @@ def nasty_values(sample: Sample, random: Random) -> Iterator[Case]:
 
 
 def pickles_in(content: bytes) -> list[range]:
-    """Where pickles are: records `data.pkl` of torch's archives, or all of the file."""
+    """Return the ranges of pickles: records `data.pkl` in torch archives, or the whole file."""
     if content[:1] == b"\x80":
         return [range(len(content))]
     found = []
@@ -153,7 +154,7 @@ def _values(data: bytes) -> Iterator[tuple[int, int, str]]:
 
 
 def hostile_files(sample: Sample, random: Random) -> Iterator[Case]:
-    """A hostile pickle or archive in the place of a file, or as the pickle of an archive."""
+    """Replace a file, or the pickle in an archive, by a hostile pickle or archive."""
     names = [n for n in sample.files if Path(n).suffix in (".pt", ".bin", ".distcp") or n.endswith(".metadata")]
     pickles = [(name, case.content) for name, case in hostile.PICKLES.items() if len(case.content) < 1 << 17]
     archives = [(name, case.content) for name, case in hostile.ARCHIVES.items() if len(case.content) < 1 << 17]
@@ -188,7 +189,10 @@ def swaps(sample: Sample, random: Random) -> Iterator[Case]:
 
 
 def _record_alike(one: bytes, other: bytes) -> bool:
-    """Return True if both files record the same name, or none.  A torch archive records its file's name as a folder."""
+    """Return True if both files record the same name, or no name.
+
+    A torch archive records its file's name as a folder.
+    """
     return _recorded_name(one) == _recorded_name(other)
 
 
@@ -209,12 +213,12 @@ IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {
 }
 
 
-#: Files that no other one names; of `training_args.bin` it is only in what the run computes.
+#: Files that no other file names. `training_args.bin` only sets the compute dtype.
 _NAMED_NOWHERE = ("optimizer.bin", "training_state.pt", "optimizer.pt", "scheduler.pt", "training_args.bin")
 
 
 def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
-    """A file is missing, or something else stands where it was."""
+    """Delete a file, or replace it by something else."""
     while True:
         name, what = random.choice(sample.files), random.choice(list(IN_ITS_PLACE))
 
@@ -234,7 +238,7 @@ _STRAYS = (
 
 
 def strays(sample: Sample, random: Random) -> Iterator[Case]:
-    """One file more, in a folder of which files are read: another's name or number, and the bytes of one of its own."""
+    """Add a file to a folder that is read: another file's name or number, with bytes from the same sample."""
     checkpoint = ckpt.open(sample.path)
     own = [Path(file.path) for file in checkpoint.files]
     own = [
@@ -250,7 +254,7 @@ def strays(sample: Sample, random: Random) -> Iterator[Case]:
             yield Case(f"{name}: a copy of {file.name}", _write(name, file.read_bytes()), is_stray=True)
 
 
-#: The kinds of damage to files, and what part of the campaign each is.
+#: Kinds of damage to files, and each one's part of the campaign.
 KINDS: dict[str, tuple[Callable[[Sample, Random], Iterator[Case]], float]] = {
     "one bit flipped": (flips, 0.35),
     "a range zeroed": (zeroed, 0.12),

@@ -27,7 +27,7 @@ BYTES, SAME_DIGEST, NO_CHANGE, VERIFIED, REMOVES = (
 _FORMATS = ("hf", "full", "dcp", "zero3", "universal", "fsdp-ranks", "trainer")
 
 
-# -- as their checksums say --------------------------------------------------------------------------------------------
+# -- claim: as their checksums say -------------------------------------------------------------------------------------
 #: Changes to a few bytes of the elements in a torch archive.
 _PARTS: dict[str, Callable[[bytes], bytes]] = {
     "lowest bit": lambda part: bytes([part[0] ^ 1, *part[1:]]),
@@ -95,7 +95,7 @@ def other_digests(sample: Sample, random: Random) -> Lie | None:
 
 # -- verified ----------------------------------------------------------------------------------------------------------
 def faulty_disks(sample: Sample, random: Random) -> Lie | None:
-    """A disk that keeps something else than was written, before `convert --verify` reads it back."""
+    """Let the disk store different bytes before `convert --verify` reads them back."""
     target, kind, seed = random.choice(_FORMATS), random.choice([*FILES]), random.randrange(1 << 30)
     try:
         conversion = ckpt.plan(sample.path, target, Layout())
@@ -168,7 +168,7 @@ def only_copies(sample: Sample, random: Random) -> Lie | None:
     return Lie(what, do, (REMOVES,), kind=what, claims=listed, truth=convert)
 
 
-#: Each class of lies, and the part of the campaign that it is.
+#: Each class of lies and its part of the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "changed elements": (changed_elements, 0.03),
     "other digests": (other_digests, 0.03),

@@ -59,7 +59,7 @@ class Found:
 
 
 def found(peer: Peer, folder: Path) -> Found:
-    """Ask both sides about the source as it is, and with one byte changed."""
+    """Run both sides on the intact source and on a source with one changed byte."""
     source = folder / "source"
     source.mkdir()
     peer.make(source)
@@ -87,7 +87,7 @@ def _changed(before: Tensors, after: Tensors) -> frozenset[str]:
 
 
 def _change_byte(file: Path, elements: bytes) -> None:
-    """Change the highest byte of the third of these fp32 or bf16 elements, where the file holds them."""
+    """Change the highest byte of the third of these fp32 or bf16 elements in the file."""
     content = bytearray(file.read_bytes())
     assert content.count(elements) == 1, file
     content[content.index(elements) + 11] ^= 0x40
@@ -95,7 +95,7 @@ def _change_byte(file: Path, elements: bytes) -> None:
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return dtype, shape and elements of each tensor."""
+    """Return each tensor's dtype, shape and elements."""
     return {
         name: f"{one.dtype} {tuple(one.shape)} ".encode()
         + one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -142,7 +142,7 @@ def _zero_to_fp32(source: Path, scratch: Path) -> Tensors:
 
 
 def _trained(source: Path, tensors: Tensors) -> Tensors:
-    """Keep the parameters that DeepSpeed lists; its script writes buffers, frozen and tied weights in other dtypes."""
+    """Keep the parameters listed by DeepSpeed: its script changes the dtype of buffers, frozen and tied weights."""
     file = next(source.glob("global_step2/*mp_rank_00_model_states.pt"))
     names = {name for group in _load(file)["param_shapes"] for name, shape in group.items() if shape.numel()}
     return {name: one for name, one in tensors.items() if name in names}
@@ -223,7 +223,7 @@ def _full_run(folder: Path) -> Tensors:
 
 
 def _loaded_by_megatron(source: Path, scratch: Path | None = None) -> Tensors:
-    """Return the model that Megatron-core's own loader reads; `ckpt` writes the optimizer under other names."""
+    """Return the model read by Megatron-core's own loader. `ckpt` renames the optimizer, so it is not compared."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
     if not torch.distributed.is_initialized():

@@ -24,7 +24,7 @@ _OURS = (JOURNAL, RECORD, MANIFEST)
 
 
 def stopped(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion that was killed, what it left damaged, and the same conversion again."""
+    """Kill a conversion, damage its leftovers and run it again."""
     while True:
         target, expected = some_target(sample, random, {How.WRITTEN})
         out = folder / "out"
@@ -41,7 +41,7 @@ def stopped(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str,
 
 
 def kept(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion that `ckpt.resume` made and kept, damaged: it is refused, or its bits are right."""
+    """Damage a conversion kept by `ckpt.resume`: resume must refuse it, or its bits must be right."""
     while any(way.how is How.RESUMED and truth(sample, name) is not None for name, way in TARGETS.items()):
         target, expected = some_target(sample, random, {How.RESUMED})
         way = TARGETS[target]
@@ -56,7 +56,7 @@ def kept(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, En
 
 
 def _damaged(folder: Path, random: Random) -> str:
-    """Damage a file of `folder`, half of the time one that only ckpt reads; what was done to which."""
+    """Damage a file in `folder`, half of the time one of ckpt's own. Return a description."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     if not files:
         return "nothing is there yet"

@@ -1,4 +1,4 @@
-"""Conversions that are killed, whose calls to the system fail, or whose arguments make no sense."""
+"""Conversions with kills, failing system calls or senseless arguments."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.support.killing import CALLS, failing_at_call, killed_before_call
 _ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.ESTALE)
 #: Calls without which nothing can be cleared away.
 _CLEARING = {"unlink", "rmdir", "scandir", "rename", "open"}
-#: What may become of a case: the class that it counts in, or a sentence that says what is wrong.
+#: Ending of a case: its class, and an error message or None.
 Ending = tuple[str, str | None]
-#: Begins the class of a case that ended wrong, though nothing on the disk reveals it.
+#: Class prefix of wrong endings without a trace on the disk.
 EXCUSED = "excused"
 
 
 def _left(out: Path, truth: dict[str, str]) -> str | None:
-    """What is wrong with what a conversion that did not end well has left."""
+    """Return the fault in the leftovers of a failed conversion, or None."""
     if out.exists() and digests(out) != truth:
         return "what was half written is visible"
     return None
 
 
 def kills(sample: Sample, folder: Path, random: Random, most: int) -> Iterator[tuple[str, Ending]]:
-    """A conversion that is killed before a call to the system, and its rerun."""
+    """Kill a conversion before a system call and run it again."""
     target, truth = some_target(sample, random, {How.WRITTEN})
     for number in random.sample(range(1, 60), k=min(most, 59)):
         out = folder / "out"
@@ -53,7 +53,7 @@ def kills(sample: Sample, folder: Path, random: Random, most: int) -> Iterator[t
 
 
 def errors(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion in which one call to the system fails, and its rerun where it has kept what was done."""
+    """Let one system call fail during a conversion, and run it again if it kept finished work."""
     while True:
         target, truth = some_target(sample, random, {How.WRITTEN})
         out = folder / "out"
@@ -67,7 +67,7 @@ def errors(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
                 ending = ("equal", None)
             except CkptError as error:
                 ending, kept = (f"refused with {error.exit_code}", None), getattr(error, "__notes__", [])
-            except OSError:  # which the command line ends with 7
+            except OSError:  # the command line exits with 7
                 ending = ("refused with 7", None)
             except Exception as error:
                 ending = ("", f"{type(error).__name__}: {error}")
@@ -92,7 +92,10 @@ _WORDED = ("--dtype", "--tag", "--config", "--names", "--only", "--replica", "--
 
 
 def arguments(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """Command lines that make little sense: a documented exit code, no traceback, and the source as it was."""
+    """Run command lines with senseless arguments.
+
+    Expect a documented exit code, no traceback and an unchanged source.
+    """
     while True:
         command = random.choice(("convert", "verify", "inspect", "hash", "merge-lora", "estimate", "formats"))
         paths = [str(sample.path), str(folder / "none"), random.choice(_WORDS)]

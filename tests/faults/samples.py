@@ -1,4 +1,4 @@
-"""Checkpoints to be damaged: what frameworks wrote (`fixtures/`), and of formats without a fixture what ckpt writes."""
+"""Checkpoints to damage: frameworks' own files (`fixtures/`), or ckpt's output for formats without a fixture."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Way:
 
 _HF = Layout(names="own", max_shard_size=4096)
 _RANKS = Layout(world_size=3)
-#: What each sample is converted to where that is not refused.
+#: Target formats to try for each sample.
 TARGETS = {
     "hf": Way("hf", _HF),
     "full": Way("full", Layout()),
@@ -96,7 +96,7 @@ TARGETS = {
     "hf from a store": Way("hf", _HF, How.FROM_A_STORE),
     "full from a store": Way("full", Layout(), How.FROM_A_STORE),
 }
-#: What stands beside a checkpoint and is carried as it is.
+#: Companion files that a conversion copies unchanged.
 _CARRIED = re.compile(r"(\w*config|tokenizer\w*|trainer_state|special_\w+)\.json|rng_state\w*\.pth|.*\.(txt|md)")
 _NUMBERS = itertools.count()
 _VITAL_TEXT = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
@@ -104,7 +104,7 @@ _VITAL_TEXT = ("latest", "latest_universal", "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint that is as it should be; `path` is its run folder."""
+    """An intact checkpoint; `path` is its run folder."""
 
     name: str
     path: Path
@@ -134,7 +134,7 @@ def write(path: Path, target: str, out: Path) -> None:
 
 
 def converted(path: Path, target: str, out: Path) -> dict[str, str]:
-    """The digests of what a conversion writes."""
+    """Return the digests of a conversion's output."""
     way = TARGETS[target]
     if way.how is not How.RESUMED:
         write(path, target, out)
@@ -149,9 +149,9 @@ def converted(path: Path, target: str, out: Path) -> dict[str, str]:
 
 
 def _uploaded(path: Path) -> str:
-    """The URL of a copy of it in a store."""
+    """Copy the sample to a store and return its URL."""
     memory: dict[str, Any] = fsspec.filesystem("memory").store
-    memory.clear()  # of the case before
+    memory.clear()  # clear the previous case
     url = f"memory://case{next(_NUMBERS)}/{path.name}"
     fsspec.filesystem("memory").put(str(path), url, recursive=True)
     return url
@@ -172,7 +172,7 @@ def make_samples(folder: Path) -> list[Sample]:
 
 @cache
 def truth(sample: Sample, target: str) -> dict[str, str] | None:
-    """The digests of what the sample becomes; None where the target refuses it."""
+    """Return the digests of the intact sample's conversion, or None if the target refuses it."""
     out = sample.path.parent / "intact"
     try:
         return converted(sample.path, target, out)
@@ -183,7 +183,7 @@ def truth(sample: Sample, target: str) -> dict[str, str] | None:
 
 
 def some_target(sample: Sample, random: Random, hows: Container[How] = How) -> tuple[str, dict[str, str]]:
-    """A target that takes the sample, and what it becomes."""
+    """Return a target that accepts the sample, and the digests of its conversion."""
     targets = [name for name, way in TARGETS.items() if way.how in hows]
     for target in random.sample(targets, k=len(targets)):
         if (found := truth(sample, target)) is not None:
@@ -197,12 +197,12 @@ def tensors(sample: Sample) -> Counter[Content]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
-    """Count what the tensors of a checkpoint hold, by whatever names."""
+    """Count tensor contents, regardless of names."""
     return Counter(contents(checkpoint).values())
 
 
 def contents(checkpoint: Checkpoint) -> dict[Key, Content]:
-    """Return what the tensors of a checkpoint hold; for quantized ones only the method."""
+    """Return tensor contents; for quantized tensors only the method."""
     quantized = checkpoint.quantized.methods
     return {
         key: (quantized[key], tensor.shape, b"") if key in quantized else content(tensor)
@@ -216,18 +216,18 @@ def is_carried(name: str) -> bool:
 
 
 def data_ranges(path: Path) -> tuple[range, ...]:
-    """Return the bytes of a file that are elements of tensors."""
+    """Return the byte ranges of tensor elements."""
     return tuple(_records(path))
 
 
 def checked_ranges(path: Path) -> tuple[range, ...]:
-    """Return the bytes of a file that are elements of tensors with a CRC; 0 stands for none, as torch can write it."""
+    """Return the byte ranges of tensor elements with a CRC. A CRC of 0 means none: torch can omit it."""
     return tuple(part for part, crc32 in _records(path).items() if crc32)
 
 
 @cache
 def _records(path: Path) -> dict[range, int]:
-    """Find the elements of tensors without ckpt's own readers, with the CRC that the file records of them."""
+    """Find tensor elements and their recorded CRCs without ckpt's own readers."""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
         return {range(8 + int.from_bytes(content[:8], "little"), len(content)): 0}

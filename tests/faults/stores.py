@@ -21,7 +21,7 @@ from tests.faults.running import Ending
 from tests.faults.samples import TARGETS, How, Sample, some_target
 from tests.support.object_store import BUCKET, Faults, serve
 
-#: What goes wrong, and of each fault how many times.
+#: Faults and how many times each strikes.
 _FAULTS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "an error": lambda random: {"status": random.choice((500, 503, 403)), "num_status": random.choice((1, 3, 100))},
     "cut off": lambda random: {"num_cut": random.choice((1, 3, 100))},
@@ -36,7 +36,7 @@ _NUMBERS = itertools.count()
 
 
 def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion from or to a store in which requests fail: all of it, or nothing that says that it is complete."""
+    """Convert from or to a store with failing requests: all must arrive, or nothing may look complete."""
     with ExitStack() as stack:
         server = stack.enter_context(serve())
         moment = objects.timedelta(milliseconds=1)

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors or a torch file, changed by the libraries that own the formats."""
+"""Changes to tensors in a safetensors or torch file, made by the formats' own libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def change(path: Path, changed: Callable[[Tensors], Tensors]) -> None:
-    """Write the file again with what `changed` makes of its tensors; a torch file keeps all else in it."""
+    """Rewrite the file with `changed` tensors. A torch file keeps everything else."""
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
@@ -35,7 +35,7 @@ def is_changeable(path: Path) -> bool:
 
 
 def _holder(content: Any) -> dict[str, Any]:
-    """The state dict in a torch file: the outermost dict that holds tensors."""
+    """Return the state dict in a torch file: the outermost dict with tensors."""
     if any(isinstance(value, torch.Tensor) for value in content.values()):
         return content  # type: ignore[no-any-return]
     return next(_holder(value) for value in content.values() if isinstance(value, dict) and value)

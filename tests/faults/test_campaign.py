@@ -1,4 +1,4 @@
-"""A part of the campaign of faults, with cases of every kind; all of it is `make faults`."""
+"""A part of the campaign of faults, with every kind of case; `make faults` runs the whole campaign."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fuzzed, on damaged seeds: refused, or as it says it is.  `python -m tests.faults.fuzz` looks further."""
+"""The fuzz targets on damaged seeds: refused, or read consistently. `python -m tests.faults.fuzz` looks further."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = 150
 
 
 def damaged(data: bytes, random: Random) -> bytes:
-    """Some bytes of it replaced, cut out or repeated."""
+    """Replace, cut out or repeat some bytes."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 5))):
         at, length = random.randrange(len(changed) + 1), random.choice((1, 1, 2, 8, 40))

@@ -32,8 +32,8 @@ from tests.support.places import FIXTURES, REPOSITORY
 REPO = "me/merged"
 
 
-#: How the library sends large files: through Xet's store where hf_xet is installed, as it is with the library on
-#: most machines, otherwise through the LFS interface.
+#: The library sends large files through Xet's store if hf_xet is installed (the usual case), else through the LFS
+#: interface.
 both_ways = pytest.mark.parametrize("server", ["xet", "lfs"], indirect=True)
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
         output, manifest=False
     )
     config = json.loads((output / "config.json").read_text())
-    # which proves no names: these are of a model with adapters
+    # without expected names: the model has adapters
     (output / "config.json").write_text(json.dumps(config | {"model_type": None, "architectures": None}))
     assert sum(path.stat().st_size >= LARGE for path in output.iterdir()) >= 3
     return output
@@ -106,7 +106,7 @@ def test_a_branch_and_a_pull_request(server: HubServer, folder: Path) -> None:
     [(["--revision", "v1", "--private"], "--revision v1 --private"), (["--create-pr"], "--revision refs/pr/1")],
 )
 def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: list[str], again: str) -> None:
-    """The command that an error names goes on with the same branch, or in the pull request that was opened."""
+    """The command in the error continues on the same branch or in the open pull request."""
     server.refuse = 0
     failed = process("push", folder, "--repo-id", REPO, *options)
     command = f"ckpt push {folder} --repo-id {REPO} {again}"
@@ -236,11 +236,11 @@ def test_names_that_are_not_those_of_the_config(
 
 
 def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, folder: Path, tmp_path: Path) -> None:
-    """PEFT's adapter would be loaded, and not the model; what is there stays as it was."""
+    """Loaders would pick PEFT's adapter and ignore the model, so the repository stays unchanged."""
     server.repos[REPO] = Repo(private=False)
     there = server.repos[REPO].branches["main"]
     there["adapter_config.json"] = File(b"{}", False)
-    there["config.json"] = File(b"{}", False)  # as Axolotl saves it beside an adapter
+    there["config.json"] = File(b"{}", False)  # Axolotl saves it beside an adapter
     report = process("push", folder, "--repo-id", REPO)
     assert report.code == 2 and "holds an adapter, and a model is to be pushed" in report.err
     assert "--repo-id" in report.err and not server.uploads and len(there) == 2
@@ -294,7 +294,7 @@ def test_what_cannot_be_meant(to: dict) -> None:
 
 
 def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
-    """`hub_model_id` of the real training arguments of transformers, read without running anything."""
+    """Read `hub_model_id` from real transformers training arguments, without running code."""
     import torch
     from transformers import TrainingArguments
 
@@ -318,7 +318,7 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
 
 
 def test_what_an_unknown_class_records(tmp_path: Path) -> None:
-    """Arguments of a trainer of anybody's, whose class cannot even be imported; and files that are none."""
+    """Training arguments may have an unimportable class, and some files are no arguments at all."""
     import torch
 
     class Arguments:
@@ -369,7 +369,7 @@ def test_what_axolotls_card_records(tmp_path: Path) -> None:
 
 
 def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> None:
-    """Nothing is given but `--push`: the adapter, the base and the repository are what the run records."""
+    """With `--push` alone, adapter, base and repository come from the run's records."""
     import torch
     from transformers import TrainingArguments
 

@@ -16,7 +16,7 @@ from tests.support.commands import process
 from tests.support.hub_server import HubServer
 from tests.support.places import FIXTURES
 
-#: Folders as a trainer leaves them.
+#: Run folders in the state their trainers leave.
 RUNS = ("trainer-zero2", "trainer-plain", "trl-zero3/outputs", "trl-lora-zero3/outputs", "axolotl-fsdp2", "dcp-fsdp2")
 #: A file or folder of a run next to a model, and the name in the refusal.
 STATE = {

@@ -21,7 +21,7 @@ from tests.support.places import REPOSITORY
 MODEL = REPOSITORY / "fixtures" / "moe-zero3"
 REPO = "me/model"
 
-#: A folder's files by the set of weights that they are.
+#: Files by set of weights.
 FILES = {
     "model.safetensors": ["model.safetensors"],
     "safetensors shards": [
@@ -39,7 +39,7 @@ FILES = {
     "adapter_model.bin": ["adapter_config.json", "adapter_model.bin"],
 }
 MODELS = list(FILES)[:4]
-#: Which sets (here, there) may lie beside each other, as every loader takes what is pushed.
+#: Allowed pairs of sets (here, there): every loader picks the pushed set.
 HARMLESS = {
     ("model.safetensors", "bin shards"),
     ("safetensors shards", "bin shards"),
@@ -61,7 +61,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def fill(server: HubServer, *names: str) -> dict[str, File]:
-    """A repository with files of these names."""
+    """Fill a repository with files of these names."""
     server.repos[REPO] = Repo(private=False, branches={"main": {name: File(b"older", False) for name in names}})
     return server.repos[REPO].branches["main"]
 
@@ -84,12 +84,12 @@ def test_every_kind_of_weights_beside_every_other(
     if (here in MODELS) == (there in MODELS):
         assert "takes in place of the pushed ones" in str(refused.value)
         assert f"`hf repos delete-files {REPO} " in str(refused.value)
-        monkeypatch.setitem(server.repos[REPO].branches, "main", {})  # what the hint does
+        monkeypatch.setitem(server.repos[REPO].branches, "main", {})  # follow the hint
         hub.check_room(files, to)
 
 
 def test_files_of_one_set_that_stay(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of another count are named by no index any more; an index that stays names the older shards."""
+    """No index names shards with another count any more; an old index would name the old shards."""
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     fill(server, "model-00001-of-00003.safetensors", *FILES["safetensors shards"])
@@ -141,7 +141,7 @@ def test_a_symlink_out_of_the_folder_is_refused(server: HubServer, folder: Path,
 
 
 def test_links_that_stay_inside(server: HubServer, folder: Path, tmp_path: Path) -> None:
-    """The snapshots of the Hub's cache are links into its `blobs`; links within the folder are files of it."""
+    """Snapshots in the Hub's cache are links into `blobs`; links within the folder count as its files."""
     entry = tmp_path / "models--me--model"
     shutil.copytree(folder, entry / "blobs")
     snapshot = entry / "snapshots" / "0"
@@ -214,7 +214,7 @@ def test_a_manifest_that_is_none_is_refused(server: HubServer, folder: Path) -> 
 
 
 def test_a_card_that_was_written_anew(server: HubServer, tmp_path: Path) -> None:
-    """A card is to be edited; that of a merge is in its manifest."""
+    """Users may edit a card; a merge's manifest holds the original card's digest."""
     merged, lora = tmp_path / "merged", REPOSITORY / "fixtures" / "lora-zero3"
     server.refuse = 0
     assert process("merge-lora", lora, "-o", merged, "--push", "--repo-id", REPO).code == 7
@@ -237,7 +237,7 @@ def test_a_file_that_changes_during_the_push(server: HubServer, folder: Path, mo
 
 
 def save(folder: Path, name: str, state: dict) -> None:
-    """`state` as one of a model's sets of weights, in all its files."""
+    """Save `state` as one set of weights, in all its files."""
     import torch
     from safetensors.torch import save_file
 
@@ -254,7 +254,7 @@ def save(folder: Path, name: str, state: dict) -> None:
 @pytest.mark.parametrize("theirs", MODELS)
 @pytest.mark.parametrize("ours", MODELS)
 def test_which_of_two_sets_the_loaders_take(tmp_path: Path, ours: str, theirs: str) -> None:
-    """Of each loader's order that `ckpt push` goes by; vLLM is not installed."""
+    """Each loader's preference assumed by `ckpt push`; vLLM is not installed."""
     import torch
     from accelerate import load_checkpoint_in_model
     from transformers import LlamaConfig, LlamaForCausalLM

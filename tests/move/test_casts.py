@@ -15,7 +15,7 @@ from ckpt.plan.dtypes import ALL, BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 
 PAIRS = [(source, target) for source in FLOATS for target in FLOATS if source != target]
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Bits of the exponent and of the fraction.
+#: Bits in the exponent and in the fraction.
 _LAYOUT = {FLOAT64: (11, 52), FLOAT32: (8, 23), FLOAT16: (5, 10), BFLOAT16: (8, 7)}
 
 
@@ -45,7 +45,7 @@ def assert_as_torch(bits: NDArray, source: DType, target: DType) -> None:
 
 
 def edges(source: DType, target: DType) -> NDArray:
-    """Numbers of `source` around every number of a narrow `target`: itself, the ties between them, one bit beside."""
+    """Return `source` numbers around every number of a narrow `target`: itself, the ties, and one bit off."""
     if target.itemsize == 2:
         every = np.arange(1 << 16, dtype="<u2")
         wide = by_torch(every, target, source)
@@ -89,7 +89,7 @@ def test_single_numbers(pair: tuple[DType, DType], data: st.DataObject) -> None:
         (0x3F80_7FFF, 0x3F80),
         (0x8000_0000, 0x8000),  # -0.0
         (0x0000_0001, 0x0000),  # the smallest subnormal
-        (0x0000_8001, 0x0001),  # a subnormal that stays one
+        (0x0000_8001, 0x0001),  # a subnormal stays subnormal
         (0x7F7F_FFFF, 0x7F80),  # rounds to infinity
         (0xFF80_0000, 0xFF80),
         (0x7F80_0001, 0x7FC0),  # a NaN whose payload is cut off would be infinity
@@ -101,7 +101,7 @@ def test_rounding_to_bfloat16(bits: int, rounded: int) -> None:
 
 
 def test_widening_and_back_is_the_identity() -> None:
-    """What a bf16 model writes as fp32 gives the same model again."""
+    """A bf16 model written as fp32 gives the same model again."""
     every = np.arange(1 << 16, dtype="<u2")
     for narrow in (BFLOAT16, FLOAT16):
         for wide in (FLOAT32, FLOAT64):

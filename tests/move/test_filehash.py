@@ -1,4 +1,4 @@
-"""`ckpt/move/filehash.py`: digests of pieces are those of their bytes, however they are read."""
+"""`ckpt/move/filehash.py`: a piece's digest is the digest of its bytes, however they are read."""
 
 from __future__ import annotations
 

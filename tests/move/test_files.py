@@ -31,7 +31,7 @@ OLD = {"model.bin": b"old", "notes/kept.txt": b"by somebody"}
 
 
 def write(destination: Path, *, overwrite: bool = False, total_bytes: int = 1) -> None:
-    """What a conversion does, in one thread."""
+    """Write an output like a conversion, in one thread."""
     with Staging(destination, overwrite=overwrite, total_bytes=total_bytes) as staging:
         staging.clear()
         for name, content in NEW.items():
@@ -49,7 +49,7 @@ def make(folder: Path, contents: dict[str, bytes]) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes] | None:
-    """What a folder holds; None where there is none."""
+    """Return a folder's content, or None if it is missing."""
     if not folder.exists():
         return None
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes] | None:
 
 @pytest.fixture
 def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel or a filesystem that cannot exchange two folders."""
+    """Simulate a kernel or filesystem without an atomic exchange of folders."""
     monkeypatch.setattr(files, "_exchange", lambda a, b: False)
 
 
@@ -83,10 +83,10 @@ def nothing_left_open() -> Iterator[None]:
 
 
 def test_ctrl_c_at_any_instruction_of_making_a_file_leaves_none_open(tmp_path: Path) -> None:
-    """`nothing_left_open` looks, and so do we each time: what a frame held is closed with it."""
+    """`nothing_left_open` also checks, but only after each frame has closed its files."""
 
     def strike(number: int) -> bool:
-        """Whether it was interrupted ahead of the instruction of this number, of the module's own."""
+        """Return True if it was interrupted before the module's instruction with this number."""
         left = number
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -109,7 +109,7 @@ def test_ctrl_c_at_any_instruction_of_making_a_file_leaves_none_open(tmp_path: P
         return False
 
     def opened() -> list[str]:
-        """Files of the staging folder, deleted ones too; what other tests left to the collector is none of these."""
+        """Return the open files in the staging folder, deleted ones too. Leaks of other tests don't count."""
         found = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):
@@ -170,7 +170,7 @@ class TestKilled:
         assert states["absent"] == (1 if swap == "two renames" else 0)
 
     def test_while_a_rerun_clears_what_was_left(self, tmp_path: Path) -> None:
-        """A rerun that is killed as well."""
+        """The rerun is killed too."""
         out, number = tmp_path / "out", 1
         while True:
             make(tmp_path / ".out.ckpt-staging", OLD)
@@ -192,7 +192,7 @@ class TestFailing:
     def test_any_call_fails_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: str, name: str, error: int | None, existing: bool
     ) -> None:
-        """With an error of the disk, or with Ctrl-C at that moment: old or new, and nothing beside it."""
+        """After a disk error or Ctrl-C the output is old or new, and nothing is left beside it."""
         out, number, real, done = tmp_path / "out", 0, getattr(os, name), False
         left = [0]
 
@@ -222,7 +222,7 @@ class TestFailing:
             left[0] = 0
             assert contents(out) in (before, NEW), f"call {number}"
             left_over = [entry for entry in os.listdir(tmp_path) if entry != "out"]
-            if left_over and contents(out) == NEW:  # of what was replaced, when the output was already complete
+            if left_over and contents(out) == NEW:  # leftover of the old output after the new one was complete
                 assert existing, f"call {number}"
                 write(out, overwrite=True)
             elif left_over:  # the new staging folder, empty, which could not even be opened
@@ -230,7 +230,7 @@ class TestFailing:
                 os.rmdir(tmp_path / ".out.ckpt-staging")
             assert os.listdir(tmp_path) in (["out"], []), f"call {number}"
         assert contents(out) == NEW
-        assert number > 1 or (name == "rename" and existing and swap == "exchange")  # which renames nothing
+        assert number > 1 or (name == "rename" and existing and swap == "exchange")  # this case never calls rename
 
     def test_what_was_replaced_and_cannot_be_removed_is_said(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: str
@@ -614,7 +614,7 @@ class TestDestination:
         assert caught.value.hint is None
 
     def test_a_link_in_the_place_of_the_staging_folder_is_not_followed(self, tmp_path: Path) -> None:
-        """In a folder that others may write to, it would have somebody else's files cleared."""
+        """In a folder writable by others, a link could redirect the cleanup to someone else's files."""
         make(tmp_path / "precious", OLD)
         (tmp_path / ".out.ckpt-staging").symlink_to(tmp_path / "precious")
         with pytest.raises(StorageError):
@@ -786,7 +786,7 @@ def raise_no_space(descriptor: int) -> None:
 
 
 def test_a_source_whose_closing_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a network filesystem: a thread ended with a traceback, and the run did not hear of it."""
+    """On a network filesystem a thread died with a traceback, and the run did not notice."""
     for name in ("a", "b"):
         (tmp_path / name).touch()
     closed, close = [], os.close

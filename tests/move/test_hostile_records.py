@@ -1,5 +1,6 @@
-"""`ckpt/move/journal.py`, `ckpt/compare/manifest.py`, `ckpt/commands/resume/resuming.py`: what ckpt writes and later
-reads, replaced by something hostile: it starts over or refuses, and never waits.
+"""`ckpt/move/journal.py`, `ckpt/compare/manifest.py`, `ckpt/commands/resume/resuming.py`: hostile records.
+
+ckpt restarts or refuses, and never waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Hostile = Callable[[Path], None]
 
 @pytest.fixture(autouse=True)
 def patience() -> Iterator[None]:
-    """What waits, or reads for ever, fails and does not hang the suite."""
+    """Fail a test that waits or reads forever, so that the suite does not hang."""
 
     def over(*_: object) -> None:
         raise AssertionError("it waits")
@@ -70,7 +71,7 @@ FORMS: dict[str, Hostile] = {
     "a list": _holding(b"[[]]"),
     "no object's keys": _holding(b"{}"),
 }
-#: What may stand for a list of files and their facts.
+#: Replacements for a list of files and their facts.
 VALUES: tuple[object, ...] = (
     *(5, None, "x", [[]], [{}], {"x": [[0] * 3]}, [["x", 1, 2, 3]], [["x", 1.5, "2", None, 4]]),
     *([[["x"], 1, 2, 3, 4]], [[5, 1, 2, 3, 4]], [["a\0b", 1, 2, 3, 4]], [["x" * 5000, 1, 2, 3, 1 << 80]]),
@@ -79,13 +80,13 @@ VALUES: tuple[object, ...] = (
 
 
 def cases(key: str) -> list[object]:
-    """Forms by name, and for a record's value `key` what stands in its place."""
+    """Return the forms by name, and replacements for the record's value `key`."""
     return [*FORMS, *(pytest.param((key, value), id=f"{key}-{n}") for n, value in enumerate(VALUES))]
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, a conversion of it that is whole, and one that was stopped at its end."""
+    """Make a run, a finished conversion of it, and one stopped near its end."""
     place = tmp_path_factory.mktemp("begun")
     run = Path(shutil.copytree(REPOSITORY / "fixtures" / "toy-zero2", place / "run"))
     ckpt.plan(ckpt.open(run), "hf").run(place / "unbroken")
@@ -99,7 +100,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replaced(path: Path, form: str | tuple[str, object]) -> None:
-    """Let something hostile stand where a record was; where it is a value, in the record's first line."""
+    """Replace a record, or a value in its first line, by hostile content."""
     text = path.read_text().strip()
     path.unlink()
     if isinstance(form, str):
@@ -114,7 +115,7 @@ def replaced(path: Path, form: str | tuple[str, object]) -> None:
 
 @pytest.mark.parametrize("form", cases("sources"))
 def test_a_journal(begun: Path, tmp_path: Path, form: str | tuple[str, object]) -> None:
-    """What it says is taken as it is, or it is refused with a hint; with --restart it is not looked at."""
+    """It is used or refused with a hint; --restart ignores it."""
     out = tmp_path / "out"
     for options in ((), ("--restart",)):
         shutil.copytree(staging_folder(begun / "out"), staging_folder(out))
@@ -151,7 +152,7 @@ def test_a_manifest(begun: Path, tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", cases("source"))
 def test_the_record_of_a_kept_conversion(begun: Path, tmp_path: Path, form: str) -> None:
-    """Of another one, made of a step that has gone: it is left alone, or removed, and the resume is as ever."""
+    """The record of another conversion, from a missing step, is ignored or removed, and the resume still works."""
     run = Path(shutil.copytree(begun / "run", tmp_path / "run"))
     said: list[str] = []
     kept = Path(ckpt.resume(run, world_size=5, say=said.append))

@@ -1,4 +1,4 @@
-"""`ckpt/move/journal.py`: conversions that are killed and go on: what is moved again, what is checked."""
+"""`ckpt/move/journal.py`: killed conversions continue, with the bytes to move again and to check."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def run(
     plan: Plan, out: Path, *, restart: bool = False, kill_at: float = 2.0, num_lines: int = 0
 ) -> tuple[int, FileDigests]:
-    """Return the bytes that were there already, and the digests; the process is killed when a part is moved, and with
-    `num_lines` once the journal has so many lines.
+    """Return the number of bytes already there, and the digests.
+
+    Kill the process after the part `kill_at` of the bytes or after `num_lines` of the journal.
     """
     digests, moved = [], [0]
 
@@ -71,7 +72,7 @@ def killed(action: Callable[[], object]) -> None:
 
 
 def many_tensors(folder: Path) -> Plan:
-    """200 tensors of one file go to 4 files."""
+    """Plan 200 tensors from one file to 4 files."""
     (folder / "source.bin").write_bytes(SOURCE)
     size, tensors, files = len(SOURCE) // 200, {}, []
     for number in range(4):
@@ -89,7 +90,7 @@ def many_tensors(folder: Path) -> Plan:
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
-    """A conversion that was killed when half of its bytes were moved."""
+    """Kill a conversion after half of its bytes."""
     case = make_case(tmp_path / "source", num_files=10, rows=20000)
     killed(lambda: run(case.plan, tmp_path / "out", kill_at=0.5, num_lines=21))
     return case
@@ -100,8 +101,10 @@ class TestGoingOn:
     def test_killed_and_given_again_it_moves_little_more_than_the_rest(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: float, num_lines: int, at_most: float
     ) -> None:
-        """Of 200 tensors, as a model has: what is lost are those that were being written."""
-        monkeypatch.setattr(blocks, "_BATCH", len(SOURCE) // 200)  # as small, beside these tensors, as it is really
+        """Only the tensors in flight are lost, here with 200 tensors like a real model."""
+        monkeypatch.setattr(
+            blocks, "_BATCH", len(SOURCE) // 200
+        )  # small relative to these tensors, like the real value
         plan, moved = many_tensors(tmp_path), [0]
         killed(lambda: run(plan, tmp_path / "out", kill_at=kill_at, num_lines=num_lines))
         carry_out = blocks.SpanBatch.carry_out
@@ -148,7 +151,7 @@ class TestGoingOn:
         case.assert_written(tmp_path / "out")
 
     def test_a_journal_without_its_header_says_nothing(self, tmp_path: Path, case: Case) -> None:
-        """It may be that of another conversion: here the source has changed, too."""
+        """It may belong to another conversion: here the source has changed, too."""
         path = staging_folder(tmp_path / "out") / JOURNAL
         path.write_bytes(path.read_bytes().replace(b"version", b"version\xff", 1))
         case.sources[1].write_bytes(case.sources[1].read_bytes()[::-1])

@@ -79,7 +79,7 @@ def test_opening_lists_each_folder_once(run: Path) -> None:
     "run", ["toy-zero3", "toy-zero2", "toy-zero0", "dcp-fsdp2", "trainer-zero2", "verl-fsdp2"], indirect=True
 )
 def test_convert_and_resume_list_a_folder_once_for_each_phase(run: Path, tmp_path: Path) -> None:
-    """To convert is to open, to plan and to look for what was not read; to resume is to open and to look beside it."""
+    """A conversion opens, plans and looks for unread files. A resume opens and looks around."""
     with counted(run) as found:
         assert ckpt("convert", "auto", "full", str(run), "-o", str(tmp_path / "out")).code == 0
     assert 1 <= max(found.values()) <= 3, found

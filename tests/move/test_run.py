@@ -60,14 +60,14 @@ class Opened:
     writing: Any = dataclass_field(default_factory=threading.Lock)
 
     def carry_out(self, batch: Batch, buffer_size: int) -> int:
-        """How many bytes it says that it has written."""
+        """Return the reported number of written bytes."""
         opened = OpenFiles()
         opened.descriptor = self.sources.__getitem__  # type: ignore[method-assign]
         return sum(batch.carry_out(opened, self, buffer_size))
 
 
 def batches_of(copy: Copy, buffer_size: int) -> Iterator[Batch]:
-    """As a plan hands out one copy: in arrays where it has no gaps."""
+    """Yield one copy in the plan's form: arrays if it has no gaps."""
     source, target = copy.source, copy.target
     if not (source.is_contiguous and target.is_contiguous):
         return iter([CopyBatch([copy])])
@@ -91,7 +91,7 @@ def moved(copy: Copy, source: bytes, target: bytes, buffer_size: int) -> bytes:
 
 @st.composite
 def many_spans(draw: st.DrawFn) -> tuple[Spans, dict[str, bytes]]:
-    """Rows of a few elements from three files, with and without gaps on either side, and what is in the files."""
+    """Draw rows of a few elements from three files, with and without gaps on either side, and the files' content."""
     source, target = draw(st.sampled_from([(FLOAT32, FLOAT32), (FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32)]))
     files = {name: draw(st.binary(min_size=400, max_size=400)) for name in "xyz"}
     at, places = draw(st.integers(0, 9)), []
@@ -142,7 +142,7 @@ class TestMove:
 
     @pytest.mark.parametrize("target", [FLOAT32, BFLOAT16], ids=lambda dtype: dtype.name)
     def test_neighbours_take_few_calls(self, monkeypatch: pytest.MonkeyPatch, target: DType) -> None:
-        """A model's experts, which several ranks hold in another order: one call each took most of the time."""
+        """A model's experts, in another order on several ranks: one call each took most of the time."""
         num, numel, calls = 1000, 16, []
         for name in ("preadv", "pwrite"):
             real = getattr(os, name)
@@ -171,7 +171,7 @@ class TestMove:
         assert sorted(seen) == sorted(every)
 
     def test_an_element_that_is_repeated_is_not_repeated_in_memory_at_once(self) -> None:
-        """An expanded tensor: stride 0, a file of four bytes, and any number of elements."""
+        """An expanded tensor has stride 0, a four-byte file, and any number of elements."""
         shape = (100, 50)
         copy = Copy(Extent("a", 0, FLOAT32, shape, (0, 0)), Extent.contiguous("b", 0, FLOAT32, shape))
         assert moved(copy, b"abcd", bytes(20_000), 400) == b"abcd" * 5000
@@ -179,7 +179,7 @@ class TestMove:
 
     @pytest.mark.parametrize("shape", [(64,), (8, 8)])
     def test_a_file_that_ends_too_early(self, shape: tuple[int, ...]) -> None:
-        strides = contiguous_strides(shape)[::-1]  # transposed, where there are two dims
+        strides = contiguous_strides(shape)[::-1]  # transposed if there are two dims
         copy = Copy(Extent("a.bin", 0, UINT8, shape, strides), Extent.contiguous("b.bin", 0, UINT8, shape))
         with pytest.raises(CorruptError, match="ends inside") as caught:
             moved(copy, bytes(50), bytes(64), 16)
@@ -224,7 +224,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def only(threads: set[threading.Thread]) -> bool:
-    """Whether none but these is left, when those that a run let go have ended behind the piece in hand."""
+    """Return True if only these threads are left after the released ones have finished their piece."""
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)
     return set(threading.enumerate()) <= threads
@@ -236,9 +236,9 @@ def nothing_left_over(tmp_path: Path) -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), open_files()
     yield
     deadline = time.monotonic() + 5
-    gc.collect()  # what the frames of an exception hold
+    gc.collect()  # objects in an exception's frames
     while not open_files() <= descriptors and time.monotonic() < deadline:
-        gc.collect()  # and what a thread that has just ended still held
+        gc.collect()  # objects of a thread that has just ended
     assert only(threads)
     assert open_files() <= descriptors
 
@@ -263,7 +263,7 @@ class TestExecute:
         real = files.sync
 
         def sync(descriptor: int) -> None:
-            # In both lists is what was open between them; one alone is not of one moment.
+            # Only files in both listings were open between them.
             names = {path for _, path in open_files()} & {path for _, path in open_files()}
             staged.append(len([path for path in names if ".ckpt-staging/" in path and JOURNAL not in path]))
             real(descriptor)
@@ -310,7 +310,7 @@ class TestExecute:
     def test_rows_of_several_ranks_are_written_together(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A row parallel weight has as many pieces of rows as ranks: one write for each took most of the time."""
+        """A row parallel weight has one piece of rows per rank: a write for each took most of the time."""
         sizes, real = [], os.pwrite
 
         def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
@@ -411,7 +411,7 @@ class TestMemory:
         monkeypatch.setattr(blocks, "cast_bits", watched)
         monkeypatch.setattr(blocks, "_BATCH", 8 << 10)
         monkeypatch.setattr(threads, "num_cores", lambda: cores)
-        monkeypatch.setattr(placeholder_files, "in_use", lambda: True)  # of a store, elsewhere
+        monkeypatch.setattr(placeholder_files, "in_use", lambda: True)  # from a store
         execute(case.plan, tmp_path / "out", resources=Resources(workers=8))
         case.assert_written(tmp_path / "out")
         assert 1 <= most[0] <= cores
@@ -498,7 +498,7 @@ class TestSourcesThatChange:
         assert hidden == ([".out.ckpt-staging"] if how == "gone" and kept(caught.value) else [])
 
     def test_a_folder_that_is_away_for_a_while(self, tmp_path: Path, case: Case) -> None:
-        """What is done is kept, and gone on with when the folder is back."""
+        """Finished work is kept and used when the folder is back."""
         source, away = tmp_path / "source", tmp_path / "away"
 
         def take_away(_: Path) -> dict[str, bytes]:
@@ -514,7 +514,7 @@ class TestSourcesThatChange:
         assert listing(tmp_path) == ["out", "source"]
 
     def test_before_they_are_read(self, tmp_path: Path, case: Case) -> None:
-        """A file that has gone, or is shorter, since its metadata was read."""
+        """A file was deleted or truncated after its metadata was read."""
         content = case.sources[0].read_bytes()
         case.sources[0].write_bytes(content[:100])
         with pytest.raises(CorruptError, match="ends inside"):
@@ -537,14 +537,14 @@ class TestSourcesThatChange:
 
 
 def kept(error: BaseException) -> bool:
-    """Whether an error has the note that what was done is kept."""
+    """Return True if an error has the note about kept work."""
     notes = getattr(error, "__notes__", [])
     assert all(re.fullmatch(r"kept: \S+ \S+ in \S+\.ckpt-staging; the same command goes on", one) for one in notes)
     return len(notes) == 1
 
 
 class Nth:
-    """A function of `os`, or of another `module`, whose Nth call, of those that `counts`, fails."""
+    """A function of `os` or another `module` that fails on the Nth call counted by `counts`."""
 
     def __init__(
         self, name: str, code: int, counts: Callable[..., bool] = lambda *_: True, module: ModuleType = os
@@ -593,7 +593,7 @@ class TestEveryCallFailsOnce:
     def test_nothing_is_left_of_it_but_what_is_noted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None, name: str, existing: bool
     ) -> None:
-        """As SQLite does it: fail the first call, then the second, until there is none left to fail."""
+        """Fail the first call, then the second and so on until no call is left to fail (SQLite's method)."""
         case, out, failure = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out", FAILURES[name]
         if existing:
             out.mkdir()
@@ -627,7 +627,7 @@ class TestEveryCallFailsOnce:
     def test_a_close_that_reports_a_late_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None
     ) -> None:
-        """As network filesystems do, which write when a file is closed."""
+        """Network filesystems may write only on close."""
         case, real = make_case(tmp_path / "source", num_files=2, rows=8), Staging.create
 
         class Late(io.FileIO):
@@ -676,7 +676,7 @@ class TestEveryCallFailsOnce:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("existing", [False, True])
 def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) -> None:
-    """With its threads, before every call to the system that one of them makes: old or absent, or complete."""
+    """Before every system call of any thread: the output is old, absent or complete."""
     case, out = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out"
     number = complete = 0
     while True:
@@ -759,7 +759,7 @@ class TestInterrupt:
     def test_while_the_disk_hangs(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch, existing: bool
     ) -> None:
-        """Within a second, although no thread can end; what they still write goes nowhere."""
+        """It ends within a second, although no thread can; their later writes go nowhere."""
         hanging, release, real = threading.Event(), threading.Event(), os.pwrite
 
         def hang(descriptor: int, data: memoryview, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""`ckpt/move/threads.py`: jobs that several threads take, some of which are heavy."""
+"""`ckpt/move/threads.py`: jobs shared by several threads, some of them heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/plan/assemble.py`: tensors out of ranks' parts, with replicas of what several have."""
+"""`ckpt/plan/assemble.py`: tensors assembled from ranks' parts, with replicas."""
 
 from __future__ import annotations
 

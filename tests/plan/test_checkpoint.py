@@ -1,4 +1,4 @@
-"""`ckpt/plan/checkpoint.py`: what crosses between formats of a run's state: fields by name."""
+"""`ckpt/plan/checkpoint.py`: run state shared between formats, by field name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the house: what each folder may import, and which test module is about which module."""
+"""The order of the house: each folder's allowed imports, and the module under test of each test module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOMS = sorted(path.parent for root in ("ckpt", "converters") for path in (REPOS
 
 
 def imported(room: Path) -> set[str]:
-    """Names of our own packages, and of modules beside these, that a room's modules import."""
+    """Return the packages and sibling modules imported by a room."""
     found = set()
     for path in room.rglob("*.py") if room.is_dir() else [room]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -54,12 +54,12 @@ def test_five_modules_at_most_stand_at_the_top() -> None:
     assert len([path for path in (REPOSITORY / "ckpt").glob("*.py") if path.name != "_version.py"]) <= 5
 
 
-#: Where modules lie that tests are about.
+#: Roots of modules under test.
 ROOTS = ("ckpt", "converters", "train", "fixtures", "benchmarks")
 
 
 def about(test: Path) -> set[str]:
-    """The modules that a test module is about: its docstring begins with them, the first of a folder in full."""
+    """Return the modules under test: the docstring begins with them, the first of a folder in full."""
     found, folder = set(), ""
     first = test.read_text().partition(": ")[0]
     for name in re.findall(r"`([\w/]+\.py)`", first):

@@ -135,7 +135,7 @@ class TestTheTarget:
         assert (caught.value.expected, caught.value.found) == ("4 elements", "2 elements")
 
     def test_a_tensor_may_be_written_twice(self) -> None:
-        """As a master and, rounded, as a weight; or cut in two ways."""
+        """A tensor may be a master and, rounded, a weight; or be cut in two ways."""
         halves = [
             Slot(("w", "weight"), Box((at,), (2,)), Extent.contiguous("out.bin", 16 + 2 * at, BFLOAT16, (2,)))
             for at in (0, 2)
@@ -148,11 +148,11 @@ class TestTheTarget:
     @pytest.mark.parametrize(
         "file",
         [
-            TargetFile("out.bin", 5, ((0, b"1234"),)),  # a byte that nothing fills
-            TargetFile("out.bin", 4, ((0, b"12"), (1, b"34"))),  # one that two fill
+            TargetFile("out.bin", 5, ((0, b"1234"),)),  # nothing fills one byte
+            TargetFile("out.bin", 4, ((0, b"12"), (1, b"34"))),  # two constants overlap
             TargetFile("out.bin", 4, ((0, b"12"), (3, b"34"))),  # one behind the end
             TargetFile("out.bin", 4, ((-1, b"1234"),)),  # one before the start
-            TargetFile("out.bin", 4, ((0, b"12"),), (), ((1, 2),)),  # zeros where there is something else
+            TargetFile("out.bin", 4, ((0, b"12"),), (), ((1, 2),)),  # zeros overlap a constant
         ],
     )
     def test_a_writer_that_does_not_cover_its_file_is_a_bug(self, file: TargetFile) -> None:

@@ -36,7 +36,7 @@ class LoudFolder(HuggingFace):
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """A package with a format of its own and the names that it has."""
+    """Register a package with its own format, and return its names."""
     module = ModuleType("loud_of_tests")
     vars(module).update(
         FORMAT=LoudFolder(), NAMES=Namespace(lambda found: spelled(found, False), lambda found, _: spelled(found, True))
@@ -80,7 +80,7 @@ def test_names_that_nothing_relates(entries: dict[str, dict[str, str]], tmp_path
 
 
 def test_another_package_is_asked_before_ours(entries: dict[str, dict[str, str]], tmp_path: Path) -> None:
-    """Its folders may be a special kind of ours."""
+    """Another package's folders may be a special kind of ours."""
     small(tmp_path / "hf")
     assert registry.names()[0] == LOUD
     assert ckpt.open(tmp_path / "hf").format == LOUD

@@ -51,7 +51,7 @@ def renamed(shape: Shape) -> st.SearchStrategy[Case]:
 
 @st.composite
 def concatenated(draw: st.DrawFn, shape: Shape) -> Case:
-    """q, k and v of different sizes become one."""
+    """Concatenate q, k and v of different sizes."""
     assume(shape)
     dim = draw(st.integers(0, len(shape) - 1))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -87,7 +87,7 @@ def transposed(draw: st.DrawFn, shape: Shape) -> Case:
 
 @st.composite
 def interleaved(draw: st.DrawFn, shape: Shape) -> Case:
-    """Rows of gate and up take turns, as some fused projections have them; and a stack of them, transposed."""
+    """Interleave rows of gate and up like some fused projections, and stack them transposed."""
     assume(shape)
     a = numbered({"gate": shape, "up": shape})
     rows = np.stack(list(a.values()), axis=1).reshape(2 * shape[0], *shape[1:])
@@ -105,7 +105,7 @@ def interleaved(draw: st.DrawFn, shape: Shape) -> Case:
 
 @st.composite
 def combed(draw: st.DrawFn, shape: Shape) -> Case:
-    """The same, declared by rows that are a step apart: as few links as there are tensors; the last may be shorter."""
+    """Interleave rows declared with a step: one link per tensor; the last tensor may be shorter."""
     assume(shape)
     count = draw(st.integers(1, 3))
     sizes = [shape[0] + (number < draw(st.integers(0, count))) for number in range(count)]
@@ -146,7 +146,7 @@ def zeros(fqn: str, shape: Shape, role: str = "weight", dtype: Any = FLOAT32) ->
 
 
 def fused(*names: str, shape: Shape = (2, 3)) -> Relation:
-    """`names`, all of one shape, stacked as `y`."""
+    """Return a relation that stacks `names`, all with one shape, as `y`."""
     whole_shape = (len(names), *shape)
     dims = tuple(range(1, len(shape) + 1))
     links = [Link(name, whole(shape), "y", slab(whole_shape, 0, i, 1), dims) for i, name in enumerate(names)]
@@ -186,7 +186,7 @@ class TestRelations:
         mapped.inverse().check()
 
     def test_flat_pieces_stay_flat_where_the_order_is_kept(self) -> None:
-        """What keeps a thousand ranks cheap: a rank's part of an expert is one run of the stack."""
+        """This keeps a thousand ranks cheap: a rank's part of an expert is one flat range of the stack."""
         flat = Fragment(FlatRange(0, 6), Extent.contiguous("f", 0, FLOAT32, (6,)))
         parts = [tensor_of(name, np.zeros((2, 3)), [flat]) for name in ("x0", "x1")]
         there = translate(checkpoint_of(parts), fused("x0", "x1"), "there")
@@ -194,7 +194,7 @@ class TestRelations:
         assert regions == [FlatRange(0, 6), FlatRange(6, 12)]
 
     def test_padding_is_zero_one_way_and_left_out_the_other(self) -> None:
-        """Rows 3 and 4 of `y` are no rows of `x`, in every role."""
+        """Rows 3 and 4 of `y` are not in `x`, in any role."""
         rows = Box((0, 0), (3, 2))
         mapped = Relation(
             (Link("x", rows, "y", rows, (0, 1)),), {"x": (3, 2)}, {"y": (5, 2)}, {}, {"y": (Box((3, 0), (2, 2)),)}
@@ -217,7 +217,7 @@ class TestRelations:
             replace(mapped, b_padding={"y": (Box((2, 0), (3, 2)),)}).check()
 
     def test_copies_are_made_one_way_and_compared_the_other(self) -> None:
-        """`again` holds what `y` does: made from it, and on the way back a replica of it."""
+        """`again` is copied from `y`; on the way back it is a replica of `y`."""
         mapped = Relation(
             (Link.rename("x", "y", (2,)),), {"x": (2,)}, {"y": (2,), "again": (2,)}, b_copies={"again": "y"}
         )
@@ -279,7 +279,7 @@ class TestRefusals:
             Link("x", whole((2, 3)), "y", whole((6,)), (0, None)),  # a dim with elements dropped
             Link("x", whole((2, 3)), "y", whole((2, 3)), (0, 0)),  # two dims into one
             Link("x", whole((2, 3)), "y", whole((2, 3)), (0,)),  # a dim forgotten
-            Link("x", whole((6,)), "y", whole((6,)), (1,)),  # a dim that is not there
+            Link("x", whole((6,)), "y", whole((6,)), (1,)),  # a dim out of range
         ],
     )
     def test_boxes_of_different_sizes_are_no_link(self, link: Link) -> None:
@@ -328,7 +328,7 @@ class TestEverythingElseIsCarried:
         assert translate(checkpoint_of([native]), fused("x0"), "there").tensors["y", "master"].native == BFLOAT16
 
     def test_replicas(self) -> None:
-        """A part that only one rank holds stands for itself beside the replicas of the others."""
+        """A part held by only one rank completes every other replica."""
         again = Whole(Extent.contiguous("again.bin", 0, FLOAT32, (2, 3)), 1)
         parts = [replace(zeros("x0", (2, 3)), replicas=(again,)), zeros("x1", (2, 3))]
         (replica,) = translate(checkpoint_of(parts), fused("x0", "x1"), "there").tensors["y", "weight"].replicas
@@ -358,7 +358,7 @@ class TestEverythingElseIsCarried:
         assert (caught.value.fqn, caught.value.expected, caught.value.found) == ("x1", 5, 6)
 
     def test_ties(self) -> None:
-        """The alias and its owner get their new names, whether the relation knows the alias or not."""
+        """The alias and its owner get their new names, even if the relation does not know the alias."""
         shapes = {"embed": (2, 3), "head": (2, 3)}
         links = tuple(Link.rename(name, f"model.{name}", shape) for name, shape in shapes.items())
         known = Relation(links, shapes, {f"model.{name}": shape for name, shape in shapes.items()})
@@ -372,7 +372,7 @@ class TestEverythingElseIsCarried:
         }
 
     def test_every_error_is_one_of_ours(self) -> None:
-        """A relation that speaks of what is not there is refused like any other."""
+        """A relation with unknown tensors is refused with an error of ckpt."""
         stray = Relation((Link.rename("x", "y", (2,)),), {"x": (2,)}, {"y": (2,)})
         with pytest.raises(CkptError):
             translate(checkpoint_of([]), stray, "there")

@@ -1,4 +1,4 @@
-"""`ckpt/plan/services.py`, `protocols.py`, `ckpt/adapters/services.py`: modules of `converters` keep their protocols.
+"""`ckpt/plan/services.py`, `protocols.py`, `ckpt/adapters/services.py`: `converters` matches its protocols.
 
 mypy compares each module with its protocol here, since the core imports none of them.
 """

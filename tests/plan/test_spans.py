@@ -1,4 +1,4 @@
-"""`ckpt/plan/spans.py`: what a plan has as arrays, and what rules say of a part, against the fragments one by one."""
+"""`ckpt/plan/spans.py`: a plan's arrays, and the parts computed by rules, agree with the single fragments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rank_extents(world_size: int, length: int) -> list[Extent]:
 
 @st.composite
 def rules(draw: st.DrawFn, shape: Shape) -> Source:
-    """A rule of ZeRO's for a tensor of this shape, somewhere in the ranks' buffers."""
+    """Draw one of ZeRO's rules for a tensor with this shape, anywhere in the ranks' buffers."""
     world_size, before, numel = draw(WORLD_SIZES), draw(st.integers(0, 9)), prod(shape)
     if draw(st.booleans()):
         return InSlots(rank_extents(world_size, before + slot_size(numel, world_size)), before)
@@ -55,7 +55,7 @@ def rules(draw: st.DrawFn, shape: Shape) -> Source:
 
 
 def stacked(sources: Sequence[Source], shape: Shape) -> Checkpoint:
-    """Tensors of one shape, translated to one tensor `y` that stacks them."""
+    """Return tensors with one shape, translated to one stacked tensor `y`."""
     number = len(sources)
     tensors = {(f"x{i}", "weight"): Tensor(f"x{i}", "weight", FLOAT32, shape, s) for i, s in enumerate(sources)}
     dims = tuple(range(1, len(shape) + 1))
@@ -67,7 +67,7 @@ def stacked(sources: Sequence[Source], shape: Shape) -> Checkpoint:
 
 
 def elements(fragments: Sequence[Fragment], shape: Shape, start: int, stop: int) -> dict[int, tuple[str, int]]:
-    """File and byte of each element of a part."""
+    """Return the file and byte for each element of a part."""
     wanted = Extent.contiguous("wanted", 0, FLOAT32, (stop - start,))
     found = {}
     for common in overlay(fragments, [Fragment(FlatRange(start, stop), wanted)], shape):
@@ -100,7 +100,7 @@ class TestRules:
 
     @given(shapes(2, min_size=1), st.integers(1, 4), st.data())
     def test_a_relation_asks_for_the_part_only(self, shape: Shape, number: int, data: st.DataObject) -> None:
-        """Stacked and taken apart again, whole or in part: what the fragments say, which walk everything."""
+        """Tensors stacked and split again, whole or in part, agree with the fragments, which walk everything."""
         sources = [data.draw(rules(shape)) for _ in range(number)]
         there = stacked(sources, shape)
         tensor = there.tensors["y", "weight"]
@@ -130,7 +130,7 @@ class TestRules:
 
     @given(shapes(2, min_size=1), st.data())
     def test_a_damaged_rule_is_refused_as_its_fragments_are(self, shape: Shape, data: st.DataObject) -> None:
-        """A buffer of another dtype, or missing."""
+        """Its buffer is missing or has another dtype."""
         source = data.draw(rules(shape))
         extents = source.extents if isinstance(source, InSlots) else source.group.extents
         number = data.draw(st.integers(0, len(extents) - 1))
@@ -142,7 +142,7 @@ class TestRules:
             damaged = damaged[:number]
         if isinstance(source, InSlots):
             if how == "missing":
-                return  # the number of extents is the number of ranks
+                return  # one extent per rank
             worse: Source = replace(source, extents=damaged)
         else:
             worse = replace(source, group=replace(source.group, extents=damaged))
@@ -190,7 +190,7 @@ class TestPlans:
 
 
 def places(source: Extent, target: Extent) -> list[tuple[str, int, int]]:
-    """File and byte of each element of the source, and its byte in the target."""
+    """Return the file and byte of each source element, and its byte in the target."""
 
     def offsets(extent: Extent) -> list[int]:
         return [
@@ -203,7 +203,7 @@ def places(source: Extent, target: Extent) -> list[tuple[str, int, int]]:
 
 @given(shapes(3, min_size=1), st.data())
 def test_a_box_of_a_tensor_in_one_piece_is_found_as_any_other(shape: Shape, data: st.DataObject) -> None:
-    """Rows, columns, what lies outside in part or as a whole, of tensors that are stored transposed, too."""
+    """Rows, columns and boxes partly or wholly outside, in transposed tensors too."""
     offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
     box = Box(offsets, tuple(data.draw(st.integers(0, n)) for n in shape))
     stored_as = Extent.contiguous("in", 8, FLOAT32, shape)

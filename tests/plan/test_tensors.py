@@ -69,7 +69,7 @@ class TestBoxes:
 
     @given(shapes(), st.data())
     def test_boxes_with_steps_too(self, shape: Shape, data: st.DataObject) -> None:
-        """The common part of two, what it is inside one of them, and back."""
+        """The intersection of two boxes, its place within one of them, and back."""
         a, b = data.draw(stepped_boxes(shape)), data.draw(stepped_boxes(shape))
         common = a.intersect(b)
         assert common == b.intersect(a)
@@ -101,7 +101,7 @@ class TestBoxes:
         assert elements == list(range(start, stop))  # ordered, disjoint and complete at once
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         assert all(box.numel for box in boxes)
-        # Each of them is a flat range again, and together they are the one that was asked for.
+        # Each box is a flat range again, and together they give the requested range.
         flat = [flat_range(box, shape) for box in boxes]
         assert all(a is not None and b is not None and a.stop == b.start for a, b in pairwise(flat))
 
@@ -208,7 +208,7 @@ class TestTiling:
 
     @given(shapes(min_size=1), st.data())
     def test_all_faults_are_all_that_is_wrong(self, shape: Shape, data: st.DataObject) -> None:
-        """Some pieces missing and some there twice: together the faults are what counting finds."""
+        """With random pieces missing or repeated, the faults must equal a count."""
         pieces = data.draw(tilings(shape))
         regions = [piece for piece in pieces for _ in range(data.draw(st.sampled_from([1, 1, 0, 2])))]
         count = np.zeros(prod(shape), int)
@@ -320,7 +320,7 @@ class TestZeroRules:
 
     @staticmethod
     def assert_all_told(sources: Sequence[InFlatGroup | InSlots], values: list[np.ndarray], store: Store) -> None:
-        """The parts of the files that no tensor holds are called padding, and nothing else is."""
+        """Assert that padding is exactly the parts of the files outside every tensor."""
         told = {path: np.zeros(len(part), int) for path, part in store.items()}
         for source, value in zip(sources, values, strict=True):
             for fragment in source.fragments(value.shape):
@@ -348,7 +348,7 @@ class TestZeroRules:
         assume(buffer)
         parts = np.split(np.array(buffer), world_size)
         partition = len(parts[0])
-        if stripped:  # as the files of stages 1 and 2 are, whose optimizer states end with the last parameter
+        if stripped:  # like files of stages 1 and 2, whose optimizer states end with the last parameter
             parts = [part[: max(0, used - rank * partition)] for rank, part in enumerate(parts)]
         store = {f"rank{rank}": part for rank, part in enumerate(parts)}
         extents = [Extent.contiguous(path, 0, FLOAT32, part.shape) for path, part in store.items()]

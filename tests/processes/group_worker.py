@@ -31,7 +31,7 @@ def main() -> None:
     found: dict[str, Any] = {}
 
     def together(name: str, size: int = SIZE, to: str | None = None) -> None:
-        """What a conversion to the folder `to` returns or raises, as `name`."""
+        """Record under `name` the result or error of a conversion to `to`."""
         conversion = api.plan(api.open(source), "zero3", Layout(world_size=size))
         try:
             with TorchGroup(dist, store) as group:
@@ -55,7 +55,7 @@ def main() -> None:
     except StorageError as error:
         found["has ended while"] = str(error)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as where no launcher ends the others
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # like a launcher that does not end the others
     with failing_at(2, rank == 1, lambda: os._exit(9)):
         together("dies")
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -67,7 +67,7 @@ def disk_is_full() -> None:
 
 
 def failing_at(number: int, is_here: bool, fail: Callable[[], None]) -> Any:
-    """In the rank where it is `is_here`, what is to happen when it begins its file of this number."""
+    """Call `fail` when this rank, if `is_here`, begins its file with this number."""
     create, left = run._create, number
 
     def create_or_fail(*arguments: Any) -> Any:

@@ -25,19 +25,19 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three processes wrote together, and what each of them said of it."""
+    """Run three processes together and return the folder with their output and results."""
     folder = tmp_path_factory.mktemp("group")
     source = REPOSITORY / "fixtures" / "toy-zero3"
     ckpt.plan(ckpt.open(source), "zero3", Layout(world_size=SIZE)).run(folder / "alone")
     command = forked([(RANKS, "tests.processes.group_worker", [str(source), str(folder)])], ["ckpt.api"])
-    # Those that are left do not wait for the one that died, which takes them five minutes where nothing tells them.
+    # The others must notice the dead process at once: without notice they wait five minutes.
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
-    assert done.returncode and "exit code 9" in done.stderr, done.stderr[-3000:]  # the one that is to die
+    assert done.returncode and "exit code 9" in done.stderr, done.stderr[-3000:]  # the process meant to die
     return folder
 
 
 def said(folder: Path, name: str) -> list[Any]:
-    """What each process returned or raised."""
+    """Return each process's result or error."""
     return [json.loads((folder / f"{rank}.json").read_text()).get(name) for rank in range(RANKS)]
 
 
@@ -100,7 +100,9 @@ def test_one_that_dies_is_named(folder: Path) -> None:
 
 
 FILES = tuple(TargetFile(f"f{i}", size) for i, size in enumerate((100, 100, 40, 30, 20, 0)))
-PIECES = {file.name: [(at, 10) for at in range(10, file.size, 10)] for file in FILES}  # the first 10 are in none
+PIECES = {
+    file.name: [(at, 10) for at in range(10, file.size, 10)] for file in FILES
+}  # no piece holds the first 10 bytes
 
 
 class TestDealing:

@@ -102,7 +102,7 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> None:
-    """The agents start all of it again, which goes on from the journals."""
+    """The agents restart all processes, and they continue from the journals."""
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -170,7 +170,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 
 
 def test_the_batch_script_for_pbs(tmp_path: Path) -> None:
-    """With PBS's variables, and with the processes that Open MPI would start on two nodes."""
+    """PBS's variables are set, and the processes are started like Open MPI on two nodes."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "mpirun").write_text(MPIRUN)

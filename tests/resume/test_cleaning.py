@@ -81,7 +81,7 @@ def test_clean_restores_an_output_whose_replacement_was_interrupted(run: Path) -
 
 
 def resumed(run: Path, step: int) -> Path:
-    """The copy of a step for three ranks."""
+    """Resume a step on three ranks and return the copy."""
     return Path(ckpt.resume(run, world_size=3, tag=f"checkpoint-{step}", say=lambda _: None))
 
 
@@ -109,7 +109,7 @@ def test_clean_keeps_the_only_copy_of_a_lost_step(run: Path) -> None:
 
 @pytest.fixture
 def converted(run: Path) -> Iterator[tuple[Path, Path]]:
-    """The default outputs of both steps."""
+    """Convert both steps to their default outputs."""
     places = run.parent / "run-checkpoint-1-hf", run.parent / "run-checkpoint-2-hf"
     for step, place in enumerate(places, 1):
         ckpt.convert(run / f"checkpoint-{step}", "hf", place)
@@ -133,7 +133,7 @@ def test_clean_removes_older_outputs_of_the_callback(run: Path, converted: tuple
 
 
 def test_clean_leaves_conversions_of_a_run_whose_name_begins_alike(run: Path, converted: tuple[Path, Path]) -> None:
-    for place in converted:  # of a run `run-2` that is gone
+    for place in converted:  # from the deleted run `run-2`
         place.rename(run.parent / place.name.replace("run-", "run-2-"))
     assert ckpt.clean(run).leftovers == ()
 

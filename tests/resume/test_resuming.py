@@ -49,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class TestOneProcess:
     def test_what_fits_is_returned_as_it_is(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ckpt.resume(run) == str(run)
-        assert ckpt.resume(run / "global_step2", world_size=3) == str(run)  # DeepSpeed is given what holds `latest`
+        assert ckpt.resume(run / "global_step2", world_size=3) == str(run)  # DeepSpeed needs the folder with `latest`
         monkeypatch.setenv("WORLD_SIZE", "3")
         assert ckpt.resume(run) == str(run)
         assert os.listdir(run.parent) == ["outputs"]
@@ -83,7 +83,7 @@ class TestOneProcess:
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def is_killed(world_size: int) -> Path:
-            """The staging folder that is left: all but the manifest was written."""
+            """Return the staging folder of a conversion with everything but its manifest."""
             with monkeypatch.context() as patch, pytest.raises(StorageError):
                 patch.setattr(manifest, "make_manifest", disk_is_full)
                 patch.setenv("WORLD_SIZE", str(world_size))
@@ -101,7 +101,7 @@ class TestOneProcess:
         assert any("B were there already" in line for line in said) and not left.exists()
         ckpt.plan(ckpt.open(run), "zero3", Layout(world_size=2)).run(run.parent / "unbroken")
         assert ckpt.verify(ckpt.open(found), ckpt.open(run.parent / "unbroken")).equal
-        left = is_killed(4)  # by another version of ckpt
+        left = is_killed(4)  # from another ckpt version
         begin, *rest = (left / JOURNAL).read_text().splitlines(keepends=True)[1:]
         (left / JOURNAL).write_text("".join(["\n", json.dumps(json.loads(begin) | {"version": "0"}), "\n", *rest]))
         assert ckpt.open(ckpt.resume(run, world_size=4, say=said.append)).world_size == 4
@@ -249,7 +249,7 @@ class TestOneProcess:
         assert "holds no checkpoint: the run begins" in said[0] and len(said) == 2
         result = run_ckpt("resume", run.parent / "begun", "--missing-ok")
         assert (result.code, result.out) == (0, "") and "the run begins" in result.err
-        for record, code in (("latest", 4), ("latest_checkpointed_iteration.txt", 3)):  # of a run whose steps are gone
+        for record, code in (("latest", 4), ("latest_checkpointed_iteration.txt", 3)):  # the steps of the run are gone
             (run.parent / "begun" / record).write_text("5")
             lost = run_ckpt("resume", run.parent / "begun", "--missing-ok")
             assert lost.code == code and f"`{record}`" in lost.err and "'5'" in lost.err, lost.err
@@ -260,7 +260,7 @@ class TestOneProcess:
         assert ckpt.resume(run, missing_ok=True) == str(run)
 
     def test_fsdps_kind_is_what_a_live_accelerator_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Trainer makes the plugin of its arguments, and the environment says nothing of the kind."""
+        """Trainer makes the plugin from its arguments and sets no variable for it."""
         from accelerate.state import AcceleratorState
         from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -270,7 +270,7 @@ class TestOneProcess:
             assert caller({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}) == Caller(format, 2)
 
     def test_the_stage_is_what_a_live_accelerator_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without transformers, where nothing but the plugin tells it."""
+        """Without transformers, only the plugin knows the stage."""
         from accelerate.state import AcceleratorState
         from accelerate.utils import DeepSpeedPlugin
 
@@ -298,11 +298,11 @@ FINISHED = {
 
 
 class TestAFinishedRun:
-    """The model that was saved at the end lies in the run's folder, beside the checkpoints of its steps."""
+    """The final model lies in the run's folder, beside its checkpoints."""
 
     @pytest.fixture(params=FINISHED)
     def finished(self, request: pytest.FixtureRequest, run: Path, tmp_path: Path) -> tuple[Path, str]:
-        """With the newest step's model, or adapter, as the final one."""
+        """Save the newest step's model or adapter as the final one."""
         folder = Path(shutil.copytree(FIXTURES / request.param, tmp_path / "all" / "finished"))
         bare = "peft" if "lora" in request.param else "hf"
         if not any(folder.glob("*.safetensors")):
@@ -368,7 +368,7 @@ class TestAFinishedRun:
 
 
 def test_an_optimizer_that_only_its_engine_knows_is_gone_on_with_as_it_is(run: Path, tmp_path: Path) -> None:
-    """HF Trainer's, of numbered states, where nothing tells the order of the parameters."""
+    """HF Trainer numbers its states, and nothing records the order of the parameters."""
     outputs = Path(shutil.copytree(FIXTURES / "trainer-plain", tmp_path / "run"))
     for way in ("safetensors", "bin"):
         step = outputs / "checkpoint-2"
@@ -386,7 +386,7 @@ def test_an_optimizer_that_only_its_engine_knows_is_gone_on_with_as_it_is(run: P
 
 
 class TestStepsOfSeveralEngines:
-    """A chain of runs in one folder: DeepSpeed's `latest` is of its own steps alone."""
+    """A chain of runs in one folder: DeepSpeed's `latest` covers only its own steps."""
 
     @pytest.fixture
     def mixed(self, run: Path) -> Path:
@@ -508,7 +508,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def flip_an_element(folder: Path) -> None:
-    """Change one bit of an exp_avg."""
+    """Flip one bit of an exp_avg."""
     tensor = next(ckpt.open(folder).with_role("exp_avg"))
     extent = next(tensor.source.fragments(tensor.shape)).extent
     flip(Path(extent.path), extent.offset + 1)
@@ -577,7 +577,7 @@ dist.destroy_process_group()
 
 
 def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(run: Path) -> None:
-    """`run` is whole on the first node alone; of `other` each of the two nodes has what its own ranks wrote."""
+    """Only the first node has all of `run`. Each of the two nodes has its own ranks' files of `other`."""
     for node, name in itertools.product((0, 1), ("run", "other")):
         there = Path(shutil.copytree(run, run.parent / f"node{node}" / name))
         for rank in () if (node, name) == (0, "run") else (1,) if node else (0, 2):
@@ -627,7 +627,7 @@ dist.destroy_process_group()
 
 
 def test_processes_that_ask_for_different_things_are_told(run: Path) -> None:
-    """Nothing has to be converted here, so that the first one's answer would do for all."""
+    """Nothing has to be converted here, so the first process's answer would fit all of them."""
     other = str(Path(shutil.copytree(run, run.with_name("other"))))
     given = {"path": other, "format": "zero2", "dtype": "bf16", "world_size": 2, "tag": "global_step2"}
     given |= {"config": other, "model_only": True, "missing_ok": True, "nothing": None}
@@ -655,7 +655,7 @@ def test_errors_go_from_process_to_process() -> None:
 
 
 def test_an_option_of_convert_is_proposed_as_its_command(tmp_path: Path) -> None:
-    """The hint named an option that resume has not."""
+    """The hint named an option missing from resume."""
     run = Path(shutil.copytree(FIXTURES / "quantized-zero2" / "bnb8", tmp_path / "outputs"))
     with pytest.raises(LossError) as raised:
         ckpt.resume(run, format="dcp", world_size=2)

@@ -27,13 +27,13 @@ from ckpt.runs.steps import run_at
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 
-#: Fixtures that are one checkpoint or run each; `hostile` holds files that no command may read.
+#: Fixtures with a single checkpoint or run; no command may read the files in `hostile`.
 NAMES = sorted({path.name for path in FIXTURES.iterdir() if path.is_dir()} - {"hostile", "__pycache__"})
 #: Folders whose digests are compared in every disguise.
 HASHED = ("toy-zero1", "dcp-fsdp2", "trainer-zero2", "verl-fsdp2", "lora-zero3", "with_by_products")
 
 
-# -- run folders made of fixtures ------------------------------------------------------------------------------------
+# -- run folders from fixtures ---------------------------------------------------------------------------------------
 def copied(fixture: str, place: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / fixture, place, ignore=lambda *_: {"truth"}))
 
@@ -60,7 +60,7 @@ def unfinished_lora(run: Path) -> None:
 
 
 def zero3_saved_at_the_end(run: Path) -> None:
-    """`latest` and the last step's files in the run's folder, as `Trainer.save_model` leaves them under ZeRO-3."""
+    """Put `latest` and the last step's files into the run folder, like `Trainer.save_model` under ZeRO-3."""
     copied("trainer-zero2", run)
     shutil.copytree(run / "checkpoint-2/global_step2", run / "global_step2")
     shutil.copy(run / "checkpoint-2/latest", run)
@@ -137,7 +137,7 @@ def read_only(folder: Path) -> None:
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
-#: Each disguise by itself takes as long as all of them at once.
+#: Each disguise alone takes as long as all of them together.
 DISGUISES = ("copied", "scrambled", "moved", "linked", "read-only")
 PARAMS = (DISGUISES, *(pytest.param((one,), marks=pytest.mark.slow) for one in DISGUISES))
 
@@ -180,9 +180,9 @@ def disguised(
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-# -- what each command chooses ---------------------------------------------------------------------------------------
+# -- choices of each command -----------------------------------------------------------------------------------------
 def answer(ask: Callable[[], Any], case: Path) -> Any:
-    """Return an answer, or the class and exit code of its error, with the names of the case's own places."""
+    """Return an answer, or an error's class and exit code, with the case's paths replaced."""
     try:
         found = ask()
     except CkptError as error:
@@ -201,7 +201,7 @@ def facts(checkpoint: Checkpoint) -> tuple[Any, ...]:
 
 
 def pushed(case: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the folder that `ckpt push` would upload."""
+    """Return the folder `ckpt push` would upload."""
     folders: list[Path] = []
 
     def upload(folder: Path, *_: Any, **__: Any) -> hub.Pushed:
@@ -226,7 +226,7 @@ def choices(case: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(originals: Path) -> dict[str, dict[str, Any]]:
-    """The choices for the folders as they are."""
+    """Return the choices for the original folders."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         return {name: choices(originals / name, monkeypatch) for name in (*NAMES, *MADE)}
 
@@ -270,7 +270,6 @@ def test_commands_agree_about_every_folder(originals: Path, expected: dict[str, 
 def test_the_command_line_chooses_the_same(
     originals: Path, expected: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A sample of folders by the commands themselves."""
     for name in ("finished_lora", "with_by_products", "several_engines", "newest_is_incomplete", "two_runs"):
         case, chosen = originals / name, expected[name]["convert"]
         shown = run_ckpt("inspect", case, "--json")

@@ -23,7 +23,7 @@ TARGETS = [name for name in registry.names() if registry.get(name).writes and na
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bf16 model whose config was copied from that of an fp32 one, by both names of the entry."""
+    """Save a bf16 model with the config of an fp32 model, under both config keys."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": 16, "hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
@@ -41,7 +41,7 @@ def write(folder: Path, **entries: Any) -> None:
 def config_of(checkpoint: Checkpoint, target: str, dtype: DType | None, out: Path) -> dict[str, Any]:
     layout = Layout(dtype=dtype, world_size=2 if target.startswith(("zero", "fsdp-ranks")) else None)
     ckpt.plan(checkpoint, target, layout).run(out)
-    folder = next(out.rglob("huggingface"), out)  # where verl keeps them
+    folder = next(out.rglob("huggingface"), out)  # verl's place for them
     assert (folder / "tokenizer.json").read_text() == "{}"
     return dict(json.loads((folder / "config.json").read_text()))
 
@@ -59,7 +59,7 @@ def test_the_dtype_in_the_config_is_that_of_the_model(
 
 @pytest.mark.parametrize("target", ["dcp", "full"])
 def test_a_run_that_keeps_masters_alone_says_in_what_it_computes(fixtures: Path, tmp_path: Path, target: str) -> None:
-    """Its weights are fp32 on disk; a config that says bfloat16 is all that tells a later engine so."""
+    """Its weights are fp32 on disk, so only `bfloat16` in the config tells a later engine the compute dtype."""
     run = tmp_path / "run"
     shutil.copytree(fixtures / "toy-zero2", run)
     (run / "config.json").write_text(json.dumps({"architectures": ["Toy"], "dtype": "float32"}))
@@ -74,7 +74,7 @@ def test_a_run_that_keeps_masters_alone_says_in_what_it_computes(fixtures: Path,
 @pytest.mark.parametrize("name", ["rng_state.pth", "scheduler.pt", "training_args.bin", "generation_config.json"])
 @pytest.mark.parametrize("size", [0, 100])
 def test_damaged_files_of_a_run_are_refused(name: str, size: int, fixtures: Path, tmp_path: Path) -> None:
-    """No command tells you to train from a step whose files `ckpt check` calls damaged."""
+    """No command may advise to train from a step with files `ckpt check` calls damaged."""
     step = Path(shutil.copytree(fixtures / "trainer-plain/checkpoint-2", tmp_path / "run/checkpoint-2"))
     file = step / name
     file.chmod(0o644)

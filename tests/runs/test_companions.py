@@ -19,7 +19,7 @@ from tests.support.places import REPOSITORY
 
 @pytest.fixture(autouse=True)
 def patience() -> Iterator[None]:
-    """What waits for a pipe's other end fails, and does not hang the suite."""
+    """Fail a test that waits for a pipe's other end, so that the suite does not hang."""
 
     def over(*_: object) -> None:
         raise TimeoutError("it waits")
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the Hub's kind with an index, and what may stand beside weights."""
+    """Make a Hub folder with an index and companion files."""
 
     folder = tmp_path_factory.mktemp("model") / "model"
     options = ("--max-shard-size", "2KB", "--no-manifest")
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_place_of_trainers_optimizer(fixtures: Path, tmp_path: Path, kind: str) -> None:
-    """HF Trainer's, without which the weights alone would be there."""
+    """Without HF Trainer's optimizer file only the weights would be left."""
     run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
     file = run / "checkpoint-2" / "optimizer.pt"
     file.unlink()
@@ -110,7 +110,7 @@ def test_in_a_run(fixtures: Path, tmp_path: Path, name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_place_of_an_optimizer(fixtures: Path, tmp_path: Path, kind: str) -> None:
-    """It is refused, and not taken for a model that has none."""
+    """A damaged optimizer must not make it a model without optimizer."""
     full = tmp_path / "full"
     assert ckpt("convert", "zero2", "full", fixtures / "toy-zero2", "-o", full, "-q").code == 0
     (full / "optimizer.bin").unlink()
@@ -145,7 +145,7 @@ def test_a_name_that_is_too_long_is_damage(model: Path, tmp_path: Path) -> None:
 def test_json_that_is_nested_too_deeply(
     fixtures: Path, tmp_path: Path, name: str, codes: tuple[int, ...], depth: int
 ) -> None:
-    """What walks it could recurse too deeply: it is refused as it is read, and as it is copied."""
+    """Deep nesting could exhaust the recursion limit, so both reading and copying refuse it."""
     run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
     content = json.loads((run / "checkpoint-2" / name).read_text())
     deep = '{"a":' * depth + "1" + "}" * depth
@@ -164,7 +164,7 @@ def test_json_that_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
 
 
 def test_a_path_that_may_not_be_read(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user who is not root: neither usage nor something that is not there."""
+    """For a user other than root this is neither a usage error nor a missing path."""
     run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
     real = {name: getattr(os, name) for name in ("listdir", "scandir", "open", "stat", "lstat")}
 

@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
 
 def trained(steps: int, kind: str = "AdamW", every: bool = True, **options: Any) -> dict[str, Any]:
-    """Return what a script saves after `steps` of torch's own optimizer, names recorded."""
+    """Return a script's checkpoint after `steps` of torch's own optimizer, with names."""
     model = Model()
     given = model.named_parameters() if every else [("used.weight", model.used.weight), ("used.bias", model.used.bias)]
     optimizer = getattr(torch.optim, kind)(given, **{"lr": 0.1, **options})
@@ -126,7 +126,7 @@ def test_a_model_without_an_element_is_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "shape", "is_named"), [("gain", (0,), True), ("gain", (0, 4), False)])
 def test_a_placeholder_of_any_name_is_named(name: str, shape: tuple[int, ...], is_named: bool, tmp_path: Path) -> None:
-    """ZeRO-3 leaves shape [0]; [0, 4] is what a model declares, unless it is a weight or a bias."""
+    """ZeRO-3 leaves shape [0]. A model may declare [0, 4], except for a weight or bias."""
     save_file({"a.weight": torch.ones(2), name: torch.ones(shape)}, tmp_path / "model.safetensors")
     done = ckpt("check", tmp_path)
     assert done.code == 0

@@ -1,4 +1,4 @@
-"""`ckpt/runs/finding.py`: the step of a run that a format takes, by a tag or a record."""
+"""`ckpt/runs/finding.py`: a format's step in a run, by tag or record."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_tag_may_stand_for_several_names(tmp_path: Path) -> None:
 
 
 STEP = "step-1/weights"
-#: Files, the record, and for each of RECORDED, NEEDED and OWNED the error, or None where nothing is found.
+#: Files, the record, and the error for RECORDED, NEEDED and OWNED, or None if nothing is found.
 RECORDS: dict[str, tuple[tuple[str, ...], str | None, tuple[type[CorruptError] | None, ...]]] = {
     "nothing": ((), None, (None, None, None)),
     "no record": ((STEP,), None, (None, IncompleteError, IncompleteError)),

@@ -220,7 +220,7 @@ def test_the_framework_comes_from_the_content(fixture: str, by_product: str, con
 
 
 def _sharded(folder: Path) -> Path:
-    """Write a model as transformers 5.24 does: DCP's files of safetensors."""
+    """Write a model like transformers 5.24: DCP's safetensors files."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
@@ -249,7 +249,7 @@ def test_another_checkpoint_in_a_models_folder_is_not_its_optimizer(tmp_path: Pa
 
 
 def test_verls_model_next_to_dist_ckpt(tmp_path: Path) -> None:
-    """verl with mbridge keeps the model in huggingface/, and its config is there without mbridge as well."""
+    """verl with mbridge keeps the model in huggingface/; without mbridge the folder only has the config."""
     actor = tmp_path / "global_step_5" / "actor"
     step = shutil.copytree(FIXTURES / "megatron-lm" / "iter_0000002", actor / "dist_ckpt")
     (actor / "huggingface").mkdir()

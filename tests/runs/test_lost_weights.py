@@ -27,7 +27,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def base_of(adapter: Path, folder: Path) -> Path:
-    """Write weights of the shapes that the adapter's factors have."""
+    """Write weights with shapes that fit the adapter's factors."""
     factors = load_file(adapter / "adapter_model.safetensors")
     pairs = ((name, name.replace("lora_A", "lora_B")) for name in factors if ".lora_A." in name)
     tensors = {
@@ -111,7 +111,7 @@ def test_a_trainers_step_without_weights(keeps_optimizer: bool, tmp_path: Path) 
 
 
 def lerobot(run: Path) -> Path:
-    """Write a run as LeRobot's `save_checkpoint` does."""
+    """Write a run like LeRobot's `save_checkpoint`."""
     step = run / "checkpoints" / "000004"
     for part in ("pretrained_model", "training_state"):
         (step / part).mkdir(parents=True)
@@ -157,7 +157,7 @@ def of_step(step: Path, taken: float) -> Path:
 
 
 def of_model_step(run: Path, number: int) -> Path:
-    """Write into DeepSpeed's model file which step it is of; the folder has Accelerate's name."""
+    """Change the step number in DeepSpeed's model file. The folder gets Accelerate's name."""
     place = next(run.glob("global_step*")).rename(run / "pytorch_model")
     (run / "latest").write_text(place.name)
     file = place / "mp_rank_00_model_states.pt"
@@ -200,7 +200,7 @@ def test_an_optimizer_of_one_more_step_is_refused_if_the_weights_are_of_another_
 
 
 def test_an_optimizer_of_fewer_steps_is_refused_if_the_weights_are_of_another_save(tmp_path: Path) -> None:
-    """DeepSpeed writes the model first: a save that was cut off in a reused folder leaves an older optimizer."""
+    """DeepSpeed writes the model first: an interrupted save into a reused folder leaves an older optimizer."""
     run = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run"))
     for file in (run / "checkpoint-1/global_step1").glob("*optim_states.pt"):
         shutil.copy(file, run / "checkpoint-2/global_step2")

@@ -59,7 +59,7 @@ def full(folder: Path) -> tuple[str, str]:
 
 
 def rank_files(folder: Path) -> tuple[str, str]:
-    """Files of ranks, as Accelerate writes them with use_dcp=False."""
+    """Write rank files like Accelerate with use_dcp=False."""
     folder.mkdir()
     for number in (0, 1):
         for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""`ckpt/runs/opening.py`: folders of no format: the message says what is there."""
+"""`ckpt/runs/opening.py`: the error for an unknown folder lists its content."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_deepspeed_says_which_ranks_are_there(tmp_path: Path, case: str, format:
 
 
 def test_files_that_stand_by_themselves_are_listed(tmp_path: Path) -> None:
-    """Files of an exponential moving average, as callbacks leave them beside the averaged weights."""
+    """Callbacks save an exponential moving average beside the weights."""
     for name in ("last.ckpt", "last-EMA.ckpt"):
         torch.save({"state_dict": {"a.weight": torch.ones(2)}}, tmp_path / name)
     with pytest.raises(NotFoundError, match="no checkpoint of a known format") as caught:
@@ -67,7 +67,7 @@ def test_models_beside_each_other_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_universal_folder_is_not_taken_for_a_step_without_zero(fixtures: Path, tmp_path: Path) -> None:
-    """It has the one model file that such a step has, and the optimizer was left out without a word."""
+    """It has only one model file, like a step without ZeRO, and the optimizer was lost in silence."""
     api.plan(api.open(fixtures / "toy-zero2"), "universal").run(tmp_path / "out")
     folder = next(path for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert [path.name for path in folder.glob("*_states.pt")] == [MODEL]

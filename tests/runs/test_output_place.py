@@ -100,7 +100,7 @@ def test_output_with_another_name_in_a_run_is_warned_about(tmp_path: Path) -> No
 
 
 def test_neighbours_of_a_folder_named_after_an_optimizer_are_not_its_run(fixtures: Path, tmp_path: Path) -> None:
-    """A step of DeepSpeed's without `latest` makes no run of the folder around it."""
+    """A DeepSpeed step without `latest` does not make the folder around it a run."""
     step = next(path for path in (fixtures / "toy-zero1").iterdir() if path.is_dir())
     shutil.copytree(step, tmp_path / "other run")
     place = tmp_path / "optimizer study"

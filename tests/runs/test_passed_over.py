@@ -30,7 +30,7 @@ def test_no_flipped_bit_makes_an_older_one_taken(run: Path) -> None:
     for number in range(240):
         path = files[number % len(files)]
         content = path.read_bytes()
-        # half of the flips where a file says what is in it
+        # half of the flips hit structure or metadata
         at = draw.randrange(len(content)) if number % 2 else draw.randrange(max(0, len(content) - 400), len(content))
         flipped(path, at, draw.randrange(8))
         try:

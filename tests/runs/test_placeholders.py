@@ -1,4 +1,4 @@
-"""`ckpt/runs/placeholders.py`: empty placeholders of ZeRO-3 saved as weights, in every kind of file."""
+"""`ckpt/runs/placeholders.py`: empty ZeRO-3 placeholders saved in place of weights, in every kind of file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/precision.py`: a run that keeps float32 weights and computes in 16 bits is exported in what it
-computes in, and says so.
-"""
+"""`ckpt/runs/precision.py`: a run with float32 weights and 16-bit compute is exported in 16 bits, with a note."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def model() -> LlamaForCausalLM:
 
 
 def run_of(model: LlamaForCausalLM, folder: Path, kind: str, dtype: str | None, **arguments: Any) -> Path:
-    """A step as HF Trainer leaves it under FSDP: float32 weights, the config and the training arguments."""
+    """Write a step like HF Trainer under FSDP: float32 weights, the config and the training arguments."""
     step = folder / "checkpoint-1"
     step.mkdir(parents=True)
     if kind == "dcp":
@@ -82,7 +80,7 @@ def test_masters_are_still_to_be_had(model: LlamaForCausalLM, tmp_path: Path) ->
 
 
 def test_a_hugging_face_folder_keeps_its_dtype(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    """What somebody chose to write stays, whatever its config says."""
+    """The chosen dtype stays, even if the config names another one."""
     model.save_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -109,7 +107,7 @@ def test_damaged_training_arguments_tell_nothing_and_it_is_said(model: LlamaForC
 
 @pytest.mark.parametrize(("arguments", "said"), [(True, False), (False, True)])
 def test_what_is_recorded_nowhere_is_said(model: LlamaForCausalLM, tmp_path: Path, arguments: bool, said: bool) -> None:
-    """FSDP's sharded checkpoints of HF Trainer have no training arguments, nor a config of theirs."""
+    """HF Trainer's sharded FSDP checkpoints have neither training arguments nor a config."""
     run = run_of(model, tmp_path / "run", "dcp", "float32")
     (run / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
     if not arguments:

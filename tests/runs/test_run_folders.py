@@ -16,7 +16,7 @@ OF_THE_STEP = ("trainer_state.json", "config.json", "tokenizer_config.json", "rn
 
 @pytest.fixture
 def run(fixtures: Path, tmp_path: Path) -> Path:
-    """A run folder of two ranks, in which a script has left the state of its last step as well."""
+    """Make a run folder from two ranks. A script has also left the state of its last step there."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     (run / "trainer_state.json").write_text('{"global_step": 1000}')
     (run / "checkpoint-2" / "scheduler.pt").write_bytes(b"the schedule")
@@ -43,14 +43,14 @@ def test_a_step_stays_one(run: Path, ways: tuple[str, ...]) -> None:
 
 
 def test_a_step_without_its_schedule_is_said_to_be(run: Path) -> None:
-    """Under FSDP, Trainer looks for the optimizer only where there is a `scheduler.pt`."""
+    """Under FSDP, Trainer loads the optimizer only if there is a `scheduler.pt`."""
     (run / "checkpoint-2" / "scheduler.pt").unlink()
     for way in ("dcp", "full"):
         assert "no scheduler.pt" in ckpt("convert", "zero2", way, run, "-o", run.with_name(way)).err
 
 
 def test_weights_alone_are_no_step_to_go_on_from(run: Path) -> None:
-    """Trainer would go on from its step with an optimizer that knows nothing."""
+    """Trainer would continue from its step with an empty optimizer."""
     result = ckpt("convert", "zero2", "hf", run)
     assert "resume_from_checkpoint" not in result.err
     weights = run / "checkpoint-3"
@@ -75,7 +75,7 @@ def test_all_random_states_are_kept_where_no_number_of_ranks_is_given(run: Path)
 
 
 def test_a_tag_names_a_step_inside_of_a_checkpoint_folder(run: Path) -> None:
-    """Also where nothing records that it is the latest, and where the run folder has steps of its own."""
+    """This also holds without a `latest` record, and if the run folder has its own steps."""
     (run / "checkpoint-2" / "latest").unlink()
     for own in (False, True):
         if own:
@@ -93,7 +93,7 @@ def test_a_tag_that_nothing_has_is_answered_with_those_there_are(run: Path) -> N
 
 
 def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
-    """A conversion that training went on from, into the same folder, is what `latest` there still records."""
+    """Training continued from a conversion in the same folder, and `latest` there still records the old step."""
     shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")
     (run / "latest").write_text("global_step1")
     notes = api.open(run).notes
@@ -101,7 +101,7 @@ def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
 
 
 def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
-    """Nor for a target of weights, which lists the states that it has no place for."""
+    """Nor does a weights target list it as left out."""
     whole = run.with_name("whole")
     assert ckpt("convert", "zero2", "full", run, "-o", whole).code == 0
     (whole / "trainer_state.json").unlink()
@@ -114,7 +114,7 @@ def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
 
 
 def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> None:
-    """A run that has ended exports its model into the run's folder, without the optimizer, and without a step."""
+    """A finished run exports its model into the run folder, without optimizer and step."""
     run = fixtures / "axolotl-fsdp2/outputs/gpt-oss-out"
     checkpoint = api.open(run)
     assert checkpoint.format == "hf" and checkpoint.state.step is None

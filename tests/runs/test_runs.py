@@ -16,12 +16,12 @@ from tests.support.commands import process
 
 
 def make_run(fixtures: Path, outputs: Path, name: str, step: int) -> Path:
-    """Make a run as HF Trainer keeps it under ZeRO-3, and return its step."""
+    """Make a run like HF Trainer under ZeRO-3, and return its step."""
     return Path(shutil.copytree(fixtures / "lora-zero3", outputs / name / f"checkpoint-{step}"))
 
 
 def test_an_adapter_is_found_in_its_run(fixtures: Path, tmp_path: Path) -> None:
-    """A PEFT folder as HF Trainer saves it, without any sharded checkpoint, two levels down."""
+    """HF Trainer saves a PEFT folder without any sharded checkpoint, here two levels down."""
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "outputs/project/run/checkpoint-7")
     base = tmp_path / "base"
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "elsewhere")
@@ -91,7 +91,7 @@ def test_what_ckpt_made_is_taken_where_there_is_nothing_else(fixtures: Path, tmp
 
 
 def test_nothing_inside_a_run_is_taken_in_its_place(fixtures: Path, tmp_path: Path) -> None:
-    """A run whose own steps are of no known kind, with an export in it."""
+    """The run's own steps are of an unknown kind, and it contains an export."""
     run = tmp_path / "run"
     ckpt.plan(ckpt.open(fixtures / "toy-zero1"), "hf").run(run / "exported")
     assert ckpt.open(run).path == str(run / "exported")

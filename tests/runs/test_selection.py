@@ -20,12 +20,12 @@ from tests.support.commands import ckpt as run_ckpt
 
 @pytest.fixture
 def run(fixtures: Path, tmp_path: Path) -> Path:
-    """Two steps of HF Trainer under ZeRO-2."""
+    """Copy two steps of HF Trainer under ZeRO-2."""
     return Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run", ignore=lambda *_: {"truth"}))
 
 
 def model_file(path: Path, step: int | None = None, value: float = 1.0) -> Path:
-    """Write a torch file as Lightning does, with the number of its step."""
+    """Write a torch file like Lightning, with its step number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"state_dict": {"layer.weight": torch.full((2, 2), value)}}
     torch.save(content if step is None else {**content, "global_step": step}, path)
@@ -245,7 +245,7 @@ def test_an_average_of_the_weights_is_named(tmp_path: Path) -> None:
 
 
 def test_a_final_model_with_the_trainers_record_has_a_number(run: Path) -> None:
-    """Training that went on after the final model was saved leaves newer steps next to it."""
+    """Training after the save of the final model leaves newer steps next to it."""
     ckpt.plan(ckpt.open(run), "hf").run(run.with_name("final"))
     for file in run.with_name("final").iterdir():
         file.rename(run / file.name)

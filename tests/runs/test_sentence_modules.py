@@ -1,4 +1,4 @@
-"""`ckpt/runs/sentence_modules.py`: runs of sentence-transformers, and TRL's value head, as Hub folders."""
+"""`ckpt/runs/sentence_modules.py`: sentence-transformers runs, and TRL's value head, as Hub folders."""
 
 from __future__ import annotations
 

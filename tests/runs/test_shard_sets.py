@@ -58,7 +58,7 @@ def test_some_shards_without_an_index_are_incomplete_for_every_command(
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.bin"])
 @pytest.mark.parametrize("count", [1, COUNT])
 def test_all_shards_without_an_index_are_whole_and_the_index_is_named(name: str, count: int, tmp_path: Path) -> None:
-    """Every loader that goes by the names of files takes these; transformers takes none without the index."""
+    """Loaders that go by file names accept these shards; transformers needs the index."""
     place = write(tmp_path / "model", name, tuple(range(1, count + 1)), count)
     for number, command in enumerate(commands(place, tmp_path / "out")):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

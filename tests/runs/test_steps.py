@@ -1,4 +1,4 @@
-"""`ckpt/runs/steps.py`: folders of steps and the files that say which one is the latest."""
+"""`ckpt/runs/steps.py`: step folders, and records of the latest step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_steps_are_newest_first_by_their_numbers(run: Path) -> None:
     assert run_at(run / "nowhere").steps == ()
 
 
-#: Names that trainers give to steps, with the number of the step.
+#: Trainers' names for steps, with the step number.
 SAVED = {
     "checkpoint-500": 500,
     "checkpoint_3": 3,

@@ -49,7 +49,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def outcome(*words: str | Path) -> Result:
-    """What a command printed, but for notes on which step was taken."""
+    """Run `ckpt` and drop notes about the chosen step from the output."""
     result = run_ckpt(*words)
     lines = [line for line in result.err.splitlines() if "taking " not in line and "there is also" not in line]
     return replace(result, err="\n".join(lines))
@@ -121,14 +121,14 @@ def test_the_hint_after_a_damaged_step_leads_to_a_training_checkpoint(tmp_path: 
 
 
 def test_a_model_beside_the_optimizer_is_not_what_a_step_is(tmp_path: Path) -> None:
-    """`pytorch_model.bin`, which HF Trainer saves there with save_safetensors=False; and the run's `latest`."""
+    """HF Trainer saves `pytorch_model.bin` there with save_safetensors=False, and the run has a `latest`."""
     run = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run"))
     ckpt.plan(ckpt.open(run), "hf").run(tmp_path / "hf")
     for step in ("checkpoint-1", "checkpoint-2"):
         torch.save(load_file(tmp_path / "hf/model.safetensors"), run / step / "pytorch_model.bin")
     assert ckpt.open(run).format == ckpt.open(run, tag="checkpoint-1").format == "zero2"
     assert ckpt.open(run, "full").path == str(run / "checkpoint-2")
-    for step in ("1", "2"):  # DeepSpeed's own steps, under such names
+    for step in ("1", "2"):  # DeepSpeed's own steps, with numeric names
         shutil.rmtree(run / f"checkpoint-{step}")
         shutil.copytree(FIXTURES / f"trainer-zero2/checkpoint-{step}/global_step{step}", run / f"checkpoint-{step}")
     (run / "latest").write_text("checkpoint-1")

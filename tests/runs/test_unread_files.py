@@ -29,9 +29,9 @@ def written(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-#: Strays by their names: how each is made, and what it is taken for (None: harmless).
+#: Makers of stray files by name, and the expected kind (None: harmless).
 STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
-    "layer_wise_optimizer_0.pt": (saved("layer_wise_optimizer_0.pt"), "state"),  # megatron-core's, of Muon
+    "layer_wise_optimizer_0.pt": (saved("layer_wise_optimizer_0.pt"), "state"),  # from megatron-core's Muon
     "shard_9.npy": (written("shard_9.npy", b"\x93NUMPY"), "state"),
     "__9_0.distcp": (written("__9_0.distcp", b"elements"), "state"),
     "ema.safetensors": (written("ema.safetensors", (2).to_bytes(8, "little") + b"{}"), "state"),
@@ -44,7 +44,7 @@ STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
 }
 
 
-#: Those of one kind; a `.distcp` file is by itself, as several of its checks are otherwise.
+#: Strays by kind. A `.distcp` file is tested alone, because several of its checks differ.
 TOGETHER = [
     [name for name, (_, kind) in STRAYS.items() if kind == wanted and not name.endswith(".distcp")]
     for wanted in ("state", "other", None)
@@ -53,7 +53,7 @@ TOGETHER = [
 
 @pytest.mark.parametrize("declaration", [pytest.param(d, id=d.format, marks=d.marks) for d in DECLARATIONS])
 def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) -> None:
-    """Each kind in the folder, and one in a subfolder of which files were read; the strays of a kind all at once."""
+    """Put all strays of a kind into the folder and one into a subfolder with read files."""
     (tmp_path / "sample").mkdir()
     path, _ = declaration.make(tmp_path / "sample")
     checkpoint = ckpt.open(path, declaration.format)
@@ -117,7 +117,7 @@ def test_the_list_of_a_run_says_which_step_is_not_all_read(fixtures: Path, tmp_p
 
 
 def test_a_file_next_to_the_folder_of_a_step_is_named_by_every_command(fixtures: Path, tmp_path: Path) -> None:
-    """HF Trainer's step holds DeepSpeed's folder; a head that is saved next to it belongs to the step."""
+    """HF Trainer's step contains DeepSpeed's folder; a head saved next to that folder belongs to the step."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     assert run_ckpt("check", run).code == 0
     torch.save(TENSORS, run / "checkpoint-2" / "value_head.bin")
@@ -186,7 +186,7 @@ def test_models_beside_the_one_that_was_read() -> None:
 
 
 def test_repositories_of_models() -> None:
-    """What openai-community/gpt2, mistralai's and quantized ones have beside the weights is no part of a run."""
+    """Companion files of openai-community/gpt2, mistralai and quantized models don't belong to a run."""
     opened = {"model.safetensors"}
     other = ["64.tflite", "flax_model.msgpack", "tf_model-00001-of-00002.h5", "x-q4-00001-of-00003.gguf"]
     assert names(opened, *other, "merges.txt", "LICENSE", "vocab.bpe", "onnx/", "original/", ".gitattributes") == [
@@ -289,7 +289,7 @@ def test_a_stray_torch_file_is_not_taken_for_the_checkpoint(
     assert (found.format, found.path, found.tensors.keys()) == (before.format, before.path, before.tensors.keys())
 
 
-#: Source and target of conversions whose writers put more into a folder than their readers have to ask for.
+#: Conversions whose writers add files that their readers don't need.
 WRITTEN = {
     "a universal checkpoint that all stages load": ("toy-zero0", "universal", ()),
     "a step of HF Trainer": ("trainer-zero2", "trainer", ()),

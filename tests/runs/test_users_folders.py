@@ -22,37 +22,37 @@ from tests.support.places import FIXTURES, REPOSITORY
 from tests.support.run_folders import in_the_order_of_steps
 from tests.support.stored import stored
 
-#: The fixture, and what its folder is read as.
+#: Fixtures and their formats.
 FULL = {"trl-zero3": "zero3", "trl-zero2": "zero2", "trl-fsdp2": "dcp", "axolotl-fsdp2": "dcp"}
 LORA = {"trl-lora-zero3": "zero3"}
 EVERY = FULL | LORA
-#: Axolotl leaves the exported model in the run folder, which is what `auto` takes.
+#: Axolotl leaves the exported model in the run folder, and `auto` selects it.
 EXPORTED = ("axolotl-fsdp2",)
-#: Where a run has no config.json, the model that it was started with.
+#: Base model of runs without a config.json.
 BASES = {"trl-fsdp2": "meta-llama/Llama-3.1-8B"}
 
 
 def placed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Truth:
-    """The fixture as the working directory, without its truth, which is returned."""
+    """Make the fixture the working directory, without its truth, and return the truth."""
     shutil.copytree(FIXTURES / name, tmp_path / "here", ignore=shutil.ignore_patterns("truth", "versions.json"))
     monkeypatch.chdir(in_the_order_of_steps(tmp_path / "here"))
     return Truth.load(FIXTURES / name / "truth" / "checkpoint-2.safetensors")
 
 
 def assert_is_the_truth(path: str, kind: str, truth: Truth) -> None:
-    """Every tensor that the format holds is there, with the live trainer's bits; ZeRO-3 holds masters alone."""
+    """Assert that every tensor of the format has the live trainer's bits. ZeRO-3 holds only masters."""
     found = toolkit.open(path, kind)
     roles = {role for _, role in found.tensors}
     expected = {key for key in truth.tensors if key[1] in roles and key[0] not in truth.ties}
     assert set(found.tensors) == expected and len(roles) >= 3
     for key, tensor in found.tensors.items():
-        if key in found.quantized.methods:  # of 8 bits, see what is written of them
+        if key in found.quantized.methods:  # 8-bit, see the written weights
             continue
         assert content(tensor) == truth.tensors[key], key
 
 
 def assert_is_pefts_merge(adapter: str, merged: str) -> None:
-    """transformers loads what PEFT's own `merge_and_unload` makes, which differs from the base."""
+    """Assert that transformers loads the result of PEFT's own `merge_and_unload`, and that it differs from the base."""
     base = json.loads(Path(adapter, "adapter_config.json").read_text())["base_model_name_or_path"]
     before = {fqn: raw(v) for fqn, v in AutoModelForCausalLM.from_pretrained(base, dtype="auto").state_dict().items()}
     wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
@@ -112,7 +112,7 @@ def test_a_hub_folder_that_transformers_loads(name: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", LORA)
 def test_an_adapter_taken_out_and_merged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = placed(name, tmp_path, monkeypatch)
-    assert ckpt("convert", "auto", "hf", "outputs").code == 2  # which of the two is meant?
+    assert ckpt("convert", "auto", "hf", "outputs").code == 2  # ambiguous
     for command in (
         ["merge-lora", "outputs", "-o", "merged"],
         ["convert", LORA[name], "peft", "outputs", "-o", "peft"],
@@ -127,7 +127,7 @@ def test_an_adapter_taken_out_and_merged(name: str, tmp_path: Path, monkeypatch:
 
 
 def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate 1.13 left rank 0's parts of the adapter in pytorch_model_fsdp.bin: refused, with what works."""
+    """Accelerate 1.13 left rank 0's parts of the adapter in pytorch_model_fsdp.bin: refused, with a working hint."""
     truth = placed("axolotl-lora-fsdp2", tmp_path, monkeypatch)
     assert "format      peft" in ckpt("inspect", "outputs").out, "the final adapter, as of any finished run"
     for words in (["inspect"], ["convert", "full", "full"], ["hash"]):
@@ -174,7 +174,7 @@ WRAPPER = "._checkpoint_wrapped_module"
 
 
 def test_axolotls_adapter_of_wrapped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under activation checkpointing the final adapter has the wrappers' names, of which PEFT loads none."""
+    """With activation checkpointing the final adapter has the wrappers' names, and PEFT loads none of its tensors."""
     truth = placed("axolotl-lora-fsdp2-ac", tmp_path, monkeypatch)
     final, step = Path("outputs/gpt-oss-lora-ac"), Path("outputs/gpt-oss-lora-ac/checkpoint-2")
     trained = {

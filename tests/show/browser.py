@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: What Chromium needs where it runs as root, and what keeps it from calling its maker's servers.
+#: Options for Chromium to run as root, and to keep it from calling its maker's servers.
 _ARGUMENTS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--force-color-profile=srgb"),
@@ -22,12 +22,12 @@ _ARGUMENTS = (
 
 
 def missing() -> str | None:
-    """What there is not: `chromium` or `chromedriver`, as Debian's packages of these names install them."""
+    """Return the missing program, `chromium` or `chromedriver` (Debian's package names), or None."""
     return next((name for name in ("chromium", "chromedriver") if shutil.which(name) is None), None)
 
 
 class Browser:
-    """One window; `script` runs as the page's own code would, and returns what it returns."""
+    """One window; `script` runs code in the page and returns its result."""
 
     def __init__(self, session: str) -> None:
         self._session = session
@@ -39,7 +39,7 @@ class Browser:
         return self._post("execute/sync", {"script": body, "args": list(args)})
 
     def wait(self, expression: str, seconds: float = 20) -> Any:
-        """What an expression gives as soon as it gives anything."""
+        """Return the first true value of an expression."""
         end = time.monotonic() + seconds
         while not (found := self.script(f"return {expression}")):
             assert time.monotonic() < end, f"{expression} stays {found!r}; {self.log()}"
@@ -54,7 +54,7 @@ class Browser:
         self._post(f"element/{self._element(selector)}/value", {"text": text})
 
     def point(self, selector: str, across: float, down: float, *, click: bool = False) -> None:
-        """Move the mouse to a place of an element, as parts of its width and height."""
+        """Move the mouse to a point in an element, given in fractions of its width and height."""
         place = self.script(
             "const r = document.querySelector(arguments[0]).getBoundingClientRect();"
             "return [r.x, r.y, r.width, r.height]",
@@ -67,7 +67,7 @@ class Browser:
         self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": moves}]})
 
     def log(self) -> list[str]:
-        """Errors on the console since it was last asked: of scripts, and what the page's policy refused."""
+        """Return new console errors: from scripts, and from the page's policy."""
         return [one["message"] for one in self._post("se/log", {"type": "browser"}) if one["level"] == "SEVERE"]
 
     def screenshot(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Browser:
 
 @contextlib.contextmanager
 def opened(width: int = 1400, height: int = 1000) -> Iterator[Browser]:
-    """A browser of its own, which ends with the block."""
+    """Open a new browser and close it at the end of the block."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None

@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints as large as those of production runs, without their files."""
+"""Descriptions of checkpoints at production size, without files."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def parameters() -> Iterator[tuple[str, Shape]]:
 
 
 def zero3() -> Checkpoint:
-    """Every rank has a slot of every parameter."""
+    """Return a run with a slot of every parameter on every rank."""
     extents = [Extent.contiguous(f"rank{rank}.pt", 0, FLOAT32, (1 << 36,)) for rank in range(RANKS)]
     return _checkpoint("zero3", lambda shape, at: InSlots(extents, at))
 
 
 def fsdp2() -> Checkpoint:
-    """Every rank has rows of every parameter, as torch cuts them."""
+    """Return a run with rows of every parameter on every rank, cut like torch's."""
     files = [(f"__{rank}_0.distcp", rank) for rank in range(RANKS)]
 
     @cache

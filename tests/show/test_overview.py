@@ -1,4 +1,4 @@
-"""`ckpt/commands/inspect/overview.py`, `parts.py`: what the description counts, and that it harms no terminal."""
+"""`ckpt/commands/inspect/overview.py`, `parts.py`: counts in the description, and its safety for terminals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checkpoint(*tensors: Tensor, **fields: Any) -> Checkpoint:
 
 
 def trained() -> Checkpoint:
-    """Two trained parameters, a frozen one and a buffer, as a ZeRO run with Adam leaves them."""
+    """Return a ZeRO run with Adam: two trained parameters, a frozen one and a buffer."""
     state = TrainingState(
         step=4,
         param_groups=(

@@ -43,7 +43,7 @@ LARGE: dict[str, Callable[[], Checkpoint]] = {"zero3": large_runs.zero3, "fsdp2"
 
 
 def content(page: str) -> dict[str, Any]:
-    """What a page was made of."""
+    """Return the data in a page."""
     packed = re.search(r'id="data">([A-Za-z0-9+/=]+)</script>', page)
     assert packed is not None
     found: dict[str, Any] = json.loads(zlib.decompress(b64decode(packed[1])))
@@ -51,7 +51,7 @@ def content(page: str) -> dict[str, Any]:
 
 
 def damaged() -> Checkpoint:
-    """Two ranks, a tensor with a hole, one with an overlap, and one that is on both ranks."""
+    """Make two ranks with a tensor with a hole, one with an overlap, and one replicated."""
 
     def held(shape: tuple[int, ...], *boxes: Box) -> Pieces:
         every = enumerate(boxes)
@@ -70,7 +70,7 @@ def damaged() -> Checkpoint:
 
 
 def tuned(folder: Path) -> tuple[Path, Path]:
-    """A model of 24 layers, and what became of it: later layers changed more, norms did not, one element is NaN."""
+    """Make a 24-layer model and its tuned copy: later layers changed more, norms did not, one element is NaN."""
     random, base, after = np.random.default_rng(0), {}, {}
     shapes = {"self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64), "mlp.up_proj": (96, 64), "norm": (64,)}
     for layer in range(24):
@@ -90,7 +90,7 @@ def tuned(folder: Path) -> tuple[Path, Path]:
     return places
 
 
-# -- what is in the file -----------------------------------------------------------------------------------------------
+# -- content of the file -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["toy-zero2", "moe-zero3", "dcp-fsdp2", "megatron-fsdp", "verl-fsdp1", "toy-zero1"])
 def test_every_tensor_is_in_it_with_all_of_its_bytes(name: str) -> None:
     checkpoint = ckpt.open(FIXTURES / name)
@@ -157,7 +157,7 @@ def test_a_hundred_thousand_tensors_on_512_ranks(name: str) -> None:
     assert len(checkpoint.tensors) > 99_000
     begin = time.process_time()
     page, _ = Inspection(checkpoint).page()
-    assert time.process_time() - begin < 6  # with the garbage of the tests that ran before
+    assert time.process_time() - begin < 6  # includes collecting earlier tests' garbage
     assert len(page) < 5_000_000
     found = content(page)
     assert len(found["tensors"][0]) == len(checkpoint.tensors) and len(found["holders"]) == 512
@@ -167,7 +167,7 @@ def test_a_hundred_thousand_tensors_on_512_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(name: str) -> None:
-    """The rules' own word for what is alike, against a sketch of every fragment."""
+    """The rules group equal layouts; a sketch of every fragment must agree."""
 
     class Listed:
         def __init__(self, source: Any) -> None:
@@ -209,7 +209,7 @@ def test_the_table_has_a_row_for_each_tensor() -> None:
     assert run_ckpt("inspect", FIXTURES / "dcp-fsdp2", "--csv", "--json").code == 2
 
 
-# -- where it is written -----------------------------------------------------------------------------------------------
+# -- place of the file -------------------------------------------------------------------------------------------------
 def test_only_a_page_is_replaced_and_nothing_in_the_checkpoint(tmp_path: Path) -> None:
     run = shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
     other = tmp_path / "mine.html"
@@ -270,7 +270,7 @@ def shown(browser: browsers.Browser, page: str, folder: Path) -> int:
 
 
 def names(browser: browsers.Browser) -> list[str]:
-    """Names in the rows of the list that can be seen."""
+    """Return the names in the visible rows of the list."""
     found: list[str] = browser.script(
         "return [...document.querySelectorAll('.row:not([hidden])')].map((row) => row.children[0].textContent)"
     )
@@ -411,7 +411,7 @@ def test_the_heat_map_shows_where_it_changed(browser: browsers.Browser, tmp_path
 
 
 def test_the_pictures_of_the_documentation(browser: browsers.Browser, tmp_path: Path) -> None:
-    """A screenshot of either page, which docs/pages.md shows."""
+    """Take a screenshot of each page for docs/pages.md."""
     browser.size(1400, 1300)
     shown(browser, Inspection(large_runs.zero3()).page()[0], tmp_path)
     browser.type("#search", "layers.17")

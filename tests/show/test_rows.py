@@ -64,14 +64,14 @@ def checkpoint(*tensors: Tensor) -> Checkpoint:
 
 
 def column(shape: Shape, dim: int, rank: int, ranks: int) -> Box:
-    """A rank's equal part of one dim."""
+    """Return a rank's equal part along one dim."""
     offsets, sizes = [0] * len(shape), list(shape)
     sizes[dim] //= ranks
     offsets[dim] = rank * sizes[dim]
     return Box(tuple(offsets), tuple(sizes))
 
 
-# -- what is in the file -----------------------------------------------------------------------------------------------
+# -- content of the file -----------------------------------------------------------------------------------------------
 def drawn(*tensors: Tensor, padding: dict[str, Box] | None = None) -> Drawn:
     found = checkpoint(*tensors)
     return parsed(draw(picture.picture(found, padding or {}), found))
@@ -97,7 +97,7 @@ def test_parts_of_another_dim_lie_below_each_other() -> None:
 
 
 def test_gate_and_up_of_a_tensor_parallel_rank_are_two_slices() -> None:
-    """What megatron-core's linear_fc1 is: each rank has its part of the gate's rows and of the up's."""
+    """In megatron-core's linear_fc1 each rank has a part of the gate's rows and a part of the up's."""
     regions = [Box((start, 0), (2, 5)) for start in (0, 4, 2, 6)]
     row = drawn(tensor("w", (8, 5), regions, ranks=(0, 0, 1, 1))).row("w")
     slices = sorted((edges, colour) for colour, edges in row.patches)
@@ -135,7 +135,7 @@ def test_rows_that_alternate_are_drawn_each() -> None:
 
 @given(shapes(3, min_size=1), st.data())
 def test_areas_are_shares_of_the_tensor(shape: Shape, data: st.DataObject) -> None:
-    """However a tensor is cut: a rank's patches are as large as its part, and no two of them overlap."""
+    """For any cut, a rank's patches have the size of its part, and no two overlap."""
     regions = data.draw(tilings(shape))
     ranks = [data.draw(st.integers(0, 3)) for _ in regions]
     sketcher = Sketcher(lambda fragment: fragment.rank or 0)
@@ -151,7 +151,7 @@ def test_areas_are_shares_of_the_tensor(shape: Shape, data: st.DataObject) -> No
 
 @given(shapes(3, min_size=1), st.data())
 def test_what_is_red_is_what_is_wrong(shape: Shape, data: st.DataObject) -> None:
-    """Pieces that are missing, and pieces that are there twice."""
+    """Some pieces are missing, others repeated."""
     found = data.draw(tilings(shape))
     regions = [region for region in found for _ in range(data.draw(st.sampled_from([1, 1, 0, 2])))]
     count = [0] * prod(shape)
@@ -176,7 +176,7 @@ def _common(a: Patch, b: Patch) -> float:
 
 
 def _union(patches: Sequence[Patch]) -> float:
-    """The area that patches cover together."""
+    """Return the total area covered by patches."""
     xs = sorted({edge for patch in patches for edge in (patch.left, patch.right)})
     ys = sorted({edge for patch in patches for edge in (patch.top, patch.bottom)})
     return sum(
@@ -263,7 +263,7 @@ def test_the_padding_of_slots_follows_the_tensor() -> None:
 
 @pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2", "toy-zero3"])
 def test_a_rank_has_as_many_bytes_as_inspect_says(fixtures: Path, name: str) -> None:
-    """Padding behind tensors is of none, and neither counts it."""
+    """Padding after tensors belongs to no rank, and neither counts it."""
     found = api.open(fixtures / name)
     sizes = {str(rank): size for rank, size in picture.picture(found).holders.items()}
     assert sizes == describe(found)["bytes_per_rank"]
@@ -314,7 +314,7 @@ def test_many_stages_lie_side_by_side_in_one_row() -> None:
 
 
 def test_experts_of_layers_are_cells() -> None:
-    """Two stages of layers, four ranks of experts in each: what each cell holds is where it is."""
+    """Two stages of layers, with four expert ranks each: every cell shows its place."""
     tensors = [
         layer(number, [4 * (number // 2) + expert // 2], f"experts.{expert}.w")
         for number in range(4)
@@ -337,7 +337,7 @@ def test_a_damaged_layer_has_a_row_of_its_own() -> None:
 
 
 def test_too_many_rows_are_fewer_rows_and_none_is_lost() -> None:
-    """Layers that are cut differently each, in more tensors than there is room for."""
+    """Every layer has its own cut, in more tensors than there is room for."""
     tensors = [
         tensor(f"layers.{number}.{name}.w", (64,), [FlatRange(0, number + 1), FlatRange(number + 1, 64)])
         for number in range(60)
@@ -352,7 +352,7 @@ def test_too_many_rows_are_fewer_rows_and_none_is_lost() -> None:
 
 
 def cut_in_four(number: int, name: str) -> Tensor:
-    """A tensor of 64 elements whose parts depend on its number."""
+    """Return a tensor with 64 elements and a cut that depends on its number."""
     edges = (0, number % 15 + 1, 20 + number // 15 % 20, 40, 64)
     return tensor(name, (64,), [FlatRange(a, b) for a, b in pairwise(edges)])
 
@@ -360,7 +360,7 @@ def cut_in_four(number: int, name: str) -> Tensor:
 def test_too_many_rows_lie_side_by_side_whatever_they_have() -> None:
     tensors = [cut_in_four(number, f"layers.{number}.{name}.w") for number in range(60) for name in "abc"]
     found = picture.picture(checkpoint(*tensors), {})
-    assert [row.is_grid for row in found.rows].count(True) == 2  # no more of them than it takes
+    assert [row.is_grid for row in found.rows].count(True) == 2  # no more than needed
     assert len(found.rows) == 62
     assert sorted(fqn for row in found.rows for fqn in row.fqns) == sorted(one.fqn for one in tensors)
     for row in (row for row in found.rows if row.is_grid):
@@ -368,7 +368,7 @@ def test_too_many_rows_lie_side_by_side_whatever_they_have() -> None:
 
 
 def test_cells_too_small_for_slices_are_drawn_as_one() -> None:
-    """A thousand experts, each cut otherwise; what is damaged is seen all the same."""
+    """A thousand experts with different cuts: damage is still visible."""
     experts = [cut_in_four(expert, f"layers.{expert // 100}.experts.{expert % 100}.w") for expert in range(1000)]
     experts[123] = tensor(experts[123].fqn, (64,), [FlatRange(0, 60)])
     grid, damaged = picture.picture(checkpoint(*experts), {}).rows
@@ -399,7 +399,7 @@ def test_a_thousand_ranks_are_drawn_together_where_they_are_too_narrow() -> None
 
 
 def test_the_picture_of_a_large_model_is_small() -> None:
-    """As many tensors as a model of 80 layers has under ZeRO-3 on 64 ranks."""
+    """A model with the tensors of 80 layers under ZeRO-3 on 64 ranks."""
     extents = [Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (10**6,)) for rank in range(64)]
     tensors = [
         Tensor(f"layers.{number}.{name}.weight", role, FLOAT32, (64, 128 + 64 * place), InSlots(extents, 0))
@@ -471,7 +471,7 @@ def test_it_is_readable_on_any_background() -> None:
 
 
 def test_a_dark_page_has_a_dark_picture() -> None:
-    """All that is light has a class with another colour, and texts are readable on what is behind them."""
+    """Every light colour has a class with a dark one, and texts are readable on their background."""
     found = checkpoint(tensor("w", (4,), [FlatRange(0, 3)]), layer(0, range(2)))
     svg = draw(picture.picture(found, {}), found)
     light, dark = svg.split("@media(prefers-color-scheme:dark)")
@@ -487,7 +487,7 @@ def test_a_dark_page_has_a_dark_picture() -> None:
 
 
 def contrast(a: str, b: str) -> float:
-    """WCAG 2's ratio of luminances, 1 to 21."""
+    """Return WCAG 2's luminance contrast, 1 to 21."""
 
     def luminance(colour: str) -> float:
         parts = [int((colour * 2 if len(colour) == 4 else colour)[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -646,7 +646,7 @@ def test_colours_can_be_told_apart() -> None:
 
 
 def oklab(colour: str) -> tuple[float, float, float]:
-    """Björn Ottosson's colour space, in which distances are differences that are seen."""
+    """Convert a colour to Björn Ottosson's Oklab, a space with perceptual distances."""
     values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     r, g, b = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values)
     long, medium, short = (
@@ -663,7 +663,7 @@ def oklab(colour: str) -> tuple[float, float, float]:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 def test_a_run_of_deepspeed(fixtures: Path, tmp_path: Path) -> None:
-    """Under ZeRO-3 on three ranks every parameter is cut into three slots, the last with what is left."""
+    """ZeRO-3 on three ranks cuts every parameter into three slots; the last one has the rest."""
     out = tmp_path / "new" / "out.svg"
     done = run_ckpt("inspect", fixtures / "toy-zero3", "--picture", out)
     assert (done.code, done.err) == (0, f"wrote {out}\n")
@@ -678,7 +678,7 @@ def test_a_run_of_deepspeed(fixtures: Path, tmp_path: Path) -> None:
 
 
 def test_the_padding_of_a_megatron_vocabulary(fixtures: Path, tmp_path: Path) -> None:
-    """259 words in 260 rows; the optimizer's state of them lies on several ranks, as its flat ranges fall."""
+    """259 words in 260 rows; flat ranges spread their optimizer state over several ranks."""
     out = tmp_path / "out.svg"
     assert run_ckpt("inspect", fixtures / "megatron-dist-flattened", "--picture", out).code == 0
     found = parsed(out.read_text())
@@ -691,7 +691,7 @@ def test_the_padding_of_a_megatron_vocabulary(fixtures: Path, tmp_path: Path) ->
 
 
 def test_the_example_in_the_docs_is_drawn_as_today(fixtures: Path, tmp_path: Path) -> None:
-    """The commands of docs/picture.md, on what torchtitan wrote."""
+    """Run the commands in docs/picture.md on torchtitan's output."""
     source, run, out = fixtures / "torchtitan-llama3", tmp_path / "llama-tp2pp2", tmp_path / "out.svg"
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))

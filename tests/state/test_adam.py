@@ -1,4 +1,4 @@
-"""`ckpt/state/adam.py`: what an Adam of one framework leaves unrecorded, and others need."""
+"""`ckpt/state/adam.py`: Adam options missing in one framework's record and required by another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recorded_by_fused_adam(checkpoint: Checkpoint, **ds_config: Any) -> Checkpoi
 
 
 def test_deepspeeds_adam_loads_into_torchs(fixtures: Path, tmp_path: Path) -> None:
-    """By plain `dcp.load`, which asks the checkpoint for each option of the live optimizer."""
+    """Plain `dcp.load` requests each option of the live optimizer."""
     checkpoint = recorded_by_fused_adam(api.open(fixtures / "toy-zero2"), optimizer={"type": "AdamW"})
     conversion = api.plan(checkpoint, "dcp")
     assert any("torch's Adam asks for" in note and "amsgrad" in note for note in conversion.plan.target.notes)
@@ -52,7 +52,7 @@ def test_deepspeeds_adam_loads_into_torchs(fixtures: Path, tmp_path: Path) -> No
 
 
 def test_torchs_adam_loads_into_deepspeeds(fixtures: Path, tmp_path: Path) -> None:
-    """FusedAdam and CPUAdam look up `bias_correction`, and give the step to a kernel as an int."""
+    """FusedAdam and CPUAdam look up `bias_correction`, and pass the step to a kernel as an int."""
     for stage in (2, 3):
         output = tmp_path / f"zero{stage}"
         api.plan(api.open(fixtures / "dcp-fsdp2"), f"zero{stage}", Layout(world_size=3)).run(output)

@@ -48,7 +48,7 @@ def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def predicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as it is released, with multi-token prediction that transformers passes over."""
+    """Make a release-like model with multi-token prediction, ignored by transformers."""
     folder = tmp_path_factory.mktemp("predicts") / "base"
     sizes = {
         **SIZES,
@@ -68,7 +68,7 @@ def predicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without(base: Path, folder: Path, word: str, fill: float = 1.0) -> Path:
-    """A run of the base: DCP as FSDP2 saves it, without the tensors that have `word` in their names, all trained."""
+    """Write a fully trained run of the base with FSDP2's DCP, without tensors with `word` in their names."""
     tensors = load_file(base / "model.safetensors")
     kept = {name: tensor + fill for name, tensor in tensors.items() if word not in name}
     assert 0 < len(kept) < len(tensors)
@@ -156,7 +156,7 @@ def test_check_says_what_a_folder_lacks_of_what_its_config_promises(sees: Path, 
 def test_check_says_which_frozen_parts_fsdp_did_not_save(
     frozen: str, said: list[str], sees: Path, tmp_path: Path
 ) -> None:
-    """Under the names that the model has in memory, which are not those of its files."""
+    """The names are those in the live model, and differ from its files."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(sees)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = re.search(frozen, name) is None
@@ -201,7 +201,7 @@ def test_another_model_is_refused(sees: Path, predicts: Path, tmp_path: Path) ->
 
 
 def test_a_base_with_other_layers_of_text_is_refused(sees: Path, tmp_path: Path) -> None:
-    """Its names and shapes fit, and its last layer would be one that the run lacks."""
+    """Its names and shapes fit, but its last layer would fill the run's missing layer."""
     run = without(sees, tmp_path / "run", "layers.2.")
     config = json.loads((run / "config.json").read_text())
     config["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
@@ -211,7 +211,7 @@ def test_a_base_with_other_layers_of_text_is_refused(sees: Path, tmp_path: Path)
 
 
 def test_a_config_that_is_not_the_bases_is_said(sees: Path, tmp_path: Path) -> None:
-    """The tower's tensors fit, and what is written is the run's config."""
+    """The tower's tensors fit, and the output has the run's config."""
     run = without(sees, tmp_path / "run", "visual")
     config = json.loads((run / "config.json").read_text())
     config["vision_config"]["hidden_act"] = "gelu"
@@ -256,7 +256,7 @@ def test_a_base_that_is_called_as_on_the_hub_is_told_how_to_be_named(predicts: P
 
 
 def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_releases(tmp_path: Path) -> None:
-    """transformers states one such layer in every config that it saves, and saves none of it."""
+    """transformers declares one such layer in every saved config, and saves none of its tensors."""
     sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 3, "kv_lora_rank": 8}
     sizes |= {"q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     base = saved(tmp_path / "base", "deepseek_v3", transformers.AutoModelForCausalLM, **sizes)

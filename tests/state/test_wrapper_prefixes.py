@@ -1,6 +1,4 @@
-"""`ckpt/state/wrapper_prefixes.py`: names of a model that torch.compile wraps: the engine's own, and those of state
-dicts.
-"""
+"""`ckpt/state/wrapper_prefixes.py`: names under torch.compile: the engine's own names and the state dicts' names."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def toy(fixtures: Path) -> Checkpoint:
 
 
 def wrapped(toy: Checkpoint, prefix: str, folder: Path) -> Checkpoint:
-    """The toy as DeepSpeed saves it compiled, whole or in its modules: with names that differ and nothing else."""
+    """Rename the toy like DeepSpeed with torch.compile on the model or its modules; nothing else differs."""
     names = {fqn: f"{prefix}{fqn}" for fqn in toy.shapes}
     ties = {f"{prefix}{alias}": f"{prefix}{owner}" for alias, owner in toy.ties.items()}
     named = translate(replace(toy, ties={}), Relation.renaming(names, toy.shapes), toy.namespace)

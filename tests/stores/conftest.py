@@ -1,4 +1,4 @@
-"""A store on the loopback that all tests of a module share."""
+"""A store on the loopback, shared by the tests of a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def server() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """The server without faults, found by what AWS's own tools look at; libraries wait only a moment before a retry."""
+    """Yield the server without faults, configured by AWS's own variables, with short retry delays."""
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(objects, "FIRST_WAIT", 0.001)

@@ -39,7 +39,7 @@ def s3(folder: Path) -> Iterator[Served]:
 
 @contextmanager
 def memory(folder: Path) -> Iterator[Served]:
-    """fsspec's store in memory, as an example of those that are only read."""
+    """Serve a folder from fsspec's in-memory store, an example of a read-only store."""
     files, root = fsspec.filesystem("memory"), uuid4().hex
 
     def put(key: str, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`, `places.py`, `placeholder_files.py`: stores and URLs that are not as they should be."""
+"""`ckpt/stores/objects.py`, `places.py`, `placeholder_files.py`: hostile stores and URLs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_destination_of_which_the_listing_never_ends_is_an_error(store: Object
 
 @pytest.mark.parametrize("url", ["s3://{}/a//run", "s3://{}/a/./run", "s3://{}//run", "s3://{}/a/run//"])
 def test_a_key_that_would_be_folded_into_another_is_refused(store: ObjectStore, tmp_path: Path, url: str) -> None:
-    """In a store they are other folders; a path on a disk has no such parts."""
+    """In a store they are different folders; a disk path has no such parts."""
     store.upload(RUN, "a/run")
     url = url.format(BUCKET)
     with pytest.raises(UsageError):

@@ -56,7 +56,7 @@ def test_a_repository(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_what_is_read_is_one_commit(hub: HubServer, tmp_path: Path) -> None:
-    """A repository that gets another commit in between is not mixed with what was there before."""
+    """A commit to the repository in the meantime must not mix with the old one."""
     ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(tmp_path / "model")
     files = {path.name: File(path.read_bytes(), False) for path in (tmp_path / "model").iterdir()}
     hub.repos["org/name"] = Repo(False, {"main": files})

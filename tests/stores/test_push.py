@@ -1,5 +1,6 @@
-"""`ckpt/commands/push/push.py`, `ckpt/commands/merge_lora/merge.py`: what is in a store goes to the Hub without a copy
-on the disk; an adapter is merged into a store.
+"""`ckpt/commands/push/push.py`, `ckpt/commands/merge_lora/merge.py`: from a store to the Hub without a disk copy.
+
+An adapter is also merged into a store.
 """
 
 from __future__ import annotations

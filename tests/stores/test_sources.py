@@ -148,7 +148,7 @@ def test_the_commands_of_the_page(store: ObjectStore, tmp_path: Path, monkeypatc
     lines = re.findall(r"^(?:\$ |    )ckpt (.*)$", page, re.MULTILINE)
     assert len(lines) == 6
     for line in lines:
-        if "hf://" not in line:  # which tests/stores/test_hub.py reads
+        if "hf://" not in line:  # tests/stores/test_hub.py reads these
             done = command(*line.replace("s3://bucket/", f"s3://{BUCKET}/page/").split())
             assert done.code == 0, done
     assert store.objects("page/model") == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
@@ -223,7 +223,7 @@ def test_a_clock_that_is_wrong() -> None:
 def test_credentials_are_not_kept_longer_than_they_are_good_for(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """botocore gives such as end within ten minutes never, and within half an hour often."""
+    """botocore never returns credentials that expire within ten minutes, but often within half an hour."""
     options: dict[str, Any] = {}
     monkeypatch.setattr("obstore.store.from_url", lambda _, **given: options.update(given))
     objects._client("s3", BUCKET)
@@ -239,7 +239,7 @@ def test_what_is_not_there(store: ObjectStore) -> None:
 
 
 def test_several_runs(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands for each of them name what is in the store, and not what stands for it here."""
+    """The suggested commands name the stores' URLs, not the local placeholders."""
     for name in ("one", "other run"):
         store.upload(FIXTURES / "toy-zero3", f"several/{name}")
     url = f"s3://{BUCKET}/several"
@@ -250,7 +250,7 @@ def test_several_runs(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_keys_that_are_folders_and_odd_names(store: ObjectStore, tmp_path: Path) -> None:
-    """Consoles make empty objects of folders; more of them than come in one page, and names that URLs escape."""
+    """Consoles make empty objects for folders. Here they fill more than one page, with names that URLs escape."""
     url = store.upload(FIXTURES / "moe-zero3", "odd/a b+c%20#d?e/löuf/run")
     key = url.split("/", 3)[3]
     for number in range(1100):
@@ -280,7 +280,7 @@ def test_a_file_that_stands_for_an_object_is_no_hole(store: ObjectStore) -> None
 
 
 def test_only_what_is_needed_is_fetched(store: ObjectStore, tmp_path: Path) -> None:
-    """One tensor of a large file, and of a whole one no byte twice, in requests of some size."""
+    """One tensor of a large file is read alone; a whole file is read once, in large requests."""
     content = np.arange(6 << 20, dtype=np.float32)
     header = '{"a":{"dtype":"F32","shape":[6291456],"data_offsets":[0,25165824]}}'.ljust(120).encode()
     store.put("large/model.safetensors", len(header).to_bytes(8, "little") + header + content.tobytes())
@@ -307,7 +307,7 @@ def test_only_what_is_needed_is_fetched(store: ObjectStore, tmp_path: Path) -> N
 
 
 def test_neighbours_are_fetched_together(store: ObjectStore, tmp_path: Path) -> None:
-    """Ten tensors of 3 MiB, each followed by a small one: in requests of up to 8 MiB, each byte once."""
+    """Ten tensors of 3 MiB, each followed by a small one: each byte once, in requests up to 8 MiB."""
     random, local = np.random.default_rng(0), tmp_path / "model"
     names = [(f"{letter}.{kind}", size) for letter in "abcdefghij" for kind, size in (("a", 3 << 20), ("b", 20))]
     tensors = {name: random.integers(0, 255, size, np.uint8) for name, size in names}
@@ -330,7 +330,7 @@ def test_neighbours_are_fetched_together(store: ObjectStore, tmp_path: Path) -> 
 
 
 def test_digests_of_every_size(store: ObjectStore, tmp_path: Path) -> None:
-    """Around the sizes that are read, kept and asked for at a time; each in a folder, and all in a row."""
+    """Sizes around the limits of reads, cache and requests; each in its own folder, and all in a row."""
     random = np.random.default_rng(0)
     for kind in ("apart", "together"):
         local = tmp_path / kind
@@ -392,12 +392,12 @@ def test_faults_that_stay(store: ObjectStore, tmp_path: Path, faults: Faults) ->
 
 @pytest.mark.parametrize("faults", [Faults(slow=5, num_slow=10**6), Faults(before=lambda *_: time.sleep(5))])
 def test_a_store_that_stalls_is_given_up(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
-    """In the middle of an answer, and before it."""
+    """The store stalls in the middle of an answer, and before it."""
     url = store.upload(FIXTURES / "toy-zero3", "stalls")
     monkeypatch.setitem(objects._TIMEOUT, "read_timeout", timedelta(milliseconds=50))
     monkeypatch.setitem(objects.RETRIES, "retry_timeout", timedelta(milliseconds=200))
     store.faults = faults
-    with pytest.raises(StorageError, match="the store could not be used"):  # who waits gets the answer
+    with pytest.raises(StorageError, match="the store could not be used"):  # the waiting request gets the answer
         ckpt.open(url)
 
 
@@ -446,7 +446,7 @@ def test_an_object_that_goes(store: ObjectStore, tmp_path: Path) -> None:
 
 
 def test_what_was_killed_goes_on(store: ObjectStore, tmp_path: Path) -> None:
-    """In a process of its own, for which other files stand for the objects."""
+    """In a new process, other placeholder files stand for the objects."""
     url, out = store.upload(FIXTURES / "moe-zero3", "resumed/outputs"), tmp_path / "out"
     ckpt.plan(ckpt.open(url), "zero2").run(tmp_path / "expected")
 
@@ -471,7 +471,7 @@ def test_torchs_own_loading(store: ObjectStore) -> None:
 
 
 def test_what_fsspec_knows() -> None:
-    """It asks for no condition, so that the object is looked at again."""
+    """It has no conditional reads, so the object is checked again."""
     files, root = fsspec.filesystem("memory"), FIXTURES / "moe-zero3"
     for path in root.rglob("*"):
         if path.is_file():
@@ -498,7 +498,7 @@ def test_opened_again_it_is_looked_at_again(store: ObjectStore) -> None:
 
 
 def test_what_a_store_does_not_give_is_no_difference(store: ObjectStore, tmp_path: Path) -> None:
-    """`verify` ends with the error's code: 7 where the store refuses, 4 where another object stands there."""
+    """`verify` ends with the error's code: 7 if the store refuses, 4 if the object has changed."""
     save_file({f"t{n}": np.full(1 << 20, n, np.float32) for n in range(4)}, tmp_path / "model.safetensors")
     here = ckpt.open(tmp_path)
     there = ckpt.open(store.upload(tmp_path, "unread"))

@@ -1,4 +1,4 @@
-"""`ckpt/stores/upload.py`: targets in a store: they come as what is written locally, or nothing of them does."""
+"""`ckpt/stores/upload.py`: targets in a store: they equal a local output, or nothing of them appears."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.engines import forked
 from tests.support.object_store import BUCKET, Faults, ObjectStore
 from tests.support.places import FIXTURES, REPOSITORY
 
-_LARGE = 24 << 20  # bytes of a tensor
+_LARGE = 24 << 20  # bytes per tensor
 
 
 def large_conversion(folder: Path) -> ckpt.Conversion:
-    """To `hf`, of a file that goes in parts."""
+    """Plan a conversion to `hf` with a file large enough for a multipart upload."""
     header = f'{{"a":{{"dtype":"U8","shape":[{_LARGE}],"data_offsets":[0,{_LARGE}]}}}}'
     folder.mkdir()
     content = len(header).to_bytes(8, "little") + header.encode() + bytes(range(256)) * (_LARGE >> 8)
@@ -70,7 +70,7 @@ def test_the_command_line(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_several_processes(store: ObjectStore, tmp_path: Path) -> None:
-    """All of them read a store; one process alone writes there.  `ckpt resume` is told to all of them, too."""
+    """All processes read from a store; only one writes there. `ckpt resume` also reports to all of them."""
     run = shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
     url, out = store.upload(run, "several/outputs"), tmp_path / "out"
     words = [["resume", str(run)], *(["convert", "zero3", "hf", url, "-o", str(to)] for to in (out, f"{url}-hf"))]
@@ -97,7 +97,7 @@ def test_a_folder_of_a_console_is_free(store: ObjectStore) -> None:
 
 
 def test_the_index_comes_last(store: ObjectStore) -> None:
-    """Whatever moment it is looked at, what is there is not taken for a checkpoint before all of it is."""
+    """At no moment does an incomplete upload look like a checkpoint."""
     conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "zero3")
     url, seen = f"s3://{BUCKET}/last/run", []
 
@@ -130,7 +130,7 @@ def test_faults_that_pass(store: ObjectStore, tmp_path: Path, faults: Faults) ->
     ("at", "what"), [(upload._CLAIM, "exists"), ("model.safetensors", "another process is writing")]
 )
 def test_two_at_one_place(store: ObjectStore, tmp_path: Path, at: str, what: str) -> None:
-    """Of the same sizes nothing but the bytes would tell that each has written a part, and one removed the other's."""
+    """With equal sizes only the bytes would show that each wrote a part and one removed the other's."""
     one, other = (ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf") for _ in range(2))
     one.run(tmp_path / "out")
     url, refused = f"s3://{BUCKET}/two/{what}", list[str]()
@@ -167,7 +167,7 @@ def test_what_was_killed_is_not_taken_for_free(store: ObjectStore) -> None:
 def test_credentials_that_expire_in_between(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """In the middle of parts, too: the error is the store's, and what cannot be removed then is told."""
+    """Also between parts: the store's error is raised, and leftovers that can't be removed are listed."""
     monkeypatch.setattr(upload, "_PART", 5 << 20)
     conversion, count = large_conversion(tmp_path / "in"), 0
 
@@ -222,7 +222,7 @@ def test_a_claim_that_stays_is_told(store: ObjectStore) -> None:
 
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_faults_that_stay(store: ObjectStore, after: int) -> None:
-    """Nothing of it is there, and no parts that are waiting for others."""
+    """Nothing is left there, not even unfinished uploads."""
     conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "zero3")
     count = 0
 
@@ -241,7 +241,7 @@ def test_faults_that_stay(store: ObjectStore, after: int) -> None:
 
 
 def test_a_large_file_goes_in_parts(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "_PART", 5 << 20)  # the least that S3 takes
+    monkeypatch.setattr(upload, "_PART", 5 << 20)  # S3's minimum
     conversion = large_conversion(tmp_path / "in")
     conversion.run(f"s3://{BUCKET}/parts/good")
     assert store.objects("parts/good")["model.safetensors"][-_LARGE:] == bytes(range(256)) * (_LARGE >> 8)

@@ -1,4 +1,4 @@
-"""`tests.support.kept`: what engines save is taken again where nothing has changed of what makes it, and only there."""
+"""`tests.support.kept`: cached engine output is reused if and only if nothing in its making has changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE = ("tests.support.fsdp_worker",)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """`run(FOLDER, what)` says what is made, or "copied"; `made.txt` is in the folder, with what the input says."""
+    """Return `run(FOLDER, what)`. It returns the output, or "copied"; `made.txt` in the folder has the input's text."""
     monkeypatch.setenv("CKPT_TEST_CACHE", str(tmp_path / "cache"))
 
     def run(name: str, what: str = "a", modules: tuple[str, ...] = MODULE, output: Path | None = None) -> str:

@@ -98,7 +98,7 @@ def test_it_is_listed_and_its_option_is_in_the_help(run: Run) -> None:
 
 
 def test_it_is_converted_both_ways(run: Run, tmp_path: Path) -> None:
-    """To the Hub's names, a tensor for each expert, and back to what MLX held in memory, under its names."""
+    """To the Hub's names, one tensor per expert, and back to MLX's names and in-memory state."""
     source = tmp_path / "mlx"
     shutil.copytree(SAMPLE, source, ignore=shutil.ignore_patterns("truth.npz"))
     assert "mlx: mlx (mlx)" in run("ckpt", "convert", "auto", "hf", source).stderr
@@ -136,7 +136,7 @@ def test_an_option_of_its_own_is_refused_elsewhere(run: Run, tmp_path: Path) -> 
 
 
 def test_a_pickle_may_hold_its_name(run: Run, tmp_path: Path) -> None:
-    """An object of a class that only the example knows is an inert record; without the example it is refused."""
+    """With the example installed, its class loads as an inert record; without it, the pickle is refused."""
     found = tmp_path / "training.pkl"
     found.write_bytes(b"cmlx_lm.tuner.trainer\nTrainingArgs\n)R.")  # the name, no arguments, REDUCE
     look = f"from ckpt.containers.torchfile.unpickle import load_pickle; print(load_pickle({str(found)!r}))"

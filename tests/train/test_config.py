@@ -1,4 +1,4 @@
-"""The trainer's options: defaults that fit the strategy, and one line for what cannot be."""
+"""The trainer's options: defaults for the strategy, and a one-line error for impossible ones."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_with_the_option(words: str, said: str) -> Non
 
 
 def test_a_ds_config_is_read_by_every_strategy(tmp_path: Path) -> None:
-    """One that cannot be read ended runs of FSDP with a traceback of rank 0, behind their last step."""
+    """An unreadable config ended FSDP runs with a traceback of rank 0 after their last step."""
     (tmp_path / "ds.json").write_text("[")
     with pytest.raises(UserError, match="--ds-config"):
         parsed("--strategy", "fsdp2", "--ds-config", str(tmp_path / "ds.json"))

@@ -1,4 +1,4 @@
-"""`make demo` prints what README.md shows; other runs of the bundled trainer print what pages of docs/ show."""
+"""`make demo` prints the text in README.md; other runs of the bundled trainer print the text in docs/."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.places import REPOSITORY
 pytestmark = pytest.mark.slow
 
 README = (REPOSITORY / "README.md").read_text()
-#: Sections that show commands on other runs, and the folder that they start in.
+#: Sections with commands on other runs, and the folder to start in.
 SECTIONS = {("resume.md", "From 2 ranks to 3"): ".", ("merge-lora.md", "A run under ZeRO-3"): "lora"}
 
 
 def printed(command: list[str], folder: Path) -> str:
-    """Both streams in the order in which they were printed."""
+    """Return both streams in the order of printing."""
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-6000:]
@@ -36,7 +36,7 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_of_other_runs(tmp_path: Path) -> None:
-    """A run on 2 ranks that goes on on 3, and a LoRA run: the pages show no command that trains them."""
+    """A 2-rank run that resumes on 3 ranks, and a LoRA run: the pages show no command to train them."""
     job = {"strategy": "zero3", "model": "llama"}
     (tmp_path / "lora").mkdir()
     lora = job | {"steps": 3, "lora": 4, "output": str(tmp_path / "lora" / "outputs")}

@@ -1,4 +1,4 @@
-"""What a folder holds for the trainer: a run of its own, another's, or a checkpoint that its engine takes."""
+"""A folder's meaning for the trainer: its own run, another run, or a checkpoint for its engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "hsdp", "tp-fsdp"])
 def test_dcp_of_other_ranks_is_loaded(strategy: str, alone: None) -> None:
-    """DCP loads on any number of ranks, so `ckpt resume` gives it as it is; the trainer refused it."""
+    """DCP loads on any number of ranks, so `ckpt resume` returns the folder itself; the trainer refused it."""
     checkpoint = FIXTURES / "dcp-fsdp2" / "step-2"
     assert len(list(checkpoint.glob("__*_*.distcp"))) > 1
     config = Config(strategy=strategy, resume=str(checkpoint))
@@ -51,7 +51,7 @@ def test_a_new_run_is_not_mixed_with_another(left: list[str], said: str, tmp_pat
 
 
 def test_other_files_are_no_run(tmp_path: Path, alone: None) -> None:
-    """Nor is the log of a run that has saved nothing, as of a job that ended before it could."""
+    """A log without any checkpoint is no run either, for example after an early failure."""
     for name in ("README.md", "metrics.jsonl", "config.json", "heartbeats/", "truth/", "outputs/step-4/"):
         (tmp_path / name).mkdir(parents=True) if name.endswith("/") else (tmp_path / name).touch()
     require_free(Config(output=str(tmp_path)))

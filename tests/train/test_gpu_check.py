@@ -45,7 +45,7 @@ def test_a_demo_that_took_the_cpu_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         gpu_check.demo(8)
 
 
-#: Tensors of the truth that were compared with the full state dict of a conversion; None if no number is checked.
+#: Number of truth tensors compared with the full state dict of a conversion; None if no number is checked.
 COMPARED = {
     "zero1": 31,
     "zero2": 31,
@@ -65,7 +65,7 @@ COMPARED = {
 }
 
 
-#: What the demo trains.
+#: The demo's training job.
 DEMO = {"strategy": "zero3", "model": "llama", "steps": 20, "truth": True}
 
 
@@ -99,7 +99,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         return done.out
 
     def run_of_demo(command: list[str]) -> None:
-        """A command of the demo's: what its training leaves is there already."""
+        """Run one command of the demo. The training output is already there."""
         if Path(command[0]).name == "ckpt":
             assert ckpt(*command[1:]).code == 0
             return
@@ -137,7 +137,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_what_cannot_be_tried_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One GPU, no megatron-core, and a case that fails: the rest is tried all the same."""
+    """With one GPU, no megatron-core and a failing case, all other cases still run."""
 
     def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
         raise gpu_check.CheckError(f"out of memory on {ranks}")

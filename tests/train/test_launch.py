@@ -1,4 +1,4 @@
-"""What each process computes on, told from a double of torch.cuda; and the random states that go on."""
+"""Each process's device, with a double of torch.cuda; and restored random states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.config import UserError
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts rank 0 of some processes on a machine with some GPUs; returns the backend, the GPU, what others see."""
+    """Return a function that starts rank 0 on a machine with some GPUs and returns backend, GPU and visible devices."""
 
     def start(device: str, num_gpus: int, num_processes: int, accelerator: str = "") -> tuple[str, int | None, str]:
         chosen: list[int] = []
@@ -51,7 +51,7 @@ GPU, CPU = ("nccl", 1, "all"), ("gloo", None, "")
         ("auto", 2, 4, "", CPU),
         ("auto", 2, 2, "", GPU),
         ("auto", 8, 4, "", GPU),
-        ("auto", 8, 4, "cpu", CPU),  # as the tests say
+        ("auto", 8, 4, "cpu", CPU),  # the tests' setting
         ("cpu", 8, 4, "", CPU),
         ("cuda", 8, 8, "cpu", GPU),
     ],
@@ -92,7 +92,7 @@ def test_random_states_of_cpu_and_gpu_go_on(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Ends ranks, a thread each, one after the other with an error or None; returns what all of them printed."""
+    """Return a function that ends ranks, one thread each, in order, with an error or None; it returns their output."""
     own = threading.local()
     monkeypatch.setattr(launch, "_PATIENCE", 0.5)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -107,7 +107,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
         def leave(rank: int, text: str) -> None:
             own.rank = rank
             launch.tell(UserError(text))
-            launch.tell(UserError(text))  # as it comes by again, further out
+            launch.tell(UserError(text))  # a repeat through an outer frame
 
         threads = [threading.Thread(target=leave, args=entry) for entry in errors.items()]
         for thread in threads:
@@ -125,7 +125,7 @@ def test_an_error_of_all_ranks_is_shown_once(ended: Any) -> None:
 
 
 def test_an_error_of_another_rank_is_shown_with_its_rank_and_not_what_came_of_it(ended: Any) -> None:
-    """Rank 0 alone spoke, and said that its connection was closed."""
+    """Only rank 0 reported an error: its connection was closed."""
     assert ended({1: "no such file", 0: "connection closed"}, 2) == "train: error: rank 1: no such file\n"
     assert ended({1: "no such file"}, 3) == "train: error: rank 1: no such file\n"
 

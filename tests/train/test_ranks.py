@@ -1,4 +1,4 @@
-"""`python -m train --ranks N`: looks at the line first, starts its ranks, and shows the error of any of them once."""
+"""`python -m train --ranks N`: check the command line first, start the ranks, and show any rank's error once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_error_of_any_rank_is_shown_once(tmp_path: Path) -> None:
 
 
 def endless(tmp_path: Path) -> subprocess.Popen[str]:
-    """A run of two ranks that trains."""
+    """Start an endless run with two ranks."""
     words = ["--strategy", "ddp", "--model", "toy", "--until", "100000", "--beat", "0.2", "--output", str(tmp_path)]
     process = subprocess.Popen([*COMMAND, *words], cwd=REPOSITORY, env=ENV, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (tmp_path / "metrics.jsonl").is_file(), process)

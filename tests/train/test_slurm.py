@@ -28,7 +28,7 @@ OPTIONS = {"strategy": "zero2", "model": "toy", "dtype": "fp32"}
 
 
 def path_with(cluster: Cluster, folder: Path, name: str, command: str) -> str:
-    """Users' PATH, with a command of the test's own before all others: `command` is what it does with its arguments."""
+    """Return a PATH with the test's own command in front; `command` is its shell text."""
     file = folder / "bin" / name
     file.parent.mkdir()
     file.write_text(f"#!/bin/sh\n{command}\n")
@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
     asked = ["--gpus-per-node=0", f"--output={logs}", f"--job-name={tmp_path / 'ranks'}", TRAIN]
     train = [run, "--until", "100000", "--save-every", "3", *words]
     number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="5")
-    firsts = []  # the first step of each start
+    firsts = []  # first step of each start
 
     def steps() -> int:
         return len(losses(run)) if (run / "metrics.jsonl").is_file() else 0
@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         cluster.ask("scancel", urgent)
         cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
         with cluster.configured(KillWait=5):
-            cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
+            cluster.ask("scancel", "--signal=USR1", number)  # like Slurm before the limit, to all ranks
             cluster.start_again(number, "2")
             go_on("2")
             with cluster.dead("n2"):
@@ -134,7 +134,7 @@ def test_the_trainer_to_copy_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path
 
 @pytest.fixture
 def nodes_apart(tmp_path: Path) -> Path:
-    """A script that runs a command on n2 with another package, other data and a full disk."""
+    """Write a script to run a command on n2 with another package, other data and a full disk."""
     (tmp_path / "odd" / "deepspeed-0.0.1.dist-info").mkdir(parents=True)
     (tmp_path / "odd" / "deepspeed-0.0.1.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.0.1\n")
     for node in ("n1", "n2"):
@@ -171,9 +171,9 @@ def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp
 
 
 def test_a_job_that_fails_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """On a cluster without preemption, of which `scontrol show job` has no word."""
+    """On a cluster without preemption, `scontrol show job` does not mention it."""
     log = tmp_path / "log"
-    path = path_with(cluster, tmp_path, "sleep", "exec /bin/sleep 0.1")  # which the script does, to look again
+    path = path_with(cluster, tmp_path, "sleep", "exec /bin/sleep 0.1")  # the script's pause between checks
     with cluster.configured(PreemptType="preempt/none", PreemptMode="OFF"):
         words = ["--nodes=1", f"--output={log}", CONVERT, "zero3", "hf", tmp_path / "not-there"]
         number = cluster.submit(*words, PROCESSES_PER_NODE="2", PATH=path)
@@ -187,7 +187,7 @@ def test_a_job_that_fails_is_not_requeued(cluster: Cluster, tmp_path: Path) -> N
 
 
 def submit_conversion(cluster: Cluster, folder: Path, *convert: str | Path) -> str:
-    """A batch job on both nodes, whose second process waits, once, where it has written a part; its log is `log`."""
+    """Submit a batch job on both nodes. Its second process stops once, after a written part; the log is `log`."""
     dying = f"{sys.executable} -m tests.support.dying STOP 1 {folder}/waits"
     path = path_with(cluster, folder, "python", f'shift 2\nexec {dying} "$@"')  # `python -m ckpt ...`
     log = folder / "log"
@@ -219,7 +219,7 @@ def test_a_preempted_conversion_goes_on_with_the_node_that_is_left(cluster: Clus
 
 
 def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
-    """A process is killed, a batch job goes on, the node of its script dies, and Slurm requeues it on the other one."""
+    """A process is killed, a batch job continues, its script's node dies, and Slurm requeues it on the other node."""
     convert = ["zero3", "zero3", ZERO3, "--world-size", "4", "-o"]
     assert process("convert", *convert, tmp_path / "alone").code == 0
     out, log = tmp_path / "together", tmp_path / "log"
@@ -248,7 +248,7 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
 
 
 def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
-    """`accelerate launch` of a MoE under ZeRO-3: stopped ahead of the limit, then preempted, and on with one node."""
+    """`accelerate launch` trains a MoE under ZeRO-3: stopped before the limit, preempted, resumed on one node."""
     users.build(tmp_path)
     examples, run, logs = REPOSITORY / "examples/trl", tmp_path / "outputs", tmp_path / "log"
 
@@ -278,7 +278,7 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
 
     try:
         go_on(2)
-        cluster.ask("scancel", "--batch", "--signal=USR1", number)  # as Slurm does ahead of the limit, to the script
+        cluster.ask("scancel", "--batch", "--signal=USR1", number)  # like Slurm before the limit, to the script
         cluster.start_again(number, "1")
         go_on(newest() + 4)
         cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")

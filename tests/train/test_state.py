@@ -1,4 +1,4 @@
-"""What is recorded of each rank: the loss scaler and the dtypes in use, read from live objects."""
+"""Recorded state of each rank: the loss scaler and the dtypes in use, read from live objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.operations.state import live
 
 @pytest.fixture
 def engine() -> Any:
-    """An engine with the parts that are looked at: torch's own model, optimizer and scaler."""
+    """Return an engine stub with torch's own model, optimizer and scaler."""
     model = torch.nn.Linear(2, 3)
     adam = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""Trackers of the bundled trainer, each read back by its own library from what it wrote without a network."""
+"""Trackers of the bundled trainer. Each library reads its own offline output back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WANTED = {
     "rank_0/loss": 5.0,
     "rank_1/loss": 6.0,
 }
-#: What a run of three steps sends, in a process of its own: wandb and trackio keep threads and processes.
+#: The tracker calls of a three-step run, in a new process: wandb and trackio keep threads and processes.
 RUN = f"""
 import sys
 from train.operations import tracking
@@ -45,7 +45,7 @@ for step in (1, 2, 3):
     tracker.log(tracking.flat(line), step=step)
 tracker.finish()
 """
-#: What trackio itself finds in a folder, as the last line.
+#: Output of trackio's own reader for a folder, as the last line.
 READ_TRACKIO = f"""
 import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -95,7 +95,7 @@ def test_a_wandb_run_is_offline_where_there_is_no_key_and_is_read_back(
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Records of a .wandb file as wandb's own messages: a 7 byte header, then LevelDB's log in blocks of 32 KiB."""
+    """Yield records of a .wandb file as wandb's messages: a 7 byte header, then LevelDB's log in 32 KiB blocks."""
     from wandb.proto import wandb_internal_pb2
 
     content, at, parts = file.read_bytes(), 7, b""
@@ -119,7 +119,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 )
 def test_when_wandb_is_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str | None, mode: bool) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the port of `discard`, where nobody listens
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the port of `discard`, without a listener
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)

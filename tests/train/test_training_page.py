@@ -46,7 +46,7 @@ def test_there_are_commands() -> None:
 
 
 def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a node that is not as the first one, and of one that is not heard of."""
+    """One node differs from the first one, and another does not answer."""
     (shown,) = (command for command in commands(PAGE) if command.printed)
     deepspeed, data = {"deepspeed": "0.19.8"}, {"data in /shared/corpus": "51b7d1a80c44"}
     first = {"same": data | deepspeed, "problems": []}

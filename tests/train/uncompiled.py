@@ -1,4 +1,4 @@
-"""A script whose DeepSpeed builds nothing, which takes minutes: `python -m tests.train.uncompiled SCRIPT ...`."""
+"""A script with DeepSpeed's slow builds turned off: `python -m tests.train.uncompiled SCRIPT ...`."""
 
 import runpy
 import sys

@@ -25,7 +25,7 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 
 def trained(output: Path, callback: Any, **options: Any) -> Trainer:
-    """A run of four steps that saves two checkpoints."""
+    """Train four steps and save two checkpoints."""
     torch.manual_seed(0)
     shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
@@ -64,7 +64,7 @@ def test_each_checkpoint_is_converted_and_verified(tmp_path: Path, caplog: pytes
 def test_a_checkpoint_that_a_run_saves_again_is_converted_though_a_former_conversion_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is preempted takes its callback along, goes on from an older step, and saves that step once more."""
+    """A preempted run loses its callback, resumes from an older step, and saves that step again."""
 
     def disk_is_full(*_: object) -> None:
         raise StorageError("no space on the disk")

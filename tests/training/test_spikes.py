@@ -1,4 +1,4 @@
-"""`ckpt/training/spikes.py`, `train/operations/records.py`: which losses are spikes, which checkpoints are kept."""
+"""`ckpt/training/spikes.py`, `train/operations/records.py`: loss spikes, and the checkpoints to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/training/watched.py`: `Watched` in a plain script of HF Trainer: its heartbeats, and a spike that it finds."""
+"""`ckpt/training/watched.py`: `Watched` in a plain HF Trainer script: its heartbeats, and a detected spike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.places import REPOSITORY
 def test_a_script_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     rows = torch.arange(16).repeat(30, 1)
-    rows[25:] = torch.randint(16, (5, 16))  # what it has not learned
+    rows[25:] = torch.randint(16, (5, 16))  # unseen data
     shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
     args = TrainingArguments(

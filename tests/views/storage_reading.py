@@ -103,7 +103,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def local(value: Any) -> torch.Tensor | None:
-    """This rank's part of a tensor; None of anything else."""
+    """Return this rank's part of a tensor, or None for other values."""
     if not isinstance(value, torch.Tensor):
         return None
     part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value

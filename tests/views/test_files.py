@@ -1,4 +1,4 @@
-"""`ckpt/views/files.py`: a target that is read without being written, against what is written."""
+"""`ckpt/views/files.py`: a target read without writing it, against the written files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILLER = 0xAB
 
 @given(copies(), st.randoms(use_true_random=False), st.integers(0, 400), st.integers(1, 300))
 def test_the_part_of_a_copy_that_a_range_takes(copy: Copy, random: Any, start: int, size: int) -> None:
-    """Of extents with any strides and dtypes: in the range what numpy says, and outside of it no element read."""
+    """For extents with any strides and dtypes, the range equals numpy's result, and no element outside is read."""
     source = np.frombuffer(random.randbytes(copy.source.end), np.uint8)
     window = views._Window(start, size)
     for part in views._copies_in(copy, window):
@@ -47,7 +47,7 @@ def test_the_part_of_a_copy_that_a_range_takes(copy: Copy, random: Any, start: i
 
 
 def assert_reads(made: Views, expected: dict[str, bytes], random: Random, num_ranges: int = 60) -> None:
-    """Any range is that of the expected file."""
+    """Assert that random ranges equal the expected file."""
     for name, content in expected.items():
         with made.open(name) as view:
             assert view.read() == content
@@ -78,7 +78,7 @@ def test_threads_read_one_file_at_a_time_each_its_own_range(tmp_path: Path) -> N
 
 
 def computed_case(folder: Path, calls: list[str]) -> tuple[Views, dict[str, bytes]]:
-    """Two weights that are computed, as merged and dequantized ones are, one of them cast."""
+    """Make two computed weights, like merged or dequantized ones, one of them cast."""
     contents = {f"<{name}>": np.random.default_rng(3).random(600, np.float32) for name in "ab"}
 
     def compute(name: str) -> memoryview:
@@ -124,11 +124,11 @@ def test_a_file_of_the_source_that_was_replaced_is_no_longer_read(tmp_path: Path
     case.sources[0].write_bytes(case.sources[0].read_bytes())
     with pytest.raises(CorruptError, match="replaced"):
         made.read_into("out0.bin", 20, buffer)
-    assert made.read_into("config.json", 0, buffer) == 2  # for which nothing of it is read
+    assert made.read_into("config.json", 0, buffer) == 2  # without reading any weights
 
 
 def test_memory_is_bounded_whatever_is_asked_for(tmp_path: Path) -> None:
-    """A transposed weight of 64 MB, cast, in reads of 1 MB: some buffers, not the weight."""
+    """A transposed, cast 64 MB weight read in 1 MB pieces takes a few buffers, not 64 MB."""
     path, shape = tmp_path / "a", (4096, 4096)
     with open(path, "wb") as file:
         file.truncate(64 << 20)

@@ -31,7 +31,7 @@ def fresh(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_checkpoint(moe: Path, dtype: torch.dtype) -> None:
-    """A float32 parameter takes the master, a bf16 one what the engine computes with: the master, rounded."""
+    """A float32 parameter gets the master, a bf16 parameter the rounded master, like in the engine."""
     model = fresh(moe, dtype)
     assert ckpt.load_into(model, moe) == []
     truth = load_file(moe / "truth" / "global_step2.safetensors")
@@ -67,7 +67,7 @@ def test_what_does_not_match_is_refused_before_anything_is_filled(moe: Path) -> 
 
 
 def test_a_module_of_ones_own(fixtures: Path) -> None:
-    """Ties and buffers of a toy that no library knows."""
+    """Ties and buffers of a custom toy model."""
     run = fixtures / "toy-zero3"
     truth = load_file(run / "truth" / "global_step2.safetensors")
     named = {fqn.partition("/")[2]: tensor for fqn, tensor in truth.items() if fqn.split("/")[0] in KINDS}

@@ -57,7 +57,7 @@ def test_a_folder_while_a_block_runs(tmp_path: Path) -> None:
 # -- with FUSE ---------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A ZeRO-3 run as a Hugging Face folder, mounted and written; by relative paths, as users type them."""
+    """Mount and write a ZeRO-3 run as a Hugging Face folder, by relative paths."""
     folder = tmp_path_factory.mktemp("mounted")
     shutil.copytree(ZERO3, folder / "outputs", ignore=shutil.ignore_patterns("truth"))
     written = command("convert", "auto", "hf", "outputs", "-o", "written", "--no-manifest", folder=folder)
@@ -138,7 +138,7 @@ class TestMounted:
 
     @pytest.mark.usefixtures("viewed")
     def test_the_page_on_views(self, tmp_path: Path) -> None:
-        """Its lines of a terminal and its last lines of Python are run, one after the other."""
+        """Run the page's terminal lines and its last lines of Python in order."""
         page = (REPOSITORY / "docs" / "views.md").read_text()
         shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
         lines = re.findall(r"^\$ (.+)$", page, re.MULTILINE)
@@ -152,7 +152,7 @@ class TestMounted:
 
 # -- without -----------------------------------------------------------------------------------------------------------
 def test_the_page_on_views_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of Python that need no process group, and the other one in one process."""
+    """Run the Python blocks without a process group, and the other block in one process."""
     import torch
 
     page = (REPOSITORY / "docs" / "views.md").read_text()
@@ -174,7 +174,7 @@ def test_the_page_on_views_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_served_is_what_is_written(tmp_path: Path) -> None:
-    """Folders in folders, any range, and errno values for what is not there."""
+    """Nested folders, any range, and errno values for missing files."""
     conversion = ckpt.plan(ckpt.open(ZERO3), "zero2", Layout(world_size=3))
     conversion.run(tmp_path / "out", manifest=False)
     served = mount._Served(conversion)

@@ -1,4 +1,4 @@
-"""`ckpt/views/storage_reader.py`, `state_keys.py`: `dcp.load` of any format, against what live engines held."""
+"""`ckpt/views/storage_reader.py`, `state_keys.py`: `dcp.load` of any format, against the live engines' truth."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def weights(truth: Truth) -> dict[tuple[str, str], Any]:
 
 
 def load(state: dict[str, Any], path: Path, **options: Any) -> ckpt.StorageReader:
-    """`dcp.load` in one process.  The error of the one rank where there is one."""
+    """Run `dcp.load` in one process. Raise the rank's own error."""
     reader = ckpt.StorageReader(path, **options)
     try:
         dcp.load(state, storage_reader=reader, no_dist=True)
@@ -61,7 +61,7 @@ def warned(function: Any, *arguments: Any, **options: Any) -> tuple[Any, list[st
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two state dicts are the same, tensors bit for bit."""
+    """Return True if two state dicts are equal, tensors bit for bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and raw(a) == raw(b)
     if isinstance(a, dict):
@@ -72,7 +72,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def emptied(value: Any) -> Any:
-    """A state dict that has to be filled."""
+    """Overwrite every tensor of a state dict."""
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, 3)
     if isinstance(value, dict):
@@ -99,7 +99,7 @@ def test_it_gives_what_torch_reads_of_the_converted_folder(name: str, tmp_path: 
         reader = dcp.FileSystemReader(folder)
         values = reader.read_metadata().state_dict_metadata
         _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-        # A dict that is stored as one value is asked for by nobody: torch's planner would ask for what is in it.
+        # torch's planner never requests a dict stored as one value: it would request its entries.
         expected |= {key: value for key, value in found.items() if not (key in values and isinstance(value, dict))}
     assert expected
     state = emptied(expected)
@@ -152,7 +152,7 @@ def test_a_name_that_is_not_there() -> None:
 @pytest.mark.parametrize("optimizer", [{}, {"optimizer": {"param_groups": [{"params": ["gain"], "lr": 0.0}]}}])
 @pytest.mark.parametrize("outer", [True, False])
 def test_a_model_of_other_names_is_refused(outer: bool, optimizer: dict[str, Any]) -> None:
-    """Not one name of a model that PEFT wraps is there; partly loaded, it would stay as it is."""
+    """A PEFT-wrapped model shares no name with it; a partial load would leave it unchanged."""
     from peft import LoraConfig, get_peft_model
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 5))
@@ -178,14 +178,14 @@ def test_nothing_at_all_is_refused_and_a_value_is_something() -> None:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Open a process group with one process."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     yield
     torch.distributed.destroy_process_group()
 
 
 def agree(*paths: Path) -> None:
-    """What ranks that opened `paths` tell the first one, and what comes of it."""
+    """Plan a global load with one rank for each of `paths`."""
     readers = [ckpt.StorageReader(path) for path in paths]
     readers[0].prepare_global_plan([reader.prepare_local_plan(LoadPlan([])) for reader in readers])
 
@@ -313,7 +313,7 @@ def test_replicas_that_disagree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_part_is_read_with_no_more_than_its_bytes(tmp_path: Path) -> None:
-    """Columns of wide rows, in several fragments, and of a transposed tensor; and neighbours of narrow ones."""
+    """Columns of wide rows, in several fragments, and of a transposed tensor; and adjacent narrow columns."""
     path, shape = str(tmp_path / "a"), (12, 6000)
     values = np.random.default_rng(2).random(shape, np.float32)
     Path(path).write_bytes(values.tobytes() + np.ascontiguousarray(values.T).tobytes())
@@ -338,7 +338,7 @@ MEGATRON = FIXTURES / "megatron-dist-flattened"
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What transformers saved."""
+    """Save a model with transformers."""
     return save_model(5, tmp_path_factory.mktemp("hf"))
 
 
@@ -352,7 +352,7 @@ def save_model(seed: int, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[str, tuple[dict[str, Any], Truth]]:
-    """What four ranks of FSDP2 hold, by job: one start for all of them."""
+    """Return the state of four FSDP2 ranks, by job, from a single launch."""
     folder = tmp_path_factory.mktemp("loaded")
     another_run = save_model(6, folder / "another run" / hub_folder.name)
     jobs = {
@@ -381,7 +381,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[s
 
 @pytest.mark.slow
 class TestFourRanks:
-    """zero3 of 2 ranks, zero2 of 2, megatron of 3, dcp of 2 and a Hub folder, in FSDP2 on 4 ranks."""
+    """zero3 (2 ranks), zero2 (2), megatron (3), dcp (2) and a Hub folder, loaded by FSDP2 on 4 ranks."""
 
     @pytest.mark.parametrize(("name", "fixture"), [("zero3", ZERO3), ("zero2", ZERO2), ("dcp", DCP)])
     def test_they_hold_what_the_live_engine_held(self, loaded: Any, name: str, fixture: Path) -> None:
@@ -391,7 +391,7 @@ class TestFourRanks:
             if role == WEIGHT and (fqn, MASTER) in expected.tensors:
                 continue  # FSDP keeps the master
             at = found.ties.get(fqn, fqn), WEIGHT if role == MASTER else role
-            if role == WEIGHT and name == "zero2":  # frozen: there is no master of it
+            if role == WEIGHT and name == "zero2":  # frozen, without a master
                 tensor = raw(torch.frombuffer(bytearray(tensor[2]), dtype=torch.bfloat16).float().reshape(tensor[1]))
             assert found.tensors.get(at, found.tensors.get((fqn, BUFFER))) == tensor, at  # DCP tells buffers not apart
             compared += 1
@@ -420,7 +420,7 @@ class TestFourRanks:
         for name in ("zero3", "zero2", "megatron", "dcp", "hf"):
             for rank in loaded[name][0]["ranks"]:
                 assert rank["read"] <= 1.1 * rank["held"] and rank["told"] is None
-        for rank in loaded["zero3-bf16"][0]["ranks"]:  # of which float32 is what is stored
+        for rank in loaded["zero3-bf16"][0]["ranks"]:  # stored in float32
             assert rank["read"] == 2 * rank["held"]
 
     def test_one_rank_says_what_is_left(self, loaded: Any) -> None:
@@ -429,7 +429,7 @@ class TestFourRanks:
             assert [len(rank["said"]) for rank in facts["ranks"]] == [int(is_left), 0, 0, 0], name
 
     def test_ranks_that_opened_another_checkpoint(self, loaded: Any) -> None:
-        """As the newest one of a run that is still saving may be; a copy on a node's own disk is none."""
+        """The newest step of a live run may change between ranks; a copy on a node's own disk is allowed."""
         for rank in loaded["other"][0]["ranks"]:
             assert "StorageError: the ranks have opened different checkpoints" in rank["told"]
             assert "expected: step-2 (dcp), step 2, of rank 0\n  found: step-3 (dcp)" in rank["told"]

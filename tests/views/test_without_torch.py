@@ -1,4 +1,4 @@
-"""`ckpt/views/without_torch.py`: what Python shows of `ckpt` where torch is not installed."""
+"""`ckpt/views/without_torch.py`: the Python API of `ckpt` without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.places import REPOSITORY
 
-#: Keeps torch from being imported, as where it is not installed.
+#: Blocks the import of torch.
 WITHOUT = """
 import sys
 class Missing:

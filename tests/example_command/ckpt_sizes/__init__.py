@@ -1,7 +1,4 @@
-"""`ckpt sizes`: how many bytes of each dtype a checkpoint holds.
-
-An example of a command from another package.
-"""
+"""`ckpt sizes`: bytes per dtype in a checkpoint. An example of a command from another package."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from ckpt.plan.groups import Selection
 
 @dataclass(frozen=True)
 class Counted:
-    """Which tensors are counted."""
+    """Selection of tensors to count."""
 
     role: Annotated[
         str | None, typer.Option(metavar="ROLE", help="Count only tensors of this role.", rich_help_panel=SHOWN)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from ckpt.testing import Declaration, Tensors
 
 NAME, INDEX = "mlx", "model.safetensors.index.json"
-#: Models for which `sanitize` does nothing, and those for which it stacks experts, by model type.
+#: Model types `sanitize` leaves unchanged, and model types with stacked experts.
 PLAIN, WITH_EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("qwen2_moe", "qwen3_moe")
 EXPERT = re.compile(r"(.*\.mlp\.)experts\.(\d+)(\.(?:gate|up|down)_proj\.weight)")
 STACKED = re.compile(r"(.*\.mlp\.)switch_mlp(\.(?:gate|up|down)_proj\.weight)")
-#: A model folder holds no pickle; this is the record of a fine-tuning run that somebody may keep in a torch file.
+#: A model folder holds no pickle. This is a fine-tuning run's record in a torch file.
 PICKLE_NAMES: Mapping[tuple[str, str], tuple[str, ...]] = {("mlx_lm.tuner.trainer", "TrainingArgs"): ()}
 
 
@@ -46,7 +46,7 @@ class MlxOptions:
 
 # -- names ----------------------------------------------------------------------------------------------------------
 def stacking(checkpoint: Checkpoint) -> Relation:
-    """The Hub's names against MLX's, of a checkpoint with either: each expert is a slice of a stacked tensor."""
+    """Map the Hub's names to MLX's, for a checkpoint with either: each expert is a slice of a stacked tensor."""
     model_type = (checkpoint.config or {}).get("model_type")
     if model_type not in (*PLAIN, *WITH_EXPERTS):
         known = ", ".join((*PLAIN, *WITH_EXPERTS))
@@ -120,13 +120,13 @@ def is_model(folder: Path) -> bool:
 
 
 def is_mlx(file: Path) -> bool:
-    """Whether the header says so: its metadata come first, as MLX's keys are sorted."""
+    """Return True if the header's metadata say so. They come first because MLX sorts its keys."""
     with open(file, "rb") as head:
         return b'"format":"mlx"' in head.read(4096)
 
 
 def declaration() -> Declaration:
-    """`make_sample.py` made the sample with mlx_lm; its truth is what MLX held in memory."""
+    """Declare the sample, made by `make_sample.py` with mlx_lm. Its truth is MLX's state in memory."""
     import shutil
 
     import numpy as np

@@ -34,7 +34,7 @@ class SqliteStore:
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
-        """The database in a transaction, which ends well or is as if it had never begun."""
+        """Open the database in a transaction and roll back on an error."""
         try:
             with closing(sqlite3.connect(self._path, timeout=60)) as database, database:
                 database.execute(_TABLE)
@@ -81,7 +81,7 @@ class SqliteStore:
 
 
 def declaration() -> StoreDeclaration:
-    """An empty database for the suite, which is looked at with nothing but SQLite."""
+    """Declare an empty database for the suite, inspected with SQLite alone."""
     from ckpt.testing.stores import Served, StoreDeclaration
 
     @contextmanager
