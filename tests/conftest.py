@@ -1,4 +1,4 @@
-"""Shared fixtures, and the tables printed at the end of a run."""
+"""Shared fixtures, and the tables printed after a run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def fixtures() -> Path:
-    """The committed checkpoints."""
+    """Return the folder with the committed checkpoints."""
     return Path(__file__).parent.parent / "fixtures"
 
 

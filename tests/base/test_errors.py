@@ -1,4 +1,4 @@
-"""`ckpt/base/errors.py`: texts of errors, in full if needed."""
+"""`ckpt/base/errors.py`: error texts, in full if needed."""
 
 from __future__ import annotations
 

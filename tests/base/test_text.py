@@ -12,7 +12,7 @@ import ckpt
 import converters
 from ckpt.base.text import pluralize
 
-#: Texts in front of a verb: `config.json names no modules`.
+#: Texts before a verb: `config.json names no modules`.
 VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{name} names", "{name} records"} | {
     *("{path} names", "{server} serves adapters", "{writer} names")
 }

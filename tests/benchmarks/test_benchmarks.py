@@ -19,7 +19,7 @@ from tests.support.places import REPOSITORY
 def test_digests_are_compared_with_what_there_is(
     lacking: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ckpt does not need b3sum and blake3. Without them the section has its table and names the missing peers."""
+    """The peers b3sum and blake3 are optional. Without them the section has its table and names the missing peers."""
     run = Run(1.0, 1.0, 10.0)
     monkeypatch.setattr(hash_peer.shutil, "which", lambda name: None)
     monkeypatch.setattr(hash_peer, "find_spec", lambda name: None if name in lacking else find_spec("json"))
@@ -43,7 +43,7 @@ _ROW = re.compile(r"(.+?)(?: +\d+\.\d\d){4} +\d+(?:  (.+))?")
 
 @pytest.fixture
 def recorded() -> dict[str, dict[str, list[str]]]:
-    """Return the recorded figures of each row, by table title and row name."""
+    """Return each row's recorded figures, by table title and row name."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in SHOWN:
         table = readme.RESULTS.read_text().partition(f"{readme.headed(name)}\n")[2].partition("\n\n")[0]

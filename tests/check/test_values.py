@@ -19,7 +19,7 @@ from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 
 FIXTURES = REPOSITORY / "fixtures"
-#: Dtypes with a NaN: the bits of a NaN, and of an infinity if there is one.
+#: Dtypes with NaN: its bits, and the bits for infinity if there is one.
 DTYPES = {
     "float64": ("u8", 0x7FF8 << 48, 0xFFF0 << 48),
     "float32": ("u4", 0xFFC00000, 0x7F800000),
@@ -52,7 +52,7 @@ def plain(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_bit_pattern_is_judged_as_torch_judges_it(name: str) -> None:
-    """All bits of the 8-bit and 16-bit dtypes, and a sample of wider ones."""
+    """All bits of the 8-bit and 16-bit dtypes, and sample bits for wider ones."""
     unsigned = DTYPES[name][0]
     size = np.dtype(unsigned).itemsize
     bits = np.arange(1 << 16, dtype=np.uint64) << np.uint64(8 * size - 16 if size > 2 else 0)
@@ -133,7 +133,7 @@ def test_remarkable_values_are_notes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["toy-zero2", "toy-zero3", "dcp-fsdp2", "local-flat", "verl-fsdp2", "megatron-lm"])
 def test_every_shard_and_optimizer_state_is_read(name: str, tmp_path: Path) -> None:
-    """One NaN in the last part of the largest state, wherever its bytes are."""
+    """One NaN is in the last part of the largest state, wherever its bytes are."""
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / name, run, ignore=shutil.ignore_patterns("truth"))
     checkpoint = toolkit.open(run)

@@ -1,5 +1,7 @@
-"""`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`, `ckpt/commands/verify/command.py`,
-`ckpt/options/groups.py`, `printing.py`, `ckpt/api.py`: the command line; `tests/golden` has its sessions.
+"""The command line; `tests/golden` has its sessions.
+
+`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`, `ckpt/commands/verify/command.py`,
+`ckpt/options/groups.py`, `printing.py`, `ckpt/api.py`: arguments, output and exit codes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 @pytest.fixture
 def run(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder called `outputs` in the current folder."""
+    """Copy a run to `outputs` in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(fixtures / "toy-zero3", tmp_path / "outputs")
     return Path("outputs")
@@ -329,7 +331,7 @@ import sys
 print(" ".join(name for name in {heavy} if name in sys.modules), file=sys.stderr)
 """
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "huggingface_hub", "safetensors", "rich")
-HEAVY += ("pydantic", "importlib.metadata")  # they take half of the time before the first byte moves
+HEAVY += ("pydantic", "importlib.metadata")  # half the time before the first byte moves
 
 
 def imported(code: str, *args: str | Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""`ckpt/cli/defaults.py`: defaults of options from the environment and from pyproject.toml."""
+"""`ckpt/cli/defaults.py`: option defaults from the environment and from pyproject.toml."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def project(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def planned(*words: str) -> int:
-    """Return the number of ranks in the plan of `ckpt convert auto zero3`."""
+    """Return the planned number of ranks for `ckpt convert auto zero3`."""
     found = run_ckpt("convert", "auto", "zero3", "outputs", "--json", *words)
     assert found.code == 0, found.err
     return len([file for file in json.loads(found.out)["files"] if "optim_states" in file["name"]])

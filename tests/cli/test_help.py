@@ -39,7 +39,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run called `outputs` and the model of it called `outputs-hf`."""
+    """Make a run `outputs` and its model `outputs-hf`."""
     place = tmp_path_factory.mktemp("examples")
     shutil.copytree(REPOSITORY / "fixtures" / "moe-zero3", place / "outputs")
     assert run_ckpt("convert", "auto", "hf", place / "outputs").code == 0

@@ -30,7 +30,7 @@ COMMANDS = [
     ),
     "ckpt verify --loads outputs-merged",
 ]
-#: Extra distributions of each environment, and the commands that need more.
+#: Each environment's extra distributions, and the commands that need more.
 INSTALLED = {"base": (), "torch": ("torch",)}
 NEEDS_TORCH, NEEDS_TRANSFORMERS = r"ckpt merge-lora", r"ckpt verify --loads"
 LACKING = {"base": (NEEDS_TORCH, NEEDS_TRANSFORMERS), "torch": (NEEDS_TRANSFORMERS,)}

@@ -1,4 +1,4 @@
-"""Number of reads of a run's step record, folder listings, and opens of an adapter file in one command."""
+"""Reads of a run's step record, folder listings, and opens of an adapter file in one command."""
 
 from __future__ import annotations
 

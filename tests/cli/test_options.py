@@ -172,7 +172,7 @@ SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
     "autoep-full": ({},),
     "verl-fsdp1": ({},),
 }
-#: A value of each option that differs from the default.
+#: A non-default value for each option.
 VALUES: dict[str, Any] = {
     "dtype": "fp16",
     "optimizer_dtype": "fp32",
@@ -199,7 +199,7 @@ VALUES: dict[str, Any] = {
     "fsdp_version": 2,
     "mesh_device": "npu",
 }
-#: Options some sources already satisfy, such as plain values for plain states.
+#: Options some sources already satisfy, for example plain states.
 HOLDS = {"optimizer_dtype", "names", "fsdp_version", "etp", "tp", "pp", "world_size", "transformer_impl", "ep_size"}
 HOLDS |= {"flat_optimizer", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"}
 #: Options a format declares with others but refuses.

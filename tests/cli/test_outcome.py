@@ -1,5 +1,7 @@
-"""`ckpt/options/printing.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/load_check.py`,
-`converters/names/hub/loading.py`.
+"""Printed outcome after a conversion.
+
+`ckpt/options/printing.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/load_check.py`, `converters/names/hub/loading.py`:
+lines and warnings.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def compressed(place: Place) -> Path:
 
 
 def launched(place: Place, size: str = "2", rank: str = "0", **environment: str) -> str:
-    """Return the error of a process started by mpirun."""
+    """Return the error from a process started by mpirun."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_CPP_LOG_LEVEL"):
         place.patch.setenv(name, "")  # removed at the end, whatever the launch sets
         place.patch.delenv(name)
@@ -237,12 +237,12 @@ def inner(function: Callable[[], object]) -> str:
 
 
 def typed(*words: str | Path) -> str:
-    """Return the error of a command. `ckpt` types its hint."""
+    """Return a command's error. `ckpt` types its hint."""
     return ckpt(*words).err
 
 
 def called(function: Callable[[], object]) -> str:
-    """Return the error of a call. `tests/support/python_hints.py` types its hint."""
+    """Return a call's error. `tests/support/python_hints.py` types its hint."""
     with pytest.raises(CkptError) as refused:
         function()
     return str(refused.value)

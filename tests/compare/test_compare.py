@@ -25,7 +25,7 @@ SLOW_STORAGE = settings(deadline=None, max_examples=60, suppress_health_check=[H
 
 
 def stored(path: Path, data: bytes, dtype: DType, shape: Shape, *, before: int = 0) -> list[Fragment]:
-    """A file of `before` other bytes and the tensor, and its description."""
+    """Write a tensor after `before` other bytes, and return its description."""
     path.write_bytes(b"\xee" * before + data)
     return [Fragment(whole(shape), Extent.contiguous(str(path), before, dtype, shape))]
 
@@ -164,7 +164,7 @@ def test_of_several_differences_the_least_index_is_named_and_all_are_counted(
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink the buffers, so that small tensors take the paths of large ones."""
+    """Shrink the buffers, so that small tensors take the same paths as large ones."""
     monkeypatch.setattr(compare_module, "_CHUNK", 64)
     monkeypatch.setattr(compare_module, "_READ_COSTS", 16)
 

@@ -25,7 +25,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def saved(folder: Path, arrays: Arrays) -> Path:
-    """A model's folder with these tensors."""
+    """Save a model folder with these tensors."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     save_file(dict(arrays), folder / "model.safetensors")
@@ -179,7 +179,7 @@ def test_a_tolerance_below_zero_or_without_end_is_a_mistake(tmp_path: Path) -> N
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1), min_size=1))
 def test_parts_together_are_the_whole(parts: list[list[float]]) -> None:
-    """Sums of pieces do not depend on the cut."""
+    """The sums do not depend on the cut."""
     changes = [
         Change(len(part), 0, 0, (0, 0), (sum(x * x for x in part), 0.0, 0.0), 0.0, max(map(abs, part)), (n,))
         for n, part in enumerate(parts)

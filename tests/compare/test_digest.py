@@ -57,7 +57,7 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
         written = api.open(convert(FIXTURES / name, target, tmp_path / target))
         assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights, target
         assert api.digests(written).whole[OPTIMIZER] == optimizer, target
-        if target not in ("dcp", "full"):  # they hold masters in place of the weights and lose the model's dtype
+        if target not in ("dcp", "full"):  # they store masters as weights and lose the model's dtype
             assert api.digests(written).whole == api.digests(source).whole or name == "dcp-fsdp2", target
     written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
     assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
@@ -125,7 +125,7 @@ def test_row_major(data: st.DataObject) -> None:
 
 
 class InMemory(digest.Reader):
-    """A reader of in-memory arrays."""
+    """Reader for in-memory arrays."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def test_a_small_tensor_among_large_ones_is_a_piece_of_its_own(tmp_path: Path) -
 
 
 def test_so_many_files_have_few_pieces_each() -> None:
-    """The digests of a checkpoint with thousands of files can still be read at once."""
+    """A checkpoint's digests can still be read at once if it has thousands of files."""
     assert (filehash.max_pieces(1), filehash.max_pieces(1000), filehash.max_pieces(10**7)) == (4096, 1000, 1)
 
 
@@ -347,7 +347,7 @@ def test_a_manifest_that_leads_out_of_its_folder(file: str, tmp_path: Path) -> N
 
 @given(st.data())
 def test_pieces_do_not_overlap_and_hold_every_slot(data: st.DataObject) -> None:
-    """Interleaved slots, such as two halves of each row, share a piece."""
+    """Interleaved slots share a piece, for example two halves of each row."""
     slots, at = [], 0
     for number in range(data.draw(st.integers(0, 8))):
         at += data.draw(st.integers(0, 3))

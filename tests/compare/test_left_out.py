@@ -88,7 +88,7 @@ def test_a_config_entry_that_only_one_side_states_is_named(tmp_path: Path) -> No
 
 
 def model_folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Return two copies of a model's folder with a tokenizer."""
+    """Return two copies of a model folder with a tokenizer."""
     a = Path(shutil.copytree(FIXTURES / "peft-experts" / "qwen3_moe", tmp_path / "a"))
     for name, (content, _) in FILES.items():
         (a / name).write_bytes(content)
@@ -101,7 +101,7 @@ def said_by(a: Path, b: Path) -> str:
     return " ".join((report.out + report.err).split())
 
 
-#: Companion files of a model, each with two contents.
+#: A model's companion files, each with two contents.
 FILES = {
     "tokenizer.json": (b'{"model": {"vocab": {"a": 0, "b": 1}}}', b'{"model": {"vocab": {"a": 1, "b": 0}}}'),
     "tokenizer_config.json": (b'{"name_or_path": "x"}', b'{"name_or_path": "y", "add_bos_token": true}'),

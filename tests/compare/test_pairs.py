@@ -1,4 +1,4 @@
-"""`ckpt/compare/pairs.py`: pairs of tensors, differences, and the report."""
+"""`ckpt/compare/pairs.py`: tensor pairs, differences, and the report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def one_file(path: Path, specs: Iterable[Spec], **fields: Any) -> Checkpoint:
 
 
 def sharded(path: Path, specs: Iterable[Spec], num_ranks: int = 3, **fields: Any) -> Checkpoint:
-    """Make a checkpoint with a flat part of every tensor in each rank's file."""
+    """Make a checkpoint with a flat part of every tensor in each rank file."""
     files = {f"rank{rank}": bytearray(bytes(rank)) for rank in range(num_ranks)}
     tensors: dict[tuple[str, str], Tensor] = {}
     for fqn, role, array in specs:
@@ -83,7 +83,7 @@ def only_result(report: Report) -> Result:
 
 
 def flip_byte(checkpoint: Checkpoint, name: str, offset: int, bit: int = 0) -> Checkpoint:
-    """The same checkpoint with one bit of one file flipped."""
+    """Flip one bit in one file and return the checkpoint."""
     path = Path(checkpoint.path) / name
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << bit

@@ -12,7 +12,7 @@ import ckpt
 from ckpt.base.errors import UsageError
 from tests.support.commands import ckpt as run_ckpt
 
-#: Training checkpoints of FSDP (several releases), ZeRO, Megatron, HF Trainer, and FSDP's local shards.
+#: Training checkpoints from FSDP (several releases and local shards), ZeRO, Megatron and HF Trainer.
 RUNS = ("dcp-fsdp2", "dcp-torch21-fsdp1", "toy-zero0-fp32", "megatron-fsdp", "trainer-plain")
 LONG = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -1,6 +1,4 @@
-"""`ckpt/compare/training.py`, `skipped_content.py`: `ckpt verify --run`: what two runs recorded beside their
-tensors.
-"""
+"""`ckpt/compare/training.py`, `skipped_content.py`: `ckpt verify --run`: two runs' records beside their tensors."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_verify_loads_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_quantization_method_that_transformers_does_not_know_is_a_problem(
     entry: dict[str, object], problem: str, tmp_path: Path
 ) -> None:
-    """transformers loads the weights as plain ones and only warns."""
+    """Loaded with transformers, the weights look plain; it only warns."""
     base = save_base("llama", BF16, tmp_path / "base")
     assert ckpt("verify", base, "--loads").out.rstrip().endswith(": loads")
     config = json.loads((base / "config.json").read_text())

@@ -1,6 +1,4 @@
-"""`ckpt/commands/doctor/facts.py`, `text.py`, `ckpt/commands/doctor/command.py`: what is installed here, and what works
-on a run.
-"""
+"""`ckpt/commands/doctor/facts.py`, `text.py`, `ckpt/commands/doctor/command.py`: packages and working commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of each rank during training: for each job `OUTPUT/memory.json` has the peak bytes of live tensors, by kind.
+"""Peak memory on each rank during training: live tensors in bytes by kind, in `OUTPUT/memory.json` for each job.
 
 Each storage counts whole and once.
 """
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 class Watching(Operations):
-    """The loop's operations, and a measurement of the engine's memory."""
+    """The loop's operations, with a measurement of the engine's memory."""
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
         super().started(engine, resumed)
@@ -67,7 +67,7 @@ class Watching(Operations):
 
 
 def measure(held: Mapping[str, Iterable[Any]]) -> dict[str, int]:
-    """Return the bytes of each kind's storages."""
+    """Return the storage bytes for each kind."""
     seen: set[int] = set()
     sizes = {}
     for kind in KINDS:

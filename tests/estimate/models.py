@@ -21,7 +21,7 @@ LLM_JP_13B = {
     "n_positions": 2048,
     "vocab_size": 50570,
 }
-#: From llm-jp/Megatron-DeepSpeed scripts/abci/175B/49node/, with the tokenizer of the 13B.
+#: From llm-jp/Megatron-DeepSpeed scripts/abci/175B/49node/, with the 13B model's tokenizer.
 LLM_JP_175B = {
     "model_type": "gpt_neox",
     "hidden_size": 12288,

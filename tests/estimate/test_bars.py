@@ -1,4 +1,4 @@
-"""`ckpt/pictures/bars.py`: the bars of `ckpt estimate --picture`, against the table."""
+"""`ckpt/pictures/bars.py`: bars drawn by `ckpt estimate --picture`, against the table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`, `options.py`,
-`ckpt/state/parameters.py`, `converters/names/parameters.py`: counts against transformers, states against real ranks.
+"""Estimates: counts against transformers, states against real ranks.
+
+`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`, `options.py`,
+`ckpt/state/parameters.py`, `converters/names/parameters.py`: the modules under test.
 """
 
 from __future__ import annotations
@@ -187,7 +189,7 @@ def test_activations_of_the_paper() -> None:
     config = {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 4, "n_positions": 2048, "vocab_size": 512}
     blocks = in_memory(config).blocks
     found = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048), 1, False)
-    lse = 4 * 16 * 2048 * 4  # fused attention keeps one number for each head instead of scores
+    lse = 4 * 16 * 2048 * 4  # fused attention keeps one number per head instead of scores
     assert found.kept - lse == (34 - 2) * 2048 * 1024 * 4
     assert found.checkpointed == 2 * 2048 * 1024 * 4 + found.kept // 4
     halves = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048), 2, False)
@@ -246,7 +248,7 @@ def test_states_are_those_of_the_zero_paper() -> None:
     expected = {ZERO1: 4 + 12 / ranks, ZERO2: 2 + 14 / ranks, ZERO3: 16 / ranks}
     for strategy, each in expected.items():
         found = estimate(model, strategy, setup).states
-        # zero2 keeps gradients of whole parameters: here the output layer's
+        # zero2 keeps whole gradients: here the output layer's
         assert found - 2 * 128256 * 4096 * (strategy == ZERO2) == pytest.approx(each * count, rel=0.004), strategy
     assert estimate(model, DDP, setup).states == 16 * count
     assert estimate(model, DDP, replace(setup, mixed=False)).states == 8 * count
@@ -266,7 +268,7 @@ def test_states_are_those_of_megatrons_document() -> None:
 
 
 def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
-    """Return the result of `action`, and the bytes it allocated and kept."""
+    """Return `action`'s result, and the bytes it allocated and kept."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -392,7 +394,7 @@ def test_suggestions_go_from_data_to_tensor_to_pipeline_parallelism() -> None:
 
 
 def test_checkpointing_and_larger_data_parallelism_come_before_tensor_parallelism() -> None:
-    """On 90 GB tensor parallelism of 2 fits without checkpointing, and the whole model with it."""
+    """On 90 GB, tensor parallel size 2 fits without checkpointing, and the whole model fits with it."""
     rows = sizing.size(sizing.Subject("8B", in_memory(LLAMA), LLAMA), Setup(4), 90 * GB, [MEGATRON])
     assert rows.suggestions == (
         "with Megatron: megatron tp 1 pp 1 with activation checkpointing, data parallel 4: "
@@ -567,7 +569,7 @@ def tiny(model: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Return the memory of each run's fullest rank, by kind."""
+    """Return the fullest rank's memory for each run, by kind."""
     folder = tmp_path_factory.mktemp("memory")
     jobs = []
     common = {"steps": 2, "weight_decay": 0.0, "length": 8}
@@ -627,7 +629,7 @@ def test_ranks_hold_what_is_estimated(
     assert real["parameters"] == found.parameters
     assert real["gradients"] == found.gradients
     assert real["masters"] == found.masters
-    if strategy == FSDP1:  # no state for the padding between parameters, of up to 7 elements each
+    if strategy == FSDP1:  # no state for the padding between parameters (up to 7 elements each)
         assert 0 <= found.optimizer - real["optimizer"] <= 8 * 7 * 21
     else:
         assert real["optimizer"] == found.optimizer

@@ -21,7 +21,7 @@ DOCUMENT = (REPOSITORY / "docs" / "testing.md").read_text()
 
 @dataclass(frozen=True)
 class Run:
-    """`measured` is in GiB, or None if it is only known whether the run fitted; `memory` of a card is in GB."""
+    """`measured` is in GiB, or None if it is only known whether the run fitted; the card's `memory` is in GB."""
 
     name: str
     config: dict[str, Any]

@@ -233,7 +233,7 @@ def test_offloaded_rows_fit_80_columns_and_fill_disks(llama: Path) -> None:
     assert lines[3].split()[-2:] == ["nvme", "fits"]
 
 
-# -- effects of the options --------------------------------------------------------------------------------
+# -- option effects ----------------------------------------------------------------------------------------
 def test_offload_of_parameters_alone_leaves_the_optimizer() -> None:
     model = in_memory(LLAMA)
     plain, moved = (estimate(model, ZERO3, Setup(4, offload_params=device)) for device in ("", "cpu"))

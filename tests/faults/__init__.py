@@ -1,1 +1,1 @@
-"""The campaign of faults: `python -m tests.faults` damages checkpoints; docs/reliability.md has its table."""
+"""The fault campaign: `python -m tests.faults` damages checkpoints; docs/reliability.md has its table."""

@@ -1,4 +1,4 @@
-"""The campaign: every kind of case on every sample, and a table of the endings."""
+"""The campaign: every kind of case on every sample, and a table with the endings."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.faults.stores import stores
 
 #: Seconds for a case on a busy machine.
 _PATIENCE = 120
-#: Makers of false claims, and each class's part of the campaign.
+#: Makers of false claims, and each class's share in the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS, **OF_OUTPUTS}
-#: Part of the campaign for each stream.
+#: Each stream's share in the campaign.
 Stream = Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]]
 Adding = Callable[[Sample, Path, Random], Iterator[None]]
 PARTS: dict[str, tuple[Stream, float]] = {
@@ -47,18 +47,18 @@ PARTS: dict[str, tuple[Stream, float]] = {
     "a kept conversion damaged": (kept, 0.02),
     "a store in which requests fail": (stores, 0.01),
 }
-_FEWEST_KINDS = 5  # minimum kinds of changes to disprove a claim
+_FEWEST_KINDS = 5  # minimum number of kinds to disprove a claim
 _PER_TURN = _FEWEST_KINDS  # cases per sample and turn: enough kinds for each sample
-_ENOUGH = 10_000  # cases: a campaign of so many has them all
+_ENOUGH = 10_000  # cases: a larger campaign has all kinds
 
 
 @dataclass
 class Report:
-    """Number of cases by kind and ending, and the wrong endings."""
+    """Case counts by kind and ending, and the wrong endings."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    #: Kinds of changes, by disproved claim and format.
+    #: Kinds by disproved claim and format.
     claims: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, ending: Ending) -> None:
@@ -89,7 +89,7 @@ class Report:
                 self.wrong.append(f"{claim}, of {format}: made false in {len(kinds)} ways only: {', '.join(kinds)}")
 
     def _excuses(self) -> Iterator[str]:
-        """Yield the number of excused cases of each kind, and why nothing on the disk reveals the difference."""
+        """Yield each kind's number of excused cases, and why nothing on the disk reveals the difference."""
         yield "excused:"
         for kind, counter in self.counts.items():
             excused = {name: count for name, count in sorted(counter.items()) if name.startswith(EXCUSED)}
@@ -116,12 +116,14 @@ class Report:
 
 
 def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case: Case, out: Path) -> Ending:
-    """Return how a conversion of the damaged `run` ends."""
+    """Return how converting the damaged `run` ends."""
     try:
         found = converted(run, target, out)
     except CkptError as error:
         code = error.exit_code
-        allowed = (2, 3, 4, 5, 6, 7) if case.hidden == CARRIED else (3, 4, 5, 6, 7)  # a config may be of no known model
+        allowed = (
+            (2, 3, 4, 5, 6, 7) if case.hidden == CARRIED else (3, 4, 5, 6, 7)
+        )  # the config may describe an unknown model
         wrong = None if code in allowed else f"as {target}: exit code {code}: {error.what}"
         return f"refused with {code}", wrong or _unseen(run)
     except (Exception, _Over) as error:
@@ -196,7 +198,7 @@ def _quick() -> Iterator[None]:
 
 
 def campaigns(folder: Path, seed: int, num_cases: int, num_processes: int) -> Report:
-    """Some `num_cases` cases in an empty `folder`, done by some processes.  The same numbers make the same cases."""
+    """Run about `num_cases` cases in an empty `folder` on several processes. Equal arguments give equal cases."""
     places = [folder / str(number) for number in range(num_processes)]
     for place in places:
         place.mkdir()
@@ -208,7 +210,7 @@ def campaigns(folder: Path, seed: int, num_cases: int, num_processes: int) -> Re
 
 
 def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
-    """Some `num_cases` cases in an empty `folder`.  The same seed makes the same cases."""
+    """Run about `num_cases` cases in an empty `folder`. Equal seeds give equal cases."""
     import torch  # noqa: F401  # which some conversions ask about a model, and which takes longer than they may
     import transformers  # noqa: F401
 
@@ -276,5 +278,5 @@ def _claimed(make: Maker, kind: str, report: Report) -> Adding:
 
 
 def _in_turn(streams: list[tuple[Sample, Iterator[Case]]], random: Random) -> Iterator[tuple[Sample, Iterator[Case]]]:
-    order = random.sample(streams, k=len(streams))  # of a few cases, not always the first samples
+    order = random.sample(streams, k=len(streams))  # a small campaign must not always use the first samples
     return itertools.cycle(order)

@@ -35,7 +35,7 @@ OF_WEIGHTS = (WHOLE, EVERY_PART, FINDS, CAN_LOAD, WRITES)
 _TARGETS = ("hf", "peft", "full", "dcp")
 
 
-#: Claims of commands about a run, each with the output.
+#: Commands' claims about a run, each with the output.
 Claims = Callable[[Path], Iterator[tuple[str, str]]]
 
 
@@ -62,7 +62,7 @@ class Lie:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a lie, with claims, format and kind of change for the table of claims."""
+    """Result of a lie: its claims, format and kind."""
 
     what: str
     ending: Ending
@@ -179,7 +179,7 @@ def resumed(run: Path) -> str:
 
 # -- the classes -------------------------------------------------------------------------------------------------------
 def _places(checkpoint: Checkpoint, *, weights: bool) -> dict[str, set[str]]:
-    """Return the names of tensors by the file with their elements: the weights, or the rest of the trained state."""
+    """Map each file to the tensors it stores: only weights, or the other trained state."""
     found: dict[str, set[str]] = {}
     for key, tensor in checkpoint.tensors.items():
         fqn, role = key
@@ -225,7 +225,7 @@ TORN: dict[str, Callable[[Path], object]] = {
 
 
 def torn_files(sample: Sample, random: Random) -> Lie | None:
-    """Truncate or delete a file of weights."""
+    """Truncate or delete a weights file."""
     files = [Path(file) for file in _places(ckpt.open(sample.path), weights=True)]
     if not files:
         return None
@@ -235,7 +235,7 @@ def torn_files(sample: Sample, random: Random) -> Lie | None:
 
 
 def empty_tensors(sample: Sample, random: Random) -> Lie | None:
-    """Replace some weights by empty tensors, like rank 0 of ZeRO-3 without a gather."""
+    """Empty some weights, like rank 0 under ZeRO-3 without a gather."""
     checkpoint = ckpt.open(sample.path)
     files = [file for file in _places(checkpoint, weights=True) if file.endswith((".safetensors", ".bin", ".pt"))]
     files = [file for file in files if is_changeable(Path(file))]
@@ -345,7 +345,7 @@ _NEIGHBOURS = (
 
 
 def neighbours(sample: Sample, random: Random) -> Lie | None:
-    """A file with weights in the checkpoint's folder, or next to it in the run."""
+    """Put a file with weights into the checkpoint's folder, or next to it in the run."""
     import torch
     from safetensors.torch import save_file
 
@@ -401,7 +401,7 @@ def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
     save_file(stored, run / "model.safetensors")
 
 
-#: Each class of lies and its part of the campaign.
+#: Each class of lies and its share in the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "quantized parts": (quantized_parts, 0.06),
     "torn files": (torn_files, 0.06),

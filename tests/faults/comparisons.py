@@ -1,4 +1,4 @@
-"""False claims of comparisons and of commands that load a model.
+"""False claims from comparisons and from commands that load a model.
 
 `verify` says equal, as the manifest says, as the adapter says, loads; `doctor` says works.
 """
@@ -30,7 +30,7 @@ from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
 
 EQUAL, MANIFESTED, ADAPTED, LOADS = "equal", "as the manifest says", "as the adapter says", "loads"
-#: Sentences of `ckpt doctor`, by the claim it checks.
+#: `ckpt doctor`'s sentences, by the claim it checks.
 _WORKS = {WRITES: "works: convert", RESUMES: "works: resume"}
 _FORMATS = ("hf", "full", "dcp", "zero3", "universal")
 
@@ -45,7 +45,7 @@ def _lines(command: Callable[[], Any]) -> str:
 
 
 def _claim(sentence: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yield `sentence` if a line of `text` begins or ends with it."""
+    """Yield `sentence` if a line in `text` begins or ends with it."""
     if re.search(rf"^{sentence}:|: {sentence}$", text, re.MULTILINE):
         yield sentence, text
 
@@ -63,7 +63,7 @@ _ELEMENTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def other_bits(sample: Sample, random: Random) -> Lie | None:
-    """Change the bits of one tensor element in one of its files."""
+    """Change the bits of one tensor element in one file."""
     checkpoint = ckpt.open(sample.path)
     fragments_of = {
         key: [one for one in tensor.fragments() if one.extent.numel and os.path.isabs(one.extent.path)]
@@ -97,7 +97,7 @@ def other_bits(sample: Sample, random: Random) -> Lie | None:
     )
 
 
-# -- claim: as the manifest says ---------------------------------------------------------------------------------------
+# -- the claim about the manifest --------------------------------------------------------------------------------------
 FILES: dict[str, Callable[[Path, Random], object]] = {
     **{kind: (lambda file, _, tear=TORN[kind]: tear(file)) for kind in ("gone", "empty", "a folder")},
     "flipped bit": lambda file, random: _flip(file, random),
@@ -114,7 +114,7 @@ def _flip(file: Path, random: Random) -> None:
 
 
 def changed_outputs(sample: Sample, random: Random) -> Lie | None:
-    """Replace a file of a conversion."""
+    """Replace a file in a conversion."""
     target, kind, seed = random.choice(_FORMATS), random.choice([*FILES]), random.randrange(1 << 30)
     try:
         conversion = ckpt.plan(sample.path, target)
@@ -141,7 +141,7 @@ def changed_outputs(sample: Sample, random: Random) -> Lie | None:
     )
 
 
-# -- claims: as the adapter says, loads --------------------------------------------------------------------------------
+# -- the claims about adapters and loading -----------------------------------------------------------------------------
 @cache
 def _models() -> Path:
     """Return a folder with a base, an adapter and PEFT's merge of both, made once in each process."""
@@ -208,7 +208,7 @@ def _model(run: Path, name: str) -> Path:
 
 
 def other_merges(sample: Sample, random: Random) -> Lie:
-    """Change a merged model so that it differs from its base with the adapter, as safetensors or in another format."""
+    """Change a merged model so that it differs from its base with the adapter, in safetensors or another format."""
     kind = random.choice([*_TENSORS, "the base", "other scaling"])
     target, seed = random.choice(("hf", "full", "dcp")), random.randrange(1 << 30)
     base, adapter = _models() / "base", _models() / "adapter"
@@ -312,7 +312,7 @@ def _works(run: Path) -> Iterator[tuple[str, str]]:
             yield _WORKS[WRITES if is_conversion else RESUMES], text
 
 
-#: Each class of lies and its part of the campaign.
+#: Each class of lies and its share in the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "other bits": (other_bits, 0.06),
     "changed outputs": (changed_outputs, 0.03),

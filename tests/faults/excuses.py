@@ -66,7 +66,7 @@ def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: 
 
 
 def _carried(damaged: Path, checkpoint: Checkpoint) -> set[str | None]:
-    """Return digests of the damaged file and of unread neighbours, under any name.
+    """Return digests of the damaged file and its unread neighbours, under any name.
 
     The set contains None if the file is gone.
     """

@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of readers: `python -m tests.faults.fuzz [--seconds N] [TARGET...]`, with atheris.
+"""Coverage-guided fuzzing for readers: `python -m tests.faults.fuzz [--seconds N] [TARGET...]`, with atheris.
 
-A reader returns or raises an error of ckpt, within bounds; `test_fuzz.py` needs no atheris.
+A reader returns or raises a ckpt error, within bounds; `test_fuzz.py` needs no atheris.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from tests.support.places import FIXTURES
 
 _MEMORY = Path("/dev/shm")
-#: Limits for one input: seconds, and megabytes of process memory.
+#: Limits for one input: seconds, and process memory in megabytes.
 _TIMEOUT, _RSS = 10, 2000
 _LARGEST = 1 << 16
 
 
 def _extents(value: object, depth: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield where each tensor of a torch file begins and ends."""
+    """Yield the begin and end of each tensor in a torch file."""
     from ckpt.containers.torchfile.values import StoredTensor
 
     if isinstance(value, StoredTensor):
@@ -46,7 +46,7 @@ def pickles(data: bytes, place: Path) -> None:
 
 
 def archives(data: bytes, place: Path) -> None:
-    """A torch file: records and tensors lie within it."""
+    """Read a torch file: its records and tensors must lie within it."""
     from ckpt.containers.torchfile import read as torchfile
 
     path = place / "fuzz.pt"
@@ -65,7 +65,7 @@ def pickles_in_archives(data: bytes, place: Path) -> None:
 
 
 def safetensors(data: bytes, place: Path) -> None:
-    """A file of safetensors: its tensors fill it, and the library reads them alike."""
+    """Read a safetensors file: its tensors must fill it, and the library must agree."""
     from safetensors import SafetensorError, deserialize
 
     from ckpt.containers.safetensors import read_header
@@ -132,7 +132,7 @@ def _hostile(kind: str) -> list[bytes]:
 
 
 def _inner(contents: list[bytes]) -> list[bytes]:
-    """The pickles in torch's archives."""
+    """Return the pickles in torch archives."""
     from tests.faults.kinds import pickles_in
 
     return [content[part.start : part.stop] for content in contents for part in pickles_in(content)]
@@ -153,7 +153,7 @@ TARGETS: dict[str, tuple[Callable[[bytes, Path], None], Callable[[], list[bytes]
     "archives": (archives, lambda: _hostile("ARCHIVES") + _fixtures(*_TORCH)),
     "pickles-in-archives": (pickles_in_archives, lambda: _hostile("PICKLES") + _inner(_fixtures(*_TORCH))),
     "safetensors": (safetensors, lambda: _safetensors_seeds() + _fixtures("*/*/*.safetensors")),
-    # small ones: a megabyte of pickle, instrumented, takes seconds
+    # small seeds: an instrumented megabyte takes seconds
     "metadata": (metadata, lambda: _fixtures("*/step-2/.metadata", "quantized-dcp/*/.metadata", largest=1 << 13)),
     "indexes": (indexes, lambda: [b'{"metadata": {"total_size": 4}, "weight_map": {"a": "model-1.safetensors"}}']),
 }

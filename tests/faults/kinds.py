@@ -125,7 +125,7 @@ def nasty_values(sample: Sample, random: Random) -> Iterator[Case]:
 
 
 def pickles_in(content: bytes) -> list[range]:
-    """Return the ranges of pickles: records `data.pkl` in torch archives, or the whole file."""
+    """Return the byte ranges of pickles: records `data.pkl` in torch archives, or the whole file."""
     if content[:1] == b"\x80":
         return [range(len(content))]
     found = []
@@ -143,7 +143,7 @@ _TEXTS = {"BINUNICODE": 5, "SHORT_BINUNICODE": 2}
 
 
 def _values(data: bytes) -> Iterator[tuple[int, int, str]]:
-    """Position, length and kind of the values in a pickle."""
+    """Yield position, length and kind of each value in a pickle."""
     for opcode, argument, at in pickletools.genops(data):
         assert at is not None
         if opcode.name in _KINDS:
@@ -167,7 +167,7 @@ def hostile_files(sample: Sample, random: Random) -> Iterator[Case]:
 
 
 def swaps(sample: Sample, random: Random) -> Iterator[Case]:
-    """Two files of one kind exchanged, or one copied over the other."""
+    """Exchange two files with the same kind, or copy one over the other."""
     groups: dict[str, list[str]] = {}
     for name in sample.files:
         groups.setdefault(re.sub(r"\d+", "N", name), []).append(name)
@@ -254,7 +254,7 @@ def strays(sample: Sample, random: Random) -> Iterator[Case]:
             yield Case(f"{name}: a copy of {file.name}", _write(name, file.read_bytes()), is_stray=True)
 
 
-#: Kinds of damage to files, and each one's part of the campaign.
+#: Kinds of damage to files, and each kind's share in the campaign.
 KINDS: dict[str, tuple[Callable[[Sample, Random], Iterator[Case]], float]] = {
     "one bit flipped": (flips, 0.35),
     "a range zeroed": (zeroed, 0.12),

@@ -1,4 +1,4 @@
-"""Sentences of `check --bytes`, `hash`, `diff`, `convert --verify` and `clean`."""
+"""Sentences printed by `check --bytes`, `hash`, `diff`, `convert --verify` and `clean`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ BYTES, SAME_DIGEST, NO_CHANGE, VERIFIED, REMOVES = (
 _FORMATS = ("hf", "full", "dcp", "zero3", "universal", "fsdp-ranks", "trainer")
 
 
-# -- claim: as their checksums say -------------------------------------------------------------------------------------
-#: Changes to a few bytes of the elements in a torch archive.
+# -- the claim about checksums -----------------------------------------------------------------------------------------
+#: Changes to a few element bytes in a torch archive.
 _PARTS: dict[str, Callable[[bytes], bytes]] = {
     "lowest bit": lambda part: bytes([part[0] ^ 1, *part[1:]]),
     "highest bit": lambda part: bytes([*part[:-1], part[-1] ^ 0x80]),
@@ -40,7 +40,7 @@ _PARTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def changed_elements(sample: Sample, random: Random) -> Lie | None:
-    """Some elements in a torch archive with other bits: the archive has a CRC of them."""
+    """Change the bits of some elements in a torch archive with CRCs."""
     names = [name for name in sample.files if not name.endswith(".safetensors") and checked_ranges(sample.path / name)]
     names = [name for name in names if _is_read(sample, name)]
     if not names:
@@ -168,7 +168,7 @@ def only_copies(sample: Sample, random: Random) -> Lie | None:
     return Lie(what, do, (REMOVES,), kind=what, claims=listed, truth=convert)
 
 
-#: Each class of lies and its part of the campaign.
+#: Each class of lies and its share in the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "changed elements": (changed_elements, 0.03),
     "other digests": (other_digests, 0.03),

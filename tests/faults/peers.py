@@ -87,7 +87,7 @@ def _changed(before: Tensors, after: Tensors) -> frozenset[str]:
 
 
 def _change_byte(file: Path, elements: bytes) -> None:
-    """Change the highest byte of the third of these fp32 or bf16 elements in the file."""
+    """Change the highest byte in the third of these fp32 or bf16 elements in the file."""
     content = bytearray(file.read_bytes())
     assert content.count(elements) == 1, file
     content[content.index(elements) + 11] ^= 0x40

@@ -56,7 +56,7 @@ def kept(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, En
 
 
 def _damaged(folder: Path, random: Random) -> str:
-    """Damage a file in `folder`, half of the time one of ckpt's own. Return a description."""
+    """Damage a file in `folder`, half the time one of ckpt's own. Return a description."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     if not files:
         return "nothing is there yet"

@@ -19,14 +19,14 @@ from tests.support.killing import CALLS, failing_at_call, killed_before_call
 _ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.ESTALE)
 #: Calls without which nothing can be cleared away.
 _CLEARING = {"unlink", "rmdir", "scandir", "rename", "open"}
-#: Ending of a case: its class, and an error message or None.
+#: A case's ending: its class, and an error message or None.
 Ending = tuple[str, str | None]
-#: Class prefix of wrong endings without a trace on the disk.
+#: Class prefix for wrong endings without a trace on the disk.
 EXCUSED = "excused"
 
 
 def _left(out: Path, truth: dict[str, str]) -> str | None:
-    """Return the fault in the leftovers of a failed conversion, or None."""
+    """Return the fault in a failed conversion's leftovers, or None."""
     if out.exists() and digests(out) != truth:
         return "what was half written is visible"
     return None

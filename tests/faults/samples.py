@@ -35,7 +35,7 @@ WRITTEN_BY_FRAMEWORKS = (
     *("quantized-dcp/ao8", "quantized-ranks/ao8", "quantized-zero2/bnb8", "quantized-zero3/ao8", "quantized-gathered"),
     *("trl-fsdp2/outputs/llama-sft", "trl-lora-zero3/outputs/qwen3-lora"),
 )
-#: The source, the format and the layout of each conversion.
+#: Source, format and layout for each conversion.
 WRITTEN_BY_CKPT = (
     ("trainer-zero2", "hf", Layout(max_shard_size=4096)),
     ("toy-zero2", "full", Layout()),
@@ -96,7 +96,7 @@ TARGETS = {
     "hf from a store": Way("hf", _HF, How.FROM_A_STORE),
     "full from a store": Way("full", Layout(), How.FROM_A_STORE),
 }
-#: Companion files that a conversion copies unchanged.
+#: Companion files copied unchanged by a conversion.
 _CARRIED = re.compile(r"(\w*config|tokenizer\w*|trainer_state|special_\w+)\.json|rng_state\w*\.pth|.*\.(txt|md)")
 _NUMBERS = itertools.count()
 _VITAL_TEXT = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
@@ -134,7 +134,7 @@ def write(path: Path, target: str, out: Path) -> None:
 
 
 def converted(path: Path, target: str, out: Path) -> dict[str, str]:
-    """Return the digests of a conversion's output."""
+    """Convert and return the output's digests."""
     way = TARGETS[target]
     if way.how is not How.RESUMED:
         write(path, target, out)
@@ -183,7 +183,7 @@ def truth(sample: Sample, target: str) -> dict[str, str] | None:
 
 
 def some_target(sample: Sample, random: Random, hows: Container[How] = How) -> tuple[str, dict[str, str]]:
-    """Return a target that accepts the sample, and the digests of its conversion."""
+    """Return a target that accepts the sample, and its digests."""
     targets = [name for name, way in TARGETS.items() if way.how in hows]
     for target in random.sample(targets, k=len(targets)):
         if (found := truth(sample, target)) is not None:
@@ -197,7 +197,7 @@ def tensors(sample: Sample) -> Counter[Content]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
-    """Count tensor contents, regardless of names."""
+    """Count tensor contents under any names."""
     return Counter(contents(checkpoint).values())
 
 
@@ -221,7 +221,7 @@ def data_ranges(path: Path) -> tuple[range, ...]:
 
 
 def checked_ranges(path: Path) -> tuple[range, ...]:
-    """Return the byte ranges of tensor elements with a CRC. A CRC of 0 means none: torch can omit it."""
+    """Return the byte ranges of elements with a CRC. A CRC of 0 means none: torch can omit it."""
     return tuple(part for part, crc32 in _records(path).items() if crc32)
 
 

@@ -1,4 +1,4 @@
-"""A part of the campaign of faults, with every kind of case; `make faults` runs the whole campaign."""
+"""Part of the fault campaign, with every kind of case; `make faults` runs the whole campaign."""
 
 from __future__ import annotations
 

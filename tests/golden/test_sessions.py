@@ -1,6 +1,4 @@
-"""`ckpt/cli/parser.py`, `ckpt/runs/foreign_checkpoints.py`: sessions: what is typed, all that it prints, and the exit
-code.
-"""
+"""`ckpt/cli/parser.py`, `ckpt/runs/foreign_checkpoints.py`: terminal sessions with output and exit codes."""
 
 from __future__ import annotations
 

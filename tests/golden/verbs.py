@@ -12,7 +12,7 @@ import yaml
 
 
 def flip(file: str, at: str) -> None:
-    """Change the lowest bit of one byte; a negative place counts from the end."""
+    """Change the lowest bit in one byte; a negative place counts from the end."""
     content = bytearray(Path(file).read_bytes())
     content[int(at)] ^= 1
     Path(file).write_bytes(content)
@@ -27,7 +27,7 @@ def zero(file: str) -> None:
 
 
 def edit(content: Any, entries: Sequence[str]) -> Any:
-    """Set entries: `name=value`, with dots between names of nested ones; `name-` removes one."""
+    """Set entries: `name=value`, with dots between nested names; `name-` removes one."""
     for entry in entries:
         path, equals, value = entry.partition("=")
         *outer, name = (path if equals else path.removesuffix("-")).split(".")

@@ -1,4 +1,4 @@
-"""A Hub on the loopback for the tests of this folder."""
+"""A Hub on the loopback for the tests in this folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`ckpt/commands/push/push.py`, `pushing.py`, `card.py`, `recorded_repo.py`: pushing to a server on the loopback that
-speaks the Hub's protocol, through huggingface_hub as users run it.
+"""`ckpt/commands/push/push.py`, `pushing.py`, `card.py`, `recorded_repo.py`: push to a Hub server on loopback.
+
+The upload goes through huggingface_hub, like a user's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ both_ways = pytest.mark.parametrize("server", ["xet", "lfs"], indirect=True)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder of several files, large ones and small ones."""
+    """Write a Hugging Face folder with several large and small files."""
     output = tmp_path / "model"
     api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500, names="own")).run(
         output, manifest=False

@@ -21,7 +21,7 @@ from tests.support.places import REPOSITORY
 MODEL = REPOSITORY / "fixtures" / "moe-zero3"
 REPO = "me/model"
 
-#: Files by set of weights.
+#: Files by weight set.
 FILES = {
     "model.safetensors": ["model.safetensors"],
     "safetensors shards": [
@@ -39,7 +39,7 @@ FILES = {
     "adapter_model.bin": ["adapter_config.json", "adapter_model.bin"],
 }
 MODELS = list(FILES)[:4]
-#: Allowed pairs of sets (here, there): every loader picks the pushed set.
+#: Allowed pairs (here, there): every loader picks the pushed set.
 HARMLESS = {
     ("model.safetensors", "bin shards"),
     ("safetensors shards", "bin shards"),
@@ -61,7 +61,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def fill(server: HubServer, *names: str) -> dict[str, File]:
-    """Fill a repository with files of these names."""
+    """Fill a repository with these file names."""
     server.repos[REPO] = Repo(private=False, branches={"main": {name: File(b"older", False) for name in names}})
     return server.repos[REPO].branches["main"]
 
@@ -237,7 +237,7 @@ def test_a_file_that_changes_during_the_push(server: HubServer, folder: Path, mo
 
 
 def save(folder: Path, name: str, state: dict) -> None:
-    """Save `state` as one set of weights, in all its files."""
+    """Save `state` as one weight set, in all its files."""
     import torch
     from safetensors.torch import save_file
 

@@ -18,7 +18,7 @@ from ckpt.move.filehash import Hasher, Piece
 
 @st.composite
 def pieces(draw: st.DrawFn) -> list[Piece]:
-    """Ranges in order, with gaps or without, some of them empty."""
+    """Draw ranges in order, with gaps or without, some empty."""
     numbers = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=20))
     ends = accumulate(gap + size for gap, size in numbers)
     return list(dict.fromkeys((end - size, size) for end, (_, size) in zip(ends, numbers, strict=True)))

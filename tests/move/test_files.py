@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes] | None:
 
 @pytest.fixture
 def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a kernel or filesystem without an atomic exchange of folders."""
+    """Simulate a kernel or filesystem that can't exchange two folders atomically."""
     monkeypatch.setattr(files, "_exchange", lambda a, b: False)
 
 
@@ -222,7 +222,7 @@ class TestFailing:
             left[0] = 0
             assert contents(out) in (before, NEW), f"call {number}"
             left_over = [entry for entry in os.listdir(tmp_path) if entry != "out"]
-            if left_over and contents(out) == NEW:  # leftover of the old output after the new one was complete
+            if left_over and contents(out) == NEW:  # leftover of the replaced output
                 assert existing, f"call {number}"
                 write(out, overwrite=True)
             elif left_over:  # the new staging folder, empty, which could not even be opened
@@ -565,7 +565,7 @@ class TestDestination:
 
         def nearly_full(path: Any) -> os.statvfs_result:
             found = list(real(path))
-            found[1], found[4] = 512, 10  # 10 blocks of 512 bytes for whoever is not root
+            found[1], found[4] = 512, 10  # 10 blocks with 512 bytes for users other than root
             return os.statvfs_result(found)
 
         monkeypatch.setattr(os, "statvfs", nearly_full)

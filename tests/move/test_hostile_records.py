@@ -71,7 +71,7 @@ FORMS: dict[str, Hostile] = {
     "a list": _holding(b"[[]]"),
     "no object's keys": _holding(b"{}"),
 }
-#: Replacements for a list of files and their facts.
+#: Replacements for a list with files and their facts.
 VALUES: tuple[object, ...] = (
     *(5, None, "x", [[]], [{}], {"x": [[0] * 3]}, [["x", 1, 2, 3]], [["x", 1.5, "2", None, 4]]),
     *([[["x"], 1, 2, 3, 4]], [[5, 1, 2, 3, 4]], [["a\0b", 1, 2, 3, 4]], [["x" * 5000, 1, 2, 3, 1 << 80]]),
@@ -86,7 +86,7 @@ def cases(key: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a run, a finished conversion of it, and one stopped near its end."""
+    """Make a run, its finished conversion, and a conversion stopped near its end."""
     place = tmp_path_factory.mktemp("begun")
     run = Path(shutil.copytree(REPOSITORY / "fixtures" / "toy-zero2", place / "run"))
     ckpt.plan(ckpt.open(run), "hf").run(place / "unbroken")

@@ -39,7 +39,7 @@ def run(
 ) -> tuple[int, FileDigests]:
     """Return the number of bytes already there, and the digests.
 
-    Kill the process after the part `kill_at` of the bytes or after `num_lines` of the journal.
+    Kill the process after the fraction `kill_at` is moved or after `num_lines` in the journal.
     """
     digests, moved = [], [0]
 
@@ -90,7 +90,7 @@ def many_tensors(folder: Path) -> Plan:
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
-    """Kill a conversion after half of its bytes."""
+    """Kill a conversion after half its bytes."""
     case = make_case(tmp_path / "source", num_files=10, rows=20000)
     killed(lambda: run(case.plan, tmp_path / "out", kill_at=0.5, num_lines=21))
     return case
@@ -146,7 +146,7 @@ class TestGoingOn:
         written = staging / "out0.bin"
         written.write_bytes(bytes(len(written.read_bytes())))
         done, _ = run(case.plan, tmp_path / "out")
-        # of four moved tenths, the fifth being under way, one is lost
+        # four tenths were moved and the fifth was under way: one is lost
         assert 0.25 * case.plan.moved_bytes < done < 0.45 * case.plan.moved_bytes
         case.assert_written(tmp_path / "out")
 

@@ -18,7 +18,7 @@ from ckpt.base.errors import NotFoundError
 from ckpt.move.listing import entries_in, folders_in, has_name, listed_once, names_in
 from tests.support.commands import ckpt
 
-#: A run of each family, and the step in it.
+#: A run from each family, and its step.
 RUNS = {
     "toy-zero3": "global_step2",
     "toy-zero2": "global_step2",

@@ -60,7 +60,7 @@ class Opened:
     writing: Any = dataclass_field(default_factory=threading.Lock)
 
     def carry_out(self, batch: Batch, buffer_size: int) -> int:
-        """Return the reported number of written bytes."""
+        """Return the reported count of written bytes."""
         opened = OpenFiles()
         opened.descriptor = self.sources.__getitem__  # type: ignore[method-assign]
         return sum(batch.carry_out(opened, self, buffer_size))
@@ -171,7 +171,7 @@ class TestMove:
         assert sorted(seen) == sorted(every)
 
     def test_an_element_that_is_repeated_is_not_repeated_in_memory_at_once(self) -> None:
-        """An expanded tensor has stride 0, a four-byte file, and any number of elements."""
+        """An expanded tensor has stride 0, a four-byte file, and many elements."""
         shape = (100, 50)
         copy = Copy(Extent("a", 0, FLOAT32, shape, (0, 0)), Extent.contiguous("b", 0, FLOAT32, shape))
         assert moved(copy, b"abcd", bytes(20_000), 400) == b"abcd" * 5000
@@ -215,7 +215,7 @@ def case(tmp_path: Path) -> Case:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is many parts, and a part several batches."""
+    """Cut a tensor into many parts, and a part into several batches."""
     monkeypatch.setattr(blocks, "_SPAN", 200)
     monkeypatch.setattr(blocks, "_BATCH", 300)
     monkeypatch.setattr(blocks, "_SLAB", 150)
@@ -238,7 +238,7 @@ def nothing_left_over(tmp_path: Path) -> Iterator[None]:
     deadline = time.monotonic() + 5
     gc.collect()  # objects in an exception's frames
     while not open_files() <= descriptors and time.monotonic() < deadline:
-        gc.collect()  # objects of a thread that has just ended
+        gc.collect()  # objects held by a thread that has just ended
     assert only(threads)
     assert open_files() <= descriptors
 
@@ -310,7 +310,7 @@ class TestExecute:
     def test_rows_of_several_ranks_are_written_together(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A row parallel weight has one piece of rows per rank: a write for each took most of the time."""
+        """A row parallel weight has one piece per rank: a write for each took most of the time."""
         sizes, real = [], os.pwrite
 
         def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
@@ -372,7 +372,7 @@ class TestExecute:
         assert listing(tmp_path) == ["a.bin", "b.bin"]
 
     def test_a_destination_that_holds_a_file_of_the_source(self, tmp_path: Path, case: Case) -> None:
-        """The checkpoint's folder may be full of links into it."""
+        """The checkpoint's folder may contain many links into it."""
         with pytest.raises(UsageError, match="overlap"):
             execute(case.plan, tmp_path / "source", overwrite=True)
         (tmp_path / "link").symlink_to(tmp_path / "source")
@@ -425,7 +425,7 @@ class TestMemory:
     @pytest.mark.parametrize("workers", [1, 3])
     def test_it_stays_within_its_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
         """Measured, with tensors many times larger than the buffers."""
-        monkeypatch.setattr(casts, "_CACHE_SIZED", 1 << 10)  # else the temporaries of a cast outweigh these buffers
+        monkeypatch.setattr(casts, "_CACHE_SIZED", 1 << 10)  # otherwise a cast's temporaries outweigh these buffers
         case = make_case(tmp_path / "source", num_files=3, rows=8000)
         resources = Resources(max_memory=4 * threads._MIN_BUFFER * workers, workers=workers)
         bound = resources.peak_buffers(case.plan)
@@ -676,7 +676,7 @@ class TestEveryCallFailsOnce:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("existing", [False, True])
 def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) -> None:
-    """Before every system call of any thread: the output is old, absent or complete."""
+    """Before any thread's system call, the output is old, absent or complete."""
     case, out = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out"
     number = complete = 0
     while True:

@@ -1,4 +1,4 @@
-"""The order of the house: each folder's allowed imports, and the module under test of each test module."""
+"""The house order: each folder's allowed imports, and the module under test in each test module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_five_modules_at_most_stand_at_the_top() -> None:
     assert len([path for path in (REPOSITORY / "ckpt").glob("*.py") if path.name != "_version.py"]) <= 5
 
 
-#: Roots of modules under test.
+#: Roots for modules under test.
 ROOTS = ("ckpt", "converters", "train", "fixtures", "benchmarks")
 
 

@@ -51,7 +51,7 @@ def renamed(shape: Shape) -> st.SearchStrategy[Case]:
 
 @st.composite
 def concatenated(draw: st.DrawFn, shape: Shape) -> Case:
-    """Concatenate q, k and v of different sizes."""
+    """Concatenate q, k and v with different sizes."""
     assume(shape)
     dim = draw(st.integers(0, len(shape) - 1))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -87,7 +87,7 @@ def transposed(draw: st.DrawFn, shape: Shape) -> Case:
 
 @st.composite
 def interleaved(draw: st.DrawFn, shape: Shape) -> Case:
-    """Interleave rows of gate and up like some fused projections, and stack them transposed."""
+    """Interleave gate and up rows like some fused projections, and stack them transposed."""
     assume(shape)
     a = numbered({"gate": shape, "up": shape})
     rows = np.stack(list(a.values()), axis=1).reshape(2 * shape[0], *shape[1:])
@@ -303,7 +303,7 @@ class TestRefusals:
         assert (caught.value.fqn, caught.value.expected) == ("x0", "exp_avg")
 
     def test_a_state_with_a_shape_of_its_own_cannot_be_stacked_but_renamed(self) -> None:
-        """Adafactor's row and column statistics have not the shape of their parameter."""
+        """Adafactor's row and column statistics differ in shape from their parameter."""
         source = checkpoint_of([zeros("x", (2, 3)), zeros("x", (2,), "exp_avg_sq_row")])
         with pytest.raises(LossError, match="a different shape") as caught:
             translate(source, fused("x"), "there")

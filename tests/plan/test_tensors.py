@@ -187,7 +187,7 @@ class TestTiling:
 
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())
     def test_boxes_with_steps_tile_what_they_are_counted_to(self, shape: Shape, data: st.DataObject) -> None:
-        """Any few boxes, and the combs of one dim, against counting."""
+        """Compare any few boxes, and combs in one dim, with a count."""
         boxes = data.draw(st.lists(stepped_boxes(shape), max_size=2))
         dim, step = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
         for residue in range(min(step, shape[dim])):
@@ -320,7 +320,7 @@ class TestZeroRules:
 
     @staticmethod
     def assert_all_told(sources: Sequence[InFlatGroup | InSlots], values: list[np.ndarray], store: Store) -> None:
-        """Assert that padding is exactly the parts of the files outside every tensor."""
+        """Assert that padding is exactly the bytes outside every tensor."""
         told = {path: np.zeros(len(part), int) for path, part in store.items()}
         for source, value in zip(sources, values, strict=True):
             for fragment in source.fragments(value.shape):
@@ -348,7 +348,7 @@ class TestZeroRules:
         assume(buffer)
         parts = np.split(np.array(buffer), world_size)
         partition = len(parts[0])
-        if stripped:  # like files of stages 1 and 2, whose optimizer states end with the last parameter
+        if stripped:  # like stages 1 and 2, whose optimizer states end with the last parameter
             parts = [part[: max(0, used - rank * partition)] for rank, part in enumerate(parts)]
         store = {f"rank{rank}": part for rank, part in enumerate(parts)}
         extents = [Extent.contiguous(path, 0, FLOAT32, part.shape) for path, part in store.items()]

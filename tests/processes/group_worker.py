@@ -1,6 +1,4 @@
-"""Conversions of three ranks together: each writes `FOLDER/RANK.json`: by scenario the bytes there already, or the
-error.
-"""
+"""Conversions by three ranks together. Each writes `FOLDER/RANK.json`: the bytes already there, or the error."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from ckpt.move import run
 from ckpt.plan.checkpoint import Layout
 from ckpt.processes.group import TorchGroup
 
-SIZE = 4  # ranks of the target
+SIZE = 4  # target ranks
 
 
 def main() -> None:
@@ -31,7 +29,7 @@ def main() -> None:
     found: dict[str, Any] = {}
 
     def together(name: str, size: int = SIZE, to: str | None = None) -> None:
-        """Record under `name` the result or error of a conversion to `to`."""
+        """Record under `name` the result or error from a conversion to `to`."""
         conversion = api.plan(api.open(source), "zero3", Layout(world_size=size))
         try:
             with TorchGroup(dist, store) as group:

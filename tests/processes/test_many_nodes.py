@@ -141,7 +141,7 @@ def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> 
 
 
 def test_the_page_on_many_nodes(tmp_path: Path) -> None:
-    """Its lines of a terminal are run, one after the other."""
+    """Run its terminal lines in order."""
     shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
     lines = re.findall(r"^\$ (.+)$", PAGE, re.MULTILINE)
     assert len(lines) == 2

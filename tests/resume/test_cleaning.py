@@ -23,7 +23,7 @@ from tests.support.places import FIXTURES
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of HF Trainer under ZeRO-2: steps 1 and 2."""
+    """Copy an HF Trainer run under ZeRO-2 with steps 1 and 2."""
     return shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run", ignore=shutil.ignore_patterns("truth"))
 
 
@@ -119,7 +119,7 @@ def converted(run: Path) -> Iterator[tuple[Path, Path]]:
 def test_clean_removes_a_conversion_that_a_newer_one_replaces(run: Path, converted: tuple[Path, Path]) -> None:
     older, newer = converted
     other = run.parent / "runs-checkpoint-1-hf"
-    shutil.copytree(older, other)  # of another run, by its name
+    shutil.copytree(older, other)  # another run's, by its name
     done = ckpt.clean(run).remove()
     assert done.removed == (str(older),) and not older.exists()
     assert newer.is_dir() and other.is_dir() and (run / "checkpoint-1").is_dir()

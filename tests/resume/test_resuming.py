@@ -40,7 +40,7 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of ZeRO-3 on 3 ranks, and no launcher's environment."""
+    """Copy a ZeRO-3 run on 3 ranks, and clear the launchers' variables."""
     for name in ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
     return Path(shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "outputs"))
@@ -83,7 +83,7 @@ class TestOneProcess:
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def is_killed(world_size: int) -> Path:
-            """Return the staging folder of a conversion with everything but its manifest."""
+            """Return a conversion's staging folder with everything but the manifest."""
             with monkeypatch.context() as patch, pytest.raises(StorageError):
                 patch.setattr(manifest, "make_manifest", disk_is_full)
                 patch.setenv("WORLD_SIZE", str(world_size))
@@ -135,7 +135,7 @@ class TestOneProcess:
     def test_wherever_it_is_called_the_conversion_is_found_again(
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By a relative path the files of the source are others in another folder."""
+        """By a relative path, the source's files would be different ones in another folder."""
         said: list[str] = []
         monkeypatch.chdir(run.parent)
         found = ckpt.resume("outputs", world_size=2, say=said.append)
@@ -199,7 +199,10 @@ class TestOneProcess:
         assert run_ckpt("resume", tmp_path / "hf", "--model-only").out == f"{tmp_path / 'hf'}\n"
 
     def test_what_is_not_whole_is_not_handed_on(self, run: Path, tmp_path: Path) -> None:
-        """Rows that no chunk has stay what they were in memory when torch loads it; nor is a cut conversion's file."""
+        """On load, torch leaves missing rows unchanged in memory.
+
+        An incomplete step or truncated file is never returned.
+        """
         step = Path(shutil.copytree(FIXTURES / "dcp-fsdp2" / "step-2", tmp_path / "step-2"))
         assert ckpt.resume(step) == str(step)
         edit(step, lambda metadata: metadata.state_dict_metadata["model.down.weight"].chunks.pop())
@@ -249,7 +252,7 @@ class TestOneProcess:
         assert "holds no checkpoint: the run begins" in said[0] and len(said) == 2
         result = run_ckpt("resume", run.parent / "begun", "--missing-ok")
         assert (result.code, result.out) == (0, "") and "the run begins" in result.err
-        for record, code in (("latest", 4), ("latest_checkpointed_iteration.txt", 3)):  # the steps of the run are gone
+        for record, code in (("latest", 4), ("latest_checkpointed_iteration.txt", 3)):  # the run's steps are gone
             (run.parent / "begun" / record).write_text("5")
             lost = run_ckpt("resume", run.parent / "begun", "--missing-ok")
             assert lost.code == code and f"`{record}`" in lost.err and "'5'" in lost.err, lost.err
@@ -368,7 +371,7 @@ class TestAFinishedRun:
 
 
 def test_an_optimizer_that_only_its_engine_knows_is_gone_on_with_as_it_is(run: Path, tmp_path: Path) -> None:
-    """HF Trainer numbers its states, and nothing records the order of the parameters."""
+    """HF Trainer numbers its states, and nothing records the parameter order."""
     outputs = Path(shutil.copytree(FIXTURES / "trainer-plain", tmp_path / "run"))
     for way in ("safetensors", "bin"):
         step = outputs / "checkpoint-2"
@@ -386,7 +389,7 @@ def test_an_optimizer_that_only_its_engine_knows_is_gone_on_with_as_it_is(run: P
 
 
 class TestStepsOfSeveralEngines:
-    """A chain of runs in one folder: DeepSpeed's `latest` covers only its own steps."""
+    """A chain of runs in one folder: DeepSpeed's `latest` only covers its own steps."""
 
     @pytest.fixture
     def mixed(self, run: Path) -> Path:
@@ -464,7 +467,7 @@ class TestAKeptConversion:
 
     @pytest.mark.parametrize("whole", [True, False])
     def test_a_flipped_bit_of_it_is_found(self, run: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-        """Of a large one in all but the tensors' elements."""
+        """A large file is only checked outside the tensors' elements."""
         from ckpt.commands.resume import resuming
 
         found = Path(ckpt.resume(run, world_size=2))
@@ -508,7 +511,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def flip_an_element(folder: Path) -> None:
-    """Flip one bit of an exp_avg."""
+    """Flip one bit in an exp_avg."""
     tensor = next(ckpt.open(folder).with_role("exp_avg"))
     extent = next(tensor.source.fragments(tensor.shape)).extent
     flip(Path(extent.path), extent.offset + 1)
@@ -577,7 +580,7 @@ dist.destroy_process_group()
 
 
 def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(run: Path) -> None:
-    """Only the first node has all of `run`. Each of the two nodes has its own ranks' files of `other`."""
+    """Only the first node has the whole `run`. Both nodes have their own ranks' files in `other`."""
     for node, name in itertools.product((0, 1), ("run", "other")):
         there = Path(shutil.copytree(run, run.parent / f"node{node}" / name))
         for rank in () if (node, name) == (0, "run") else (1,) if node else (0, 2):

@@ -44,13 +44,13 @@ def lightning_file(place: Path, step: int) -> None:
 
 
 def finished_lora(run: Path) -> None:
-    """The final adapter in the run's folder, and an older one in a step."""
+    """Put the final adapter into the run's folder, and an older one into a step."""
     ckpt.plan(ckpt.open(FIXTURES / "lora-zero3"), "peft").run(run)
     shutil.copytree(run, run / "checkpoint-2", ignore=lambda *_: {"checkpoint-2"})
 
 
 def unfinished_lora(run: Path) -> None:
-    """Steps with shards. The newest has the file of the adapter, too."""
+    """Make steps with shards. The newest has the adapter's file, too."""
     for step in (2, 10):
         copied("lora-zero3", run / f"checkpoint-{step}")
     written = run.with_name("adapter of a step")
@@ -67,7 +67,7 @@ def zero3_saved_at_the_end(run: Path) -> None:
 
 
 def with_by_products(run: Path) -> None:
-    """A converted model, logs and an export among the steps."""
+    """Put a converted model, logs and an export among the steps."""
     copied("trainer-zero2", run)
     ckpt.plan(ckpt.open(run), "hf").run(run.with_name("exported"))
     run.with_name("exported").rename(run / "checkpoint-2-hf")
@@ -137,14 +137,14 @@ def read_only(folder: Path) -> None:
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
-#: Each disguise alone takes as long as all of them together.
+#: Each disguise alone takes as long as all together.
 DISGUISES = ("copied", "scrambled", "moved", "linked", "read-only")
 PARAMS = (DISGUISES, *(pytest.param((one,), marks=pytest.mark.slow) for one in DISGUISES))
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases: the fixtures, and the run folders made of them."""
+    """Make all cases: the fixtures, and the run folders built from them."""
     cases = tmp_path_factory.mktemp("originals") / "cases"
     cases.mkdir()
     for name in NAMES:
@@ -166,7 +166,7 @@ def disguised(
     if "read-only" in request.param:
         read_only(cases)
     if "moved" in request.param:
-        (place / "global_step9").mkdir()  # above the folder, with the name of a step
+        (place / "global_step9").mkdir()  # above the folder, named like a step
         cases = cases.rename(place / "global_step9" / "runs")
     written = cases
     if "linked" in request.param:
@@ -180,7 +180,7 @@ def disguised(
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-# -- choices of each command -----------------------------------------------------------------------------------------
+# -- each command's choices ------------------------------------------------------------------------------------------
 def answer(ask: Callable[[], Any], case: Path) -> Any:
     """Return an answer, or an error's class and exit code, with the case's paths replaced."""
     try:

@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
 
 def trained(steps: int, kind: str = "AdamW", every: bool = True, **options: Any) -> dict[str, Any]:
-    """Return a script's checkpoint after `steps` of torch's own optimizer, with names."""
+    """Return a script's checkpoint after `steps` with torch's own optimizer, with names."""
     model = Model()
     given = model.named_parameters() if every else [("used.weight", model.used.weight), ("used.bias", model.used.bias)]
     optimizer = getattr(torch.optim, kind)(given, **{"lr": 0.1, **options})

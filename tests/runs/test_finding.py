@@ -28,7 +28,7 @@ EVERY = (PLAIN, RECORDED, NEEDED, OWNED, FINISHED)
 
 
 def write(run: Path, *names: str, latest: str | None = None) -> Path:
-    """A run with these files; `latest` is the text of its record."""
+    """Make a run with these files; `latest` is the text of its record."""
     for name in names:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).touch()

@@ -177,7 +177,7 @@ def test_resume_refuses_a_format_without_optimizer(tmp_path: Path) -> None:
 
 
 def test_dcp_next_to_megatrons_tracker_is_dcp(tmp_path: Path) -> None:
-    """slime writes DCP into Megatron's folders, with Megatron's tracker."""
+    """In slime, DCP lies in Megatron's folders, with Megatron's tracker."""
     step = save({"app": {"model": {"w": torch.ones(2)}, "optim": OPTIMIZER}}, tmp_path / "iter_0000002")
     torch.save({"torch": torch.get_rng_state(), "cuda": []}, step / "rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
@@ -249,7 +249,7 @@ def test_another_checkpoint_in_a_models_folder_is_not_its_optimizer(tmp_path: Pa
 
 
 def test_verls_model_next_to_dist_ckpt(tmp_path: Path) -> None:
-    """verl with mbridge keeps the model in huggingface/; without mbridge the folder only has the config."""
+    """With mbridge, verl keeps the model in huggingface/; without mbridge the folder only has the config."""
     actor = tmp_path / "global_step_5" / "actor"
     step = shutil.copytree(FIXTURES / "megatron-lm" / "iter_0000002", actor / "dist_ckpt")
     (actor / "huggingface").mkdir()

@@ -69,7 +69,7 @@ def rank_files(folder: Path) -> tuple[str, str]:
 
 
 def local(folder: Path) -> tuple[str, str]:
-    """FSDP1's LOCAL_STATE_DICT: two runs of one model, saved by Accelerate's own functions."""
+    """Save two runs of one model as FSDP1's LOCAL_STATE_DICT with Accelerate's own functions."""
     for number, run in enumerate(("local-flat", "local-orig")):
         source, end = REPOSITORY / "fixtures" / run / "checkpoint-2", f"_{number}" if number else ""
         for file in source.glob("*.bin"):
@@ -218,7 +218,7 @@ def test_the_optimizer_next_to_a_model_of_fsdp_is_read(tmp_path: Path) -> None:
 
 
 def engines(folder: Path, tags: tuple[str, str]) -> Path:
-    """Two DeepSpeed checkpoints of one step under free tags; `latest` names the last."""
+    """Write two DeepSpeed checkpoints for one step under free tags; `latest` names the last."""
     for tag in tags:
         shutil.copytree(REPOSITORY / "fixtures" / "toy-zero2" / "global_step2", folder / tag)
     (folder / "latest").write_text(tags[-1])

@@ -110,7 +110,7 @@ def test_neighbours_of_a_folder_named_after_an_optimizer_are_not_its_run(fixture
 
 
 def test_hf_trainer_keeps_its_steps_and_the_conversion(fixtures: Path, tmp_path: Path) -> None:
-    """transformers' own rotation, with `save_total_limit=2`, sees the run's two steps and nothing else."""
+    """With `save_total_limit=2`, transformers' own rotation sees only the run's two steps."""
     from transformers.trainer_utils import rotate_checkpoints
 
     shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""`ckpt/runs/opening.py`, `steps.py`: of a run's checkpoints the newest is taken."""
+"""`ckpt/runs/opening.py`, `steps.py`: a run's newest checkpoint is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/placeholders.py`: empty ZeRO-3 placeholders saved in place of weights, in every kind of file."""
+"""`ckpt/runs/placeholders.py`: empty ZeRO-3 placeholders saved as weights, in every kind of file."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_model_with_an_empty_tensor_of_its_own_is_whole(tmp_path: Path, own: W
 
 @pytest.mark.parametrize("place", ["run", "run/final", "run/checkpoint-2"])
 def test_the_place_of_the_weights_is_named(tmp_path: Path, place: str) -> None:
-    """The hint works when typed; a DeepSpeed step of another model is not named."""
+    """The hint works when typed; a DeepSpeed step from another model is not named."""
     groups = groups_of({"model.a.weight": (3, 4), "model.a.bias": (3,), "model.b.weight": (2, 3)})
     write_stage3(tmp_path / "run" / "checkpoint-2", groups, 2)
     (tmp_path / place).mkdir(exist_ok=True)

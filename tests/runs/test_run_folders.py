@@ -1,4 +1,4 @@
-"""`ckpt/runs/trainer_files.py`: a `checkpoint-N` of HF Trainer stays one."""
+"""`ckpt/runs/trainer_files.py`: HF Trainer's `checkpoint-N` stays one."""
 
 from __future__ import annotations
 

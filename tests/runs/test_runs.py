@@ -91,7 +91,7 @@ def test_what_ckpt_made_is_taken_where_there_is_nothing_else(fixtures: Path, tmp
 
 
 def test_nothing_inside_a_run_is_taken_in_its_place(fixtures: Path, tmp_path: Path) -> None:
-    """The run's own steps are of an unknown kind, and it contains an export."""
+    """The run has steps in an unknown format, and contains an export."""
     run = tmp_path / "run"
     ckpt.plan(ckpt.open(fixtures / "toy-zero1"), "hf").run(run / "exported")
     assert ckpt.open(run).path == str(run / "exported")

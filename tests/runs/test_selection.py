@@ -20,7 +20,7 @@ from tests.support.commands import ckpt as run_ckpt
 
 @pytest.fixture
 def run(fixtures: Path, tmp_path: Path) -> Path:
-    """Copy two steps of HF Trainer under ZeRO-2."""
+    """Copy two HF Trainer steps under ZeRO-2."""
     return Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run", ignore=lambda *_: {"truth"}))
 
 
@@ -215,7 +215,7 @@ def test_an_unknown_folder_is_described(fixtures: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("record", ["latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"])
 def test_a_record_names_the_step_whatever_its_format(record: str, fixtures: Path, tmp_path: Path) -> None:
-    """slime's and SkyRL's records are of DCP steps; a newer step may be unfinished although its files are there."""
+    """Records of slime and SkyRL name DCP steps; a newer step may be unfinished although its files are there."""
     name = "iter_{:07d}" if "iteration" in record else "global_step_{}"
     for number in (2, 5, 8):
         shutil.copytree(fixtures / "dcp-fsdp2/step-2", tmp_path / name.format(number))
@@ -245,7 +245,7 @@ def test_an_average_of_the_weights_is_named(tmp_path: Path) -> None:
 
 
 def test_a_final_model_with_the_trainers_record_has_a_number(run: Path) -> None:
-    """Training after the save of the final model leaves newer steps next to it."""
+    """Training after the final save leaves newer steps next to the final model."""
     ckpt.plan(ckpt.open(run), "hf").run(run.with_name("final"))
     for file in run.with_name("final").iterdir():
         file.rename(run / file.name)

@@ -20,7 +20,7 @@ COUNT = 3
 
 
 def write(folder: Path, name: str, numbers: tuple[int, ...], count: int = COUNT) -> Path:
-    """Write the shards of these numbers; `name` has the stem and the suffix."""
+    """Write the shards with these numbers; `name` has the stem and the suffix."""
     folder.mkdir(parents=True, exist_ok=True)
     stem, suffix = name.split(".")
     for number in numbers:

@@ -1,4 +1,4 @@
-"""`ckpt/runs/steps.py`: step folders, and records of the latest step."""
+"""`ckpt/runs/steps.py`: step folders, and records that name the latest step."""
 
 from __future__ import annotations
 

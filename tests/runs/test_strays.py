@@ -37,7 +37,7 @@ def test_a_single_file_of_any_name_is_a_model(tmp_path: Path) -> None:
 
 
 def test_resume_refuses_a_zero_step_without_the_optimizers_files(fixtures: Path, tmp_path: Path) -> None:
-    """The model's file of ZeRO-1 and 2 alone looks like stage 0, but records the stage."""
+    """Alone, the model file from ZeRO-1 or 2 looks like stage 0, but it records the stage."""
     run = shutil.copytree(fixtures / "toy-zero2", tmp_path / "run", ignore=shutil.ignore_patterns("truth"))
     assert ckpt.check(run).whole and ckpt.resume(run, say=lambda _: None) == str(run)
     for file in run.glob("*/*_optim_states.pt"):

@@ -103,7 +103,7 @@ def described(result: Result) -> dict[str, Any]:
 
 
 def test_the_hint_after_a_damaged_step_leads_to_a_training_checkpoint(tmp_path: Path) -> None:
-    """`checkpoint-N` of a LoRA run has the adapter beside the optimizer."""
+    """A LoRA run's `checkpoint-N` has the adapter beside the optimizer."""
     run = tmp_path / "run"
     for name in ("checkpoint-2", "checkpoint-4"):
         shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora/checkpoint-2", run / name)

@@ -29,7 +29,7 @@ def written(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-#: Makers of stray files by name, and the expected kind (None: harmless).
+#: Stray file makers by name, and the expected kind (None: harmless).
 STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "layer_wise_optimizer_0.pt": (saved("layer_wise_optimizer_0.pt"), "state"),  # from megatron-core's Muon
     "shard_9.npy": (written("shard_9.npy", b"\x93NUMPY"), "state"),
@@ -186,7 +186,7 @@ def test_models_beside_the_one_that_was_read() -> None:
 
 
 def test_repositories_of_models() -> None:
-    """Companion files of openai-community/gpt2, mistralai and quantized models don't belong to a run."""
+    """Companion files in openai-community/gpt2, mistralai and quantized repositories don't belong to a run."""
     opened = {"model.safetensors"}
     other = ["64.tflite", "flax_model.msgpack", "tf_model-00001-of-00002.h5", "x-q4-00001-of-00003.gguf"]
     assert names(opened, *other, "merges.txt", "LICENSE", "vocab.bpe", "onnx/", "original/", ".gitattributes") == [
@@ -205,7 +205,7 @@ def test_an_optimizer_beside_weights_alone_is_the_runs() -> None:
 
 
 def test_folders_of_which_nothing_was_read() -> None:
-    """Other steps, pictures and logs are no part of it; a second optimizer's is."""
+    """Other steps, pictures and logs are unrelated; a second optimizer's file is not."""
     opened = {"pytorch_model_fsdp_0/__0_0.distcp", "zero/a/fp32.pt"}
     assert not names(opened, "runs/", "checkpoint-3/", "zero/", "zero/a/", "pytorch_model_fsdp_0/", ".git/")
     assert names(opened, "optimizer_1/", "zero/b/") == [("optimizer_1/", "state"), ("zero/b/", "other")]
@@ -289,7 +289,7 @@ def test_a_stray_torch_file_is_not_taken_for_the_checkpoint(
     assert (found.format, found.path, found.tensors.keys()) == (before.format, before.path, before.tensors.keys())
 
 
-#: Conversions whose writers add files that their readers don't need.
+#: Conversions with files that the format's readers don't need.
 WRITTEN = {
     "a universal checkpoint that all stages load": ("toy-zero0", "universal", ()),
     "a step of HF Trainer": ("trainer-zero2", "trainer", ()),

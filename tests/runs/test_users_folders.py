@@ -28,7 +28,7 @@ LORA = {"trl-lora-zero3": "zero3"}
 EVERY = FULL | LORA
 #: Axolotl leaves the exported model in the run folder, and `auto` selects it.
 EXPORTED = ("axolotl-fsdp2",)
-#: Base model of runs without a config.json.
+#: Base model for runs without a config.json.
 BASES = {"trl-fsdp2": "meta-llama/Llama-3.1-8B"}
 
 
@@ -52,7 +52,7 @@ def assert_is_the_truth(path: str, kind: str, truth: Truth) -> None:
 
 
 def assert_is_pefts_merge(adapter: str, merged: str) -> None:
-    """Assert that transformers loads the result of PEFT's own `merge_and_unload`, and that it differs from the base."""
+    """Assert that transformers loads PEFT's own `merge_and_unload` result, and that it differs from the base."""
     base = json.loads(Path(adapter, "adapter_config.json").read_text())["base_model_name_or_path"]
     before = {fqn: raw(v) for fqn, v in AutoModelForCausalLM.from_pretrained(base, dtype="auto").state_dict().items()}
     wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)

@@ -39,7 +39,7 @@ class Browser:
         return self._post("execute/sync", {"script": body, "args": list(args)})
 
     def wait(self, expression: str, seconds: float = 20) -> Any:
-        """Return the first true value of an expression."""
+        """Return an expression's first true value."""
         end = time.monotonic() + seconds
         while not (found := self.script(f"return {expression}")):
             assert time.monotonic() < end, f"{expression} stays {found!r}; {self.log()}"
@@ -86,7 +86,7 @@ class Browser:
 
 @contextlib.contextmanager
 def opened(width: int = 1400, height: int = 1000) -> Iterator[Browser]:
-    """Open a new browser and close it at the end of the block."""
+    """Open a new browser and close it after the block."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None

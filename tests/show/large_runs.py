@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints at production size, without files."""
+"""Descriptions of production-size checkpoints, without files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.plan.tensors import Extent, Shape, Source, Tensor
 from converters.deepspeed.partitions import InSlots, slot_size
 
 RANKS = 512
-#: A Mixture of Experts: its tensors with masters and Adam's states are 100,000.
+#: A Mixture of Experts: its tensors with masters and Adam states are 100,000.
 LAYERS, EXPERTS, HIDDEN, INNER = 61, 134, 2048, 768
 
 
@@ -34,13 +34,13 @@ def parameters() -> Iterator[tuple[str, Shape]]:
 
 
 def zero3() -> Checkpoint:
-    """Return a run with a slot of every parameter on every rank."""
+    """Return a run where every rank has a slot of every parameter."""
     extents = [Extent.contiguous(f"rank{rank}.pt", 0, FLOAT32, (1 << 36,)) for rank in range(RANKS)]
     return _checkpoint("zero3", lambda shape, at: InSlots(extents, at))
 
 
 def fsdp2() -> Checkpoint:
-    """Return a run with rows of every parameter on every rank, cut like torch's."""
+    """Return a run where every rank has rows from every parameter, cut like torch's."""
     files = [(f"__{rank}_0.distcp", rank) for rank in range(RANKS)]
 
     @cache

@@ -1,6 +1,4 @@
-"""`ckpt/pictures/pages.py`, `ckpt/commands/inspect/inspection.py`, `ckpt/options/drawings.py`: what pages hold, and
-what they do in a real browser.
-"""
+"""`ckpt/pictures/pages.py`, `ckpt/commands/inspect/inspection.py`, `ckpt/options/drawings.py`: pages in a browser."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from tests.show import large_runs
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES, REPOSITORY
 
-#: With CKPT_GOLDEN=write in the environment the pictures of docs/pages.md are made anew.
+#: With CKPT_GOLDEN=write in the environment, tests redraw the pictures in docs/pages.md.
 PICTURES = REPOSITORY / "docs"
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"
 LARGE: dict[str, Callable[[], Checkpoint]] = {"zero3": large_runs.zero3, "fsdp2": large_runs.fsdp2}
@@ -90,7 +88,7 @@ def tuned(folder: Path) -> tuple[Path, Path]:
     return places
 
 
-# -- content of the file -----------------------------------------------------------------------------------------------
+# -- file content ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["toy-zero2", "moe-zero3", "dcp-fsdp2", "megatron-fsdp", "verl-fsdp1", "toy-zero1"])
 def test_every_tensor_is_in_it_with_all_of_its_bytes(name: str) -> None:
     checkpoint = ckpt.open(FIXTURES / name)
@@ -167,7 +165,7 @@ def test_a_hundred_thousand_tensors_on_512_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(name: str) -> None:
-    """The rules group equal layouts; a sketch of every fragment must agree."""
+    """The rules group equal layouts; a sketch with every fragment must agree."""
 
     class Listed:
         def __init__(self, source: Any) -> None:
@@ -209,7 +207,7 @@ def test_the_table_has_a_row_for_each_tensor() -> None:
     assert run_ckpt("inspect", FIXTURES / "dcp-fsdp2", "--csv", "--json").code == 2
 
 
-# -- place of the file -------------------------------------------------------------------------------------------------
+# -- file place --------------------------------------------------------------------------------------------------------
 def test_only_a_page_is_replaced_and_nothing_in_the_checkpoint(tmp_path: Path) -> None:
     run = shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
     other = tmp_path / "mine.html"
@@ -270,7 +268,7 @@ def shown(browser: browsers.Browser, page: str, folder: Path) -> int:
 
 
 def names(browser: browsers.Browser) -> list[str]:
-    """Return the names in the visible rows of the list."""
+    """Return the names in the list's visible rows."""
     found: list[str] = browser.script(
         "return [...document.querySelectorAll('.row:not([hidden])')].map((row) => row.children[0].textContent)"
     )
@@ -411,7 +409,7 @@ def test_the_heat_map_shows_where_it_changed(browser: browsers.Browser, tmp_path
 
 
 def test_the_pictures_of_the_documentation(browser: browsers.Browser, tmp_path: Path) -> None:
-    """Take a screenshot of each page for docs/pages.md."""
+    """Take a screenshot for each page in docs/pages.md."""
     browser.size(1400, 1300)
     shown(browser, Inspection(large_runs.zero3()).page()[0], tmp_path)
     browser.type("#search", "layers.17")

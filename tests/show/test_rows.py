@@ -1,5 +1,7 @@
-"""`ckpt/commands/inspect/rows.py`, `sketch.py`, `ckpt/pictures/canvas.py`, `ckpt/commands/inspect/svg.py`,
-`summary.py`: boxes of the picture against known layouts and against counting.
+"""Boxes in the picture, against known layouts and counts.
+
+`ckpt/commands/inspect/rows.py`, `sketch.py`, `ckpt/pictures/canvas.py`, `ckpt/commands/inspect/svg.py`, `summary.py`:
+the modules under test.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def column(shape: Shape, dim: int, rank: int, ranks: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-# -- content of the file -----------------------------------------------------------------------------------------------
+# -- file content ------------------------------------------------------------------------------------------------------
 def drawn(*tensors: Tensor, padding: dict[str, Box] | None = None) -> Drawn:
     found = checkpoint(*tensors)
     return parsed(draw(picture.picture(found, padding or {}), found))
@@ -97,7 +99,7 @@ def test_parts_of_another_dim_lie_below_each_other() -> None:
 
 
 def test_gate_and_up_of_a_tensor_parallel_rank_are_two_slices() -> None:
-    """In megatron-core's linear_fc1 each rank has a part of the gate's rows and a part of the up's."""
+    """In megatron-core's linear_fc1 each rank has part of the gate's rows and part of the up's."""
     regions = [Box((start, 0), (2, 5)) for start in (0, 4, 2, 6)]
     row = drawn(tensor("w", (8, 5), regions, ranks=(0, 0, 1, 1))).row("w")
     slices = sorted((edges, colour) for colour, edges in row.patches)
@@ -106,7 +108,7 @@ def test_gate_and_up_of_a_tensor_parallel_rank_are_two_slices() -> None:
 
 
 def test_experts_run_to_the_right_and_their_cut_dim_downwards() -> None:
-    """Experts of [experts, out, in] over two ranks, and `in` over two more."""
+    """Experts [experts, out, in] are split over two ranks, and `in` over two more."""
     regions = [Box((4 * ep, 0, 3 * tp), (4, 5, 3)) for ep in range(2) for tp in range(2)]
     row = drawn(tensor("experts", (8, 5, 6), regions)).row("experts")
     halves = [(0, 0.5), (0.5, 1)]
@@ -250,7 +252,7 @@ def test_a_tensor_without_elements_and_one_without_dims() -> None:
 # -- padding -----------------------------------------------------------------------------------------------------------
 def test_the_padding_of_slots_follows_the_tensor() -> None:
     extents = [Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (3,)) for rank in range(3)]
-    row = drawn(Tensor("w", MASTER, FLOAT32, (5,), InSlots(extents, 0))).row("w")  # slots of two: 6 elements
+    row = drawn(Tensor("w", MASTER, FLOAT32, (5,), InSlots(extents, 0))).row("w")  # slots with two: 6 elements
     assert row.patches == [
         (COLOURS[0], near(0, 2 / 6, 0, 1)),
         (COLOURS[1], near(2 / 6, 4 / 6, 0, 1)),
@@ -314,7 +316,7 @@ def test_many_stages_lie_side_by_side_in_one_row() -> None:
 
 
 def test_experts_of_layers_are_cells() -> None:
-    """Two stages of layers, with four expert ranks each: every cell shows its place."""
+    """Two stages with four expert ranks each: every cell shows its place."""
     tensors = [
         layer(number, [4 * (number // 2) + expert // 2], f"experts.{expert}.w")
         for number in range(4)
@@ -399,7 +401,7 @@ def test_a_thousand_ranks_are_drawn_together_where_they_are_too_narrow() -> None
 
 
 def test_the_picture_of_a_large_model_is_small() -> None:
-    """A model with the tensors of 80 layers under ZeRO-3 on 64 ranks."""
+    """An 80-layer model's tensors under ZeRO-3 on 64 ranks."""
     extents = [Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (10**6,)) for rank in range(64)]
     tensors = [
         Tensor(f"layers.{number}.{name}.weight", role, FLOAT32, (64, 128 + 64 * place), InSlots(extents, 0))
@@ -525,7 +527,7 @@ def test_bars_of_a_model_in_one_file_are_as_long_as_they_are_large() -> None:
     sizes = (400, 100, 200)
     found = drawn(*map(whole, names, sizes), whole("model.norm.weight", 4))
     assert [found.row(name).patches[0][1][:2] for name in names] == [near(0, size / 400) for size in sizes]
-    assert len({found.row(name).patches[0][0] for name in names}) == 3  # by part of the model
+    assert len({found.row(name).patches[0][0] for name in names}) == 3  # by model part
     assert {"embeddings 800 B", "MLP 400 B", "attention 200 B", "norms 8 B"} <= set(found.texts)
     assert any("as long as its tensors are large" in text for text in found.texts)
     several = drawn(*(whole(name, size, f"{size}.safetensors") for name, size in zip(names, sizes, strict=True)))

@@ -25,7 +25,7 @@ def recorded_by_fused_adam(checkpoint: Checkpoint, **ds_config: Any) -> Checkpoi
 
 
 def test_deepspeeds_adam_loads_into_torchs(fixtures: Path, tmp_path: Path) -> None:
-    """Plain `dcp.load` requests each option of the live optimizer."""
+    """Plain `dcp.load` requests each option in the live optimizer."""
     checkpoint = recorded_by_fused_adam(api.open(fixtures / "toy-zero2"), optimizer={"type": "AdamW"})
     conversion = api.plan(checkpoint, "dcp")
     assert any("torch's Adam asks for" in note and "amsgrad" in note for note in conversion.plan.target.notes)

@@ -1,5 +1,6 @@
-"""`ckpt/state/base_completion.py`, `ckpt/state/same_model.py`, `converters/names/hub/expected_tensors.py`: what a
-config promises and a run lacks is said, and taken from a base.
+"""`ckpt/state/base_completion.py`, `ckpt/state/same_model.py`, `converters/names/hub/expected_tensors.py`: bases.
+
+Tensors in the config but missing from a run are reported, and copied from a base.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def saved(folder: Path, model_type: str, kind: Any, **entries: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a vision tower."""
+    """Make a model with a vision tower."""
     text = {"model_type": "qwen2_5_vl_text", **SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}
     vision = {**TOWER, "model_type": "qwen2_5_vl", "out_hidden_size": 24, "fullatt_block_indexes": [1]}
     folder = tmp_path_factory.mktemp("sees") / "base"
@@ -256,7 +257,7 @@ def test_a_base_that_is_called_as_on_the_hub_is_told_how_to_be_named(predicts: P
 
 
 def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_releases(tmp_path: Path) -> None:
-    """transformers declares one such layer in every saved config, and saves none of its tensors."""
+    """In every saved config, transformers declares one such layer; it saves none of its tensors."""
     sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 3, "kv_lora_rank": 8}
     sizes |= {"q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     base = saved(tmp_path / "base", "deepseek_v3", transformers.AutoModelForCausalLM, **sizes)

@@ -1,4 +1,4 @@
-"""A store on the loopback, shared by the tests of a module."""
+"""A store on the loopback, shared by a module's tests."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WHEN = "Mon, 23 Nov 2026 07:15:30 GMT"
 
 
 class Azure(BaseHTTPRequestHandler):
-    """A container of blobs, read by listing and by ranges under a condition."""
+    """Blob container, read by listings and by conditional ranges."""
 
     blobs: dict[str, bytes]
     protocol_version = "HTTP/1.1"

@@ -16,12 +16,12 @@ from tests.support.object_store import serve
 
 @contextmanager
 def s3(folder: Path) -> Iterator[Served]:
-    """moto's S3 server with an empty bucket."""
+    """Serve an empty bucket with moto's S3 server."""
     with serve() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
             patch.setenv(name, value)
 
-        client, bucket = server.client, f"runs-{uuid4().hex}"  # moto keeps one set of buckets a process
+        client, bucket = server.client, f"runs-{uuid4().hex}"  # moto keeps one set of buckets per process
         client.create_bucket(Bucket=bucket)
 
         def put(key: str, content: bytes) -> None:

@@ -1,6 +1,4 @@
-"""`ckpt/runs/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name`: a repository of the Hub is read without
-being downloaded.
-"""
+"""`ckpt/runs/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name` reads a Hub repository without a download."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_a_clock_that_is_wrong() -> None:
 def test_credentials_are_not_kept_longer_than_they_are_good_for(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """botocore never returns credentials that expire within ten minutes, but often within half an hour."""
+    """From botocore, credentials never expire within ten minutes, but often within half an hour."""
     options: dict[str, Any] = {}
     monkeypatch.setattr("obstore.store.from_url", lambda _, **given: options.update(given))
     objects._client("s3", BUCKET)
@@ -392,7 +392,7 @@ def test_faults_that_stay(store: ObjectStore, tmp_path: Path, faults: Faults) ->
 
 @pytest.mark.parametrize("faults", [Faults(slow=5, num_slow=10**6), Faults(before=lambda *_: time.sleep(5))])
 def test_a_store_that_stalls_is_given_up(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
-    """The store stalls in the middle of an answer, and before it."""
+    """The store stalls in mid-answer, and before it."""
     url = store.upload(FIXTURES / "toy-zero3", "stalls")
     monkeypatch.setitem(objects._TIMEOUT, "read_timeout", timedelta(milliseconds=50))
     monkeypatch.setitem(objects.RETRIES, "retry_timeout", timedelta(milliseconds=200))

@@ -16,7 +16,7 @@ from ckpt.commands.merge_lora import merge as lora
 from train.config import Config
 from train.models import build_model
 
-#: Title of the table printed after the tests.
+#: Title for the table printed after the tests.
 TABLE = "merged LoRA tensors that equal peft's merge_and_unload, bit for bit"
 Tables = dict[str, dict[str, dict[str, str]]]
 BF16 = torch.bfloat16
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Names:
-    """Names of an architecture's layers."""
+    """Layer names in an architecture."""
 
     linear: list[str]
     embedding: str
@@ -83,7 +83,7 @@ def save_base(model: str, dtype: torch.dtype, folder: Path) -> Path:
 
 
 def merge_by_peft(base: Path, saved: list[Path], folder: Path) -> None:
-    """The adapters, one after the other."""
+    """Merge the adapters with PEFT, one after the other."""
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(load_base(base), saved[0], adapter_name="0")

@@ -1,4 +1,4 @@
-"""Tiny models of transformers' architectures: shrunk configs and folders saved by `save_pretrained`."""
+"""Tiny models for transformers' architectures: shrunk configs and folders saved by `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 TINY_PART = {**TINY, "depth": 2, "embed_dim": 32, "image_size": 28, "patch_size": 14}
 
 _LAYERS = ("n_layer", "num_hidden_layers", "num_layers")
-#: Attributes of a model type to leave unshrunk.
+#: Attributes to leave unshrunk, by model type.
 KEPT: dict[str, tuple[str, ...]] = {
     "cosmos3_edge": ("head_dim",),
     "falcon": ("head_dim",),
@@ -64,7 +64,7 @@ ALSO: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """Return the model types of transformers' causal and image-text-to-text models."""
+    """Return transformers' causal and image-text-to-text model types."""
     names = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     return list(dict.fromkeys(model_type for mapping in names for model_type in mapping))
 

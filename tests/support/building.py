@@ -46,7 +46,7 @@ def unchanged(content: dict[str, Any], rank: int) -> None:
 def write_stage2(
     run: Path, groups: Groups, num_ranks: int, *, alignment: int = 1, stage: int = 2, **options: Unpack[Options]
 ) -> Path:
-    """Write a run folder of stage 1 or 2, with `alignment` in elements."""
+    """Write a run folder for stage 1 or 2, with `alignment` in elements."""
     inners: list[dict[str, Any]] = [
         {
             "zero_stage": stage,
@@ -82,7 +82,7 @@ def write_stage2(
 
 
 def write_stage3(run: Path, groups: Groups, num_ranks: int, **options: Unpack[Options]) -> Path:
-    """Write a run folder of stage 3. Slots are padded with NaN, so any use of the padding shows."""
+    """Write a stage 3 run folder. Slots are padded with NaN, so any use of the padding shows."""
     inners: list[dict[str, Any]] = []
     models = {}
     for rank in range(num_ranks):
@@ -105,7 +105,7 @@ def write_stage3(run: Path, groups: Groups, num_ranks: int, **options: Unpack[Op
 
 
 def slot(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """Return a rank's slot of a stage 3 parameter."""
+    """Return a rank's slot for a stage 3 parameter."""
     size = -(-tensor.numel() // num_ranks)
     part = tensor.reshape(-1)[rank * size : (rank + 1) * size]
     return torch.cat([part, torch.full((size - len(part),), torch.nan, dtype=tensor.dtype)])

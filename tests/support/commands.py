@@ -31,7 +31,7 @@ class Result:
 
 @functools.cache
 def _command() -> Any:
-    """Build the command for `app` once: typer inspects every parameter of every command, most of a short run's time."""
+    """Build the command for `app` once: typer inspects every parameter, most of a short run's time."""
     return typer.main.get_command(app)
 
 
@@ -44,7 +44,7 @@ def ckpt(*args: str | Path) -> Result:
 
 
 def _run_for_hint(words: list[str], cwd: Path | None) -> str:
-    """Return the stderr of `ckpt WORDS`."""
+    """Return `ckpt WORDS`'s stderr."""
     return process(*words, cwd=cwd).err if cwd is not None else ckpt(*words).err
 
 
@@ -98,7 +98,7 @@ def process(*args: str | Path, script: str | None = None, cwd: Path | None = Non
 
 
 def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Return the content, mode and modification time of everything in `folder`, by relative path."""
+    """Return content, mode and modification time for everything in `folder`, by relative path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         info = path.lstat()
@@ -111,5 +111,5 @@ def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Return a digest of every file in `folder`, by relative path."""
+    """Return a digest for every file in `folder`, by relative path."""
     return {name: content for name, (content, *_) in snapshot(folder).items()}

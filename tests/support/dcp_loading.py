@@ -1,4 +1,4 @@
-"""Loads of DCP by an unmodified torch engine: `torchrun ... -m tests.support.dcp_loading jobs.jsonl`.
+"""DCP loaded by an unmodified torch engine: `torchrun ... -m tests.support.dcp_loading jobs.jsonl`.
 
 Writes the truth of `resume` to `output/truth.safetensors`.
 """
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def load(job: dict[str, Any]) -> None:
-    """torch's own recipe: the engine's state dicts are filled by `dcp.load` and set again."""
+    """Load with torch's own recipe: `dcp.load` fills the engine's state dicts, which are set again."""
     # Accelerate's folders hold the model and the optimizer apart
     folders = job.pop("folders", None)
     config = Config(**job)

@@ -1,4 +1,4 @@
-"""Comparison of a description with the truth from an engine."""
+"""Comparison between a description and the truth from an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def assert_equals_truth(checkpoint: Checkpoint, truth: Truth) -> int:
 
 
 def expected_weights(truth: Truth, fp32: bool) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """What a weights-only folder must hold, under the engine's names: live weights, or masters where there are any."""
+    """Return the expected content of a weights-only folder, by the engine's names.
+
+    Weights are the masters if `fp32` is set and there are any.
+    """
     found = {}
     for (fqn, role), value in truth.tensors.items():
         if fqn in truth.ties or role not in (WEIGHT, BUFFER):
@@ -35,7 +38,7 @@ def expected_weights(truth: Truth, fp32: bool) -> dict[str, tuple[str, tuple[int
 
 
 def upcast(value: tuple[str, tuple[int, ...], bytes]) -> tuple[str, tuple[int, ...], bytes]:
-    """A frozen weight in float32, computed by torch."""
+    """Return a frozen weight in float32, computed by torch."""
     import torch
 
     name, shape, data = value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-Edges = tuple[float, float, float, float]  # left, right, top, bottom: parts of the bar
+Edges = tuple[float, float, float, float]  # left, right, top, bottom as fractions of the bar
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Drawn:
 
 
 def parsed(svg: str) -> Drawn:
-    """The bars and texts of a picture, from its XML."""
+    """Parse a picture's bars and texts from its XML."""
     root = ET.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     patterns = {p.get("id", ""): [r.get("fill", "") for r in p.iter(f"{SVG}rect")] for p in root.iter(f"{SVG}pattern")}

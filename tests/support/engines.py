@@ -147,7 +147,7 @@ def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout
 def outcome(
     starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200
 ) -> tuple[int, str, str]:
-    """Run the command of `forked` and return its exit code and both streams."""
+    """Run the `forked` command and return its exit code and both streams."""
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     env.pop("PYTEST_CURRENT_TEST", None)
@@ -163,7 +163,7 @@ def outcome(
 
 
 class _Server:
-    """The process from which launches fork."""
+    """The parent process for launches."""
 
     def __init__(self, env: dict[str, str]) -> None:
         pipe = subprocess.PIPE

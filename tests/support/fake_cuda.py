@@ -44,7 +44,7 @@ DOUBLES: dict[str, Any] = cpu._CUDA | {
 
 
 def install() -> None:
-    """Puts the double in place, for the rest of this process."""
+    """Install the double for the rest of this process."""
     for name, double in DOUBLES.items():
         setattr(torch.cuda, name, double)
     dist.init_process_group = join
@@ -74,7 +74,7 @@ def join(backend: str, **options: Any) -> Any:
 
 
 class FusedAdamBuilder:
-    """Stand-in for DeepSpeed's compiler of the FusedAdam kernel. FusedAdam itself is the real class."""
+    """Stand-in for DeepSpeed's FusedAdam compiler. FusedAdam itself is the real class."""
 
     def load(self) -> FusedAdamBuilder:
         """Return this object in place of a compiled module."""

@@ -1,4 +1,4 @@
-"""Runs of `tests.support.fsdp_worker`."""
+"""Runs with `tests.support.fsdp_worker`."""
 
 from pathlib import Path
 

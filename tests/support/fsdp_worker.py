@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Odd shapes, a parameter of one element, a frozen one, tied embeddings under the names of a language model."""
+    """Model with odd shapes, a one-element and a frozen parameter, and tied embeddings with standard names."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Runs through transformers.Trainer with DeepSpeed or FSDP, in the users' own folders, with the truth beside them; a
-job without `"through": "trainer"` is left to the trainer's own loop.
+"""Runs through transformers.Trainer with DeepSpeed or FSDP, in user folders with the truth beside them.
+
+A job without `"through": "trainer"` goes to the trainer's own loop.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def run_job(job: dict[str, Any]) -> None:
-    """Runs a job by whoever it asks for."""
+    """Run a job with its trainer."""
     through = job.pop("through", None)
     (run if through == "trainer" else loop.run)(Config(**job))
 
@@ -54,7 +55,7 @@ def run(config: Config) -> None:
     require_free(config)
     resumed = folders.find_checkpoint(config) if config.resume else None
     folder = None
-    if resumed:  # of DeepSpeed's, the tag lies inside Trainer's folder
+    if resumed:  # DeepSpeed's tag lies inside Trainer's folder
         folder = resumed[0] if (resumed[0] / "trainer_state.json").is_file() else resumed[0] / resumed[1]
     first = json.loads((folder / "trainer_state.json").read_text())["global_step"] if folder else 0
     with Operations(config) as operations:
@@ -139,12 +140,12 @@ def arguments(config: Config, last: int) -> TrainingArguments:
 
 
 def deepspeed_options(config: Config) -> dict[str, Any]:
-    """Return the DeepSpeed config of our own loop, except for options that Trainer sets."""
+    """Return our own loop's DeepSpeed config, except for options that Trainer sets."""
     from train.engines.zero import ds_config
 
     options = ds_config(config, [{"lr": config.lr}])
     options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    if "scheduler" in options:  # the only DeepSpeed scheduler that ignores the number of steps
+    if "scheduler" in options:  # DeepSpeed's only scheduler independent of the number of steps
         rates = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
         options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": WARMUP}}
     return options
@@ -178,7 +179,7 @@ class OrderedTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         if checkpoint and self.config.strategy == "fsdp1":
-            # From SHARDED_STATE_DICT, Accelerate 1.15 reads only the keys of a fresh optimizer: none.
+            # From SHARDED_STATE_DICT, Accelerate 1.15 reads only a fresh optimizer's keys: none.
             optimizer: Any = self.optimizer
             _init_optim_state(optimizer.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -196,7 +197,7 @@ class OrderedTrainer(Trainer):
 
 
 class TrainersEngine(Engine):
-    """Adapter from Trainer to the interface of the loop's engines."""
+    """Adapter from Trainer to the loop's engine interface."""
 
     def __init__(self, trainer: OrderedTrainer) -> None:
         self.trainer, self.config = trainer, trainer.config
@@ -261,14 +262,14 @@ class Recorder(TrainerCallback):
         trainer.losses = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called before every optimizer step, when the batch is there and a checkpoint has been loaded."""
+        """Act before every optimizer step, when the batch is there and a checkpoint has been loaded."""
         if self.operations.engine is None:
             self.engine.wrapped()
             self.operations.started(self.engine, self.resumed)
         self.operations.next_batch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after every optimizer step."""
+        """Act after every optimizer step."""
         loss = torch.stack(self.trainer.losses).sum()
         self.trainer.losses.clear()
         own_loss = loss.item()
@@ -280,7 +281,7 @@ class Recorder(TrainerCallback):
             self.operations.enter("saving")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after every checkpoint."""
+        """Act after every checkpoint."""
         config, tag = self.engine.config, f"checkpoint-{state.global_step}"
         if config.truth:
             truth.record(self.engine, config, tag)
@@ -289,7 +290,7 @@ class Recorder(TrainerCallback):
 
 
 def close(trainer: Trainer, config: Config) -> None:
-    """Clear all process-wide state of Trainer, Accelerate and DeepSpeed."""
+    """Clear all process-wide state in Trainer, Accelerate and DeepSpeed."""
     if config.strategy in ZERO:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

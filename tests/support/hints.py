@@ -1,4 +1,4 @@
-"""Hints of errors, tried like a user would.
+"""Hints from errors, tried like a user would.
 
 A command in a hint is run, an option is added, in a copy of the test's folder and once for each wording. If the same
 error comes again, the hint does not help. A hint without an action must match a kind in `tests.support.advice`.
@@ -62,7 +62,7 @@ _WORDS = frozenset(
 _CLAUSE = re.compile(r"[;\n]|(?<=[.?]) ")
 #: Options that a command takes several times: one in a hint is another one.
 _REPEATED = ("--accept-setting", "--ignore-file")
-#: Marks of clauses about another program's options: Megatron-LM, pip, docker.
+#: Marks for clauses about another program's options: Megatron-LM, pip, docker.
 _OTHER_PROGRAM = re.compile(
     r"[Mm]egatron|NeoX|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download|save (?:it|them) with --"
 )
@@ -74,7 +74,7 @@ _NOT_RUN = ("push", "mount", "doctor", "clean")
 #: Largest test folder that is copied for a trial, in bytes.
 _MAX_COPIED = 64 << 20
 _MAX_TRIED = 6
-#: Sizes of a parallel axis to try if a hint asks for another one.
+#: Parallel sizes to try if a hint asks for another one.
 SIZES = (1, 2, 3, 4, 8)
 
 #: Runs a command in a folder, and returns what it prints on stderr.
@@ -216,7 +216,7 @@ def meant_words(hint: str) -> list[str]:
 
 
 def wrong_word(what: str, words: Sequence[str]) -> str | None:
-    """Return the word of a command quoted in its error or at its end."""
+    """Return the command's word quoted in its error or at its end."""
     quoted = re.findall(r"'([^']*)'|(\S+)$|^no (\S+) checkpoint", what)
     return next((word for pair in quoted for word in pair if word in words), None)
 
@@ -261,7 +261,7 @@ def commands_in(hint: str) -> list[str]:
 
 
 def without_backticks(hint: str) -> str:
-    """Return a hint without its commands, and without the backticks of options."""
+    """Return a hint without its commands and without backticks around options."""
     lines = [line for line in hint.splitlines() if not line.strip().startswith("ckpt ")]
     return _BACKTICKED.sub(lambda found: found[0] if found[1].startswith("-") else " ", "\n".join(lines)).replace(
         "`", " "

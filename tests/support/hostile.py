@@ -1,4 +1,4 @@
-"""Loader of `fixtures/hostile/make.py`, the corpus of hostile files."""
+"""Loader for `fixtures/hostile/make.py`, the corpus with hostile files."""
 
 from __future__ import annotations
 

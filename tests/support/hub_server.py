@@ -21,7 +21,7 @@ from tests.support import xet
 
 TOKEN, XET_TOKEN = "hf_loopback", "xet_loopback"
 LARGE = 1000  # bytes from which a file is a large one
-PART = 4096  # bytes in a part of a multipart upload
+PART = 4096  # bytes in one part of a multipart upload
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class File:
 
     @property
     def oid(self) -> str:
-        """Return the sha256 of a large file, or git's blob hash of a small one."""
+        """Return a large file's sha256, or a small file's git blob hash."""
         if self.is_large:
             return hashlib.sha256(self.content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
@@ -50,7 +50,7 @@ class Repo:
 
     @property
     def commit(self) -> str:
-        """Return a hash of the whole content, because the library caches by commit."""
+        """Return a hash over the whole content, because the library caches by commit."""
         return hashlib.sha1(repr(self.branches).encode()).hexdigest()
 
 
@@ -331,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(entries[start : start + 3], headers=headers)
 
     def _resolve(self, body: bytes, repo_id: str, revision: str, path: str) -> None:
-        """Answer a download of a file or range, or a HEAD request."""
+        """Answer a download, whole or in a range, or a HEAD request."""
         file = self._tree_of(repo_id, revision)[path]
         content, status, headers = file.content, 200, {}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
@@ -352,7 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _tree_of(self, repo_id: str, revision: str) -> dict[str, File]:
-        """Return the tree of a branch or of the first branch's newest commit. Older commits are not kept."""
+        """Return the tree for a branch or for the first branch's newest commit. Older commits are not kept."""
         repo = self.hub.repos[repo_id]
         branch = "main" if revision == repo.commit else revision
         if branch not in repo.branches:

@@ -50,7 +50,7 @@ def difference(model: Any, architecture: str, tensors: Mapping[str, torch.Tensor
 
 
 def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
-    """Return the names of tensors that megatron-core's loader reads differently from our `torch_dist` checkpoint."""
+    """Return tensors that megatron-core's loader reads differently from our `torch_dist` checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -153,7 +153,7 @@ def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _inputs(model: Any, architecture: str) -> dict[str, torch.Tensor]:
-    """Return the pixels of an image, and tokens with the image's tokens among them."""
+    """Return an image's pixels, and tokens with the image's tokens among them."""
     generator = torch.Generator().manual_seed(3)
     vision, count = model.config.vision_config, 4
     given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Cache of engines' output in CKPT_TEST_CACHE (`build/test-cache`), by digest of jobs, files, code and packages."""
+"""Cache for engines' output in CKPT_TEST_CACHE (`build/test-cache`), by digest of jobs, files, code and packages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _read(folder: Path, words: str) -> list[str] | None:
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of the names and contents of all files at a path."""
+    """Return a digest over the names and contents of all files at a path."""
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         content = file.read_bytes() if file.is_file() else b""

@@ -14,9 +14,9 @@ _TOWER = re.compile(
 
 
 def save_loaded(model: Any, folder: Path) -> None:
-    """Save `model` with the tower names of Hub releases, load it, and save it again.
+    """Save `model` with the tower names used on the Hub, load it, and save it again.
 
-    Do nothing more if `from_pretrained` can't read it.
+    Do nothing more for other towers, or if `from_pretrained` can't read the model.
     """
     model.save_pretrained(folder)
     vision = getattr(model.config, "vision_config", None)

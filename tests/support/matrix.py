@@ -39,18 +39,18 @@ FROZEN = {"model": "qwen2", "freeze": r"embed|layers\.0\."}
 MODELS: tuple[dict[str, Any], ...] = ({"model": "toy"}, FROZEN, {"model": "gpt2"}, {"model": "llama"})
 #: Without weight decay there is one parameter group, as in verl, so the numbers in rank files map to names.
 ONE_GROUP: tuple[dict[str, Any], ...] = tuple({"model": m, "weight_decay": 0.0} for m in ("qwen2", "gpt2", "llama"))
-#: Trainers for the single-file and the file-per-rank formats, by the number of ranks.
+#: Trainers for the single-file and the file-per-rank formats, by rank count.
 FULL_BY = {1: "ddp", 2: "fsdp1", 3: "fsdp2", 4: "hsdp"}
 RANKS_BY = {1: "fsdp2", 2: "fsdp1", 3: "fsdp2", 4: "hsdp"}
-#: Loaders of DCP and of full files.
+#: Loaders for DCP and for full files.
 DCP_BY = {1: "fsdp1", 2: "hsdp", 3: "fsdp2", 4: "fsdp1"}
 LOADS_FULL = {1: "fsdp2", 2: "fsdp1", 3: "fsdp1", 4: "fsdp2"}
-SEED = 4321  # of the loading models: values match only if they were loaded
+SEED = 4321  # for the loading models: values match only if they were loaded
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run: its format, trainer, number of ranks and trainer options."""
+    """A run: its format, trainer, rank count and trainer options."""
 
     format: str
     strategy: str
@@ -151,7 +151,7 @@ def sources() -> Iterator[Source]:
             strategy = ZERO[(ranks + 1) % len(ZERO)]
             if (
                 options["model"] == "toy" and strategy != "zero3"
-            ):  # DeepSpeed's converter fails on parameters of no dims
+            ):  # DeepSpeed's converter fails on parameters without dims
                 options = FROZEN
         elif format == "full":
             strategy = FULL_BY[ranks]
@@ -172,7 +172,7 @@ def sources() -> Iterator[Source]:
 def loader_of(source: Source, target: str, ranks: int) -> str:
     """Return the loading engine."""
     if target == "universal" and source.strategy in ZERO and source.format != "hf":
-        return source.strategy  # a conversion from a ZeRO stage keeps the form of that stage
+        return source.strategy  # a conversion from a ZeRO stage keeps that stage's form
     if target == "universal":
         return ZERO[ranks % (2 if source.format == "hf" else 3)]  # stage 3 takes no weights without an optimizer
     if target == "dcp":
@@ -206,7 +206,7 @@ def cells() -> Iterator[Cell]:
                 source = choice[-1]
                 engine = loader_of(source, target, after)
             yield Cell(source, target, engine, after)
-            if target == title:  # a stage of ZeRO to itself: from every number to every number
+            if target == title:  # a ZeRO stage to itself: from every number to every number
                 others = (ranks for ranks in RANKS if ranks != after and target in ZERO)
                 yield from (Cell(source, target, engine, ranks) for ranks in others)
 
@@ -260,7 +260,7 @@ def compare(truth: Truth, found: Mapping[Key, Raw], *, trained_only: bool, weigh
         if role in (WEIGHT, MASTER, BUFFER):
             there = {WEIGHT, MASTER} if role != BUFFER else {WEIGHT, BUFFER}
             left = trained_only and (role == BUFFER or fqn in frozen)
-        else:  # ZeRO has no states of parameters without elements
+        else:  # ZeRO has no states for empty parameters
             there, left = {role}, weights_only or 0 in live[fqn, role][1]
         assert left or any((fqn, one) in equal for one in there), f"missing: {fqn} {role}"
     return len(equal)
@@ -285,7 +285,7 @@ def compare_engine(cell: Cell, output: Path, truth: Truth) -> int:
         assert after.metadata["adam_step"] == STEPS
         groups, expected = after.metadata["param_groups"], truth.metadata["param_groups"]
         if cell.target == "universal" and cell.engine == "zero3":
-            groups, expected = groups[:1], expected[:1]  # it gives all groups the options of the first
+            groups, expected = groups[:1], expected[:1]  # it gives all groups the first group's options
         for ours, theirs in zip(groups, expected, strict=True):
             assert {k: ours[k] for k in ("lr", "weight_decay")} == {k: theirs[k] for k in ("lr", "weight_decay")}
             assert set(ours["names"]) <= set(theirs["names"])
@@ -293,7 +293,7 @@ def compare_engine(cell: Cell, output: Path, truth: Truth) -> int:
 
 
 def exchange(path_a: str, path_b: str, a: Extent, b: Extent) -> None:
-    """Put the bytes of two extents into each other's place."""
+    """Exchange the bytes in two extents."""
     files = {path: bytearray(Path(path).read_bytes()) for path in (path_a, path_b)}
     of_a, of_b = files[path_a][a.offset : a.end], files[path_b][b.offset : b.end]
     files[path_a][a.offset : a.end] = of_b

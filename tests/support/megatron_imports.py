@@ -1,4 +1,4 @@
-"""All imports of megatron-core for the parent of forked ranks; threads write the files, and groups stay open."""
+"""All megatron-core imports for the parent of forked ranks; threads write the files, and groups stay open."""
 
 import importlib
 import multiprocessing.dummy
@@ -34,11 +34,11 @@ def _group(ranks: list[int], **options: Any) -> Any:
 
 
 def _forget(forget: Callable[[], None] = parallel_state.destroy_model_parallel) -> None:
-    """Forget the groups of a run without ending them."""
+    """Forget a run's groups without ending them."""
     for name in [name for name in vars(parallel_state) if name.endswith("_GLOO")]:
         setattr(parallel_state, name, None)
     forget()
 
 
-parallel_state.create_group = _group  # the end of a run does not destroy it
+parallel_state.create_group = _group  # a run's end does not destroy it
 parallel_state.destroy_model_parallel = _forget

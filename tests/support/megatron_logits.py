@@ -37,7 +37,7 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 
 _LENGTH = 24
-#: Second copies in a multi-token prediction layer of DeepSeek.
+#: Second copies in DeepSeek's multi-token prediction layer.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 #: Parallel sizes for one rank, by Megatron-LM's names.
 _ONE_RANK: dict[str, Any] = {
@@ -140,7 +140,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
 
 
 def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
-    """transformers' model with random weights and buffers everywhere, norms and biases included."""
+    """Return transformers' model with random weights and buffers everywhere, norms and biases included."""
     torch.manual_seed(0)
     known = architecture.removesuffix("_wide")
     config = AutoConfig.for_model(twin_of(known), **{**tiny_sizes(architecture), **more})
@@ -165,7 +165,7 @@ def auto_class(architecture: str) -> Any:
 
 
 def logits_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the logits of transformers' model, or the logits of both heads for BERT."""
+    """Return transformers' logits; BERT has two heads."""
     return two_heads.of_transformers(model, inputs) if hasattr(model, "cls") else model(inputs).logits
 
 
@@ -191,7 +191,7 @@ def save(model: Any, hub: Path, architecture: str) -> None:
 
 
 def to_release(folder: Path, architecture: str) -> None:
-    """Convert a twin's folder to the names of the release."""
+    """Convert a twin's folder to the release's names."""
     twin, path = TWINS[architecture], folder / "config.json"
     config = twin.config(architecture, json.loads(path.read_text()))
     path.write_text(json.dumps(config))

@@ -16,7 +16,7 @@ from train.megatron.stand_ins import normed_linear
 
 
 def build_chunks(args: Any, transformer: Any) -> list[Any]:
-    """Build this rank's chunks of the model in the arguments."""
+    """Build this rank's chunks from the arguments."""
     if getattr(args, "hybrid_override_pattern", None) is not None:
         return engine.build_chunks(args, transformer, _mamba_model)
     if getattr(args, "bert_binary_head", False):
@@ -25,7 +25,7 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
 
 
 def _bert_model(args: Any, transformer: Any, **given: Any) -> Any:
-    """Build a chunk of BERT with a masked-token head and a sentence-pair head."""
+    """Build a BERT chunk with a masked-token head and a sentence-pair head."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -33,7 +33,7 @@ def _bert_model(args: Any, transformer: Any, **given: Any) -> Any:
 
 
 def _mamba_model(args: Any, transformer: Any, vp_stage: None, **given: Any) -> Any:
-    """Build this rank's part of a hybrid Mamba model."""
+    """Build this rank's part in a hybrid Mamba model."""
     spec = _mamba_spec(args.num_experts)
     from megatron.core.models.mamba import MambaModel
 
@@ -62,7 +62,7 @@ def _have_mamba() -> None:
 
 
 def _mamba_spec(num_experts: int | None) -> Any:
-    """Return the layer specs of a MambaModel, after models/mamba/mamba_layer_specs.py."""
+    """Return a MambaModel's layer specs, after models/mamba/mamba_layer_specs.py."""
     _have_mamba()
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -137,7 +137,7 @@ def _gated_norm() -> type:
 def _scan(
     x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, chunk: int, **more: Any
 ) -> torch.Tensor:
-    """mamba_ssm's mamba_chunk_scan_combined, one element of the sequence after the other."""
+    """Compute mamba_ssm's mamba_chunk_scan_combined, one sequence element after the other."""
     heads = x.shape[2]
     steps = functional.softplus(dt.float() + more["dt_bias"])
     into, out = (one.float().repeat_interleave(heads // one.shape[2], dim=2) for one in (b, c))

@@ -1,4 +1,4 @@
-"""Runs of the bundled trainer on megatron-core: real checkpoints in its formats, and loads of converted ones."""
+"""The bundled trainer's runs on megatron-core: real checkpoints in its formats, and loads of converted ones."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ BY_NAME = {run.name: run for run in RUNS}
 
 @functools.cache
 def scratch() -> Path:
-    """A folder for this process, removed when it ends."""
+    """Return a folder for this process, removed when it ends."""
     folder = Path(tempfile.mkdtemp(prefix="megatron-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def sample(name: str, form: str = "megatron") -> Path:
-    """Return the folder of one of `RUNS` in one of its forms, with its truth. The first call makes all of them."""
+    """Return a folder from `RUNS` in one of its forms, with its truth. The first call makes all runs."""
     folder = scratch() / "runs"
     if not folder.is_dir():
         launch([run.job(folder / run.name, steps=2, saves={f: FORMS[f] for f in run.forms}) for run in RUNS], folder)
@@ -159,7 +159,7 @@ def check_read(checkpoint: Checkpoint, expected: Truth) -> None:
 
 
 def without_padding(found: Truth) -> dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]:
-    """Return the tensors without vocabulary padding, which depends on the number of ranks."""
+    """Return the tensors without vocabulary padding, because it depends on the number of ranks."""
     size, tensors = found.metadata["vocab_size"], dict(found.tensors)
     for (fqn, role), (dtype, shape, data) in found.tensors.items():
         if fqn in ("embedding.word_embeddings.weight", "output_layer.weight"):

@@ -1,7 +1,7 @@
-"""One rank of `tests.support.megatron_runs`.
+"""One rank for `tests.support.megatron_runs`.
 
 A job line for megatron has `saves` (folders by options) or `resume` (truth to `output/truth`), and `loader` (see
-`matrix_loading`); other lines are runs of the trainer.
+`matrix_loading`); other lines are trainer runs.
 """
 
 import functools
@@ -36,7 +36,7 @@ def main() -> None:
             error.add_note(f"in the job {line}")
             raise
         dist.barrier()
-        gc.freeze()  # modules: a run collects garbage, and need not go through all of theirs again
+        gc.freeze()  # a run collects garbage, and can skip these modules
         if launch.is_first():
             print(f"{line}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     launch.stop()
@@ -93,7 +93,7 @@ def _gather(engine: Any, config: Config, folders: list[Path]) -> None:
 
 @functools.cache
 def _sizes(model: str, layers: int | None, dtype: str) -> Any:
-    """Return transformers' configuration of a model."""
+    """Return transformers' configuration for a model."""
     with torch.device("meta"):
         return models.build_model(Config(model=model, layers=layers, dtype=dtype)).config
 

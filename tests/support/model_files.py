@@ -1,4 +1,4 @@
-"""Edits of DeepSpeed's model files."""
+"""Edits to DeepSpeed's model files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies, made-up checkpoints and open files, for tests of byte movement."""
+"""Copies, made-up checkpoints and open files, for tests that move bytes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
             ),
             Tensor(f"empty{number}", "weight", FLOAT32, (0, 6), Whole(Extent.contiguous(path, 0, FLOAT32, (0, 6)))),
         ]
-        for name in ("columns", "cast columns"):  # in three parts: some rows of two columns, the others, four columns
+        for name in ("columns", "cast columns"):  # three parts: some rows in two columns, the other rows, four columns
             boxes = Box((0, 0), (rows // 3, 2)), Box((rows // 3, 0), (rows - rows // 3, 2)), Box((0, 2), (rows, 4))
             parts = [Extent.contiguous(path, 3 + 5 * rank, FLOAT32, box.sizes) for rank, box in enumerate(boxes)]
             columns = tuple(
@@ -135,7 +135,7 @@ def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
 
 
 def open_files() -> set[tuple[str, str]]:
-    """Return open descriptors and their targets, except for the descriptor of the listing."""
+    """Return open descriptors and their targets, except for the listing's own."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

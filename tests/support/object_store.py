@@ -95,7 +95,7 @@ class ObjectStore:
         }
 
     def unfinished(self) -> list[str]:
-        """Return the keys of multipart uploads neither completed nor aborted."""
+        """Return the keys for multipart uploads neither completed nor aborted."""
         return [one["Key"] for one in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
 
     def environment(self) -> Mapping[str, str]:

@@ -77,7 +77,7 @@ def commands(page: str) -> list[Command]:
 
 
 def is_row(line: str) -> bool:
-    """Return True if `line` is a row in a table of times."""
+    """Return True if `line` is a row in a times table."""
     return re.search(r" \d+\.\d\d +\d", line) is not None
 
 

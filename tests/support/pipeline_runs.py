@@ -1,4 +1,4 @@
-"""Runs of the bundled trainer on DeepSpeed's pipeline: real checkpoints in Megatron-DeepSpeed's layout."""
+"""The bundled trainer's runs on DeepSpeed's pipeline: real checkpoints in Megatron-DeepSpeed's layout."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ def _folder() -> Path:
 
 
 def sample(name: str) -> Path:
-    """Return the folder of one of `RUNS`, with its truth. The first call makes all of them."""
+    """Return a folder from `RUNS`, with its truth. The first call makes all runs."""
     return _folder() / name
 
 
 def truth(name: str) -> Truth:
-    """Return the truth of the live engine's ranks at the save."""
+    """Return the truth from the live engine's ranks at the save."""
     return Truth.load(sample(name) / "truth" / f"{TAG}.safetensors")
 
 
 def copy_of(name: str, folder: Path) -> Path:
-    """A copy of a run without its truth, to be changed."""
+    """Copy a run without its truth, for changes."""
     run = folder / name
     shutil.copytree(sample(name), run, ignore=shutil.ignore_patterns("truth"))
     return run
@@ -155,5 +155,5 @@ def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]
 
 
 def loaded_truth(output: Path) -> Truth:
-    """Return the truth of the engine's ranks after one of `load_all`'s loads."""
+    """Return the truth from the engine's ranks after a load in `load_all`."""
     return Truth.load(output / "truth" / "truth.safetensors")

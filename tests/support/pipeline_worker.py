@@ -1,4 +1,4 @@
-"""One rank of `tests.support.pipeline_runs`: a line is a run of the trainer.
+"""One rank for `tests.support.pipeline_runs`: a line is a trainer run.
 
 With 0 `steps` it loads `resume` and gathers the truth.
 """

@@ -1,4 +1,4 @@
-"""Paths of the repository and its fixtures. Imports nothing, so tests of the base package can use it."""
+"""Paths to the repository and its fixtures. Imports nothing, so base package tests can use it."""
 
 from pathlib import Path
 

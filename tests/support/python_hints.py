@@ -1,4 +1,4 @@
-"""Hints of errors from public functions, tried as keywords in a copy of the folder, once for each wording."""
+"""Hints from public functions' errors, tried as keywords in a copy of the folder, once for each wording."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import hints
 from tests.support.hints import Told
 from tests.support.places import REPOSITORY
 
-#: Public names of classes.
+#: Public class names.
 _CLASSES = ("CkptError", "StorageReader", "TrainerCallback")
 #: Functions that talk to a server, serve a folder, or look at the whole machine.
 _NOT_CALLED = ("push", "mount", "doctor", "clean")
@@ -43,7 +43,7 @@ _pid = os.getpid()
 
 
 def watch() -> None:
-    """Watch every public function of ckpt, and the methods that write a conversion."""
+    """Watch every public function in ckpt, and the methods that write a conversion."""
     for name in dir(ckpt):
         if name not in _CLASSES and (module := ckpt._module_of(name)) is not None:
             owner = import_module(module)
@@ -78,7 +78,7 @@ def _is_in_test() -> bool:
 def _check(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: CkptError
 ) -> None:
-    """Raise AssertionError if the hint of `error` does not help whoever called the function."""
+    """Raise AssertionError if `error`'s hint does not help the caller."""
     text = error._text(in_python)
     problems = [f"it names the option {found[0]}" for found in hints.options_in(text)]
     if error.hint is None and not problems:
@@ -189,7 +189,7 @@ def _command(words: list[str]) -> str | None:
 
 
 def _call(short: str, function: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
-    """Return the error of a call in a copy of the test's folder, "" if it works, or None if it can't be called."""
+    """Return a call's error in a copy of the test's folder, "" if it works, or None if it can't be called."""
     wanted = {name: value for name, value in given.items() if name not in _REPORTING}
     places = [value for value in wanted.values() if isinstance(value, str | Path)]
     with hints.copied(" ".join(map(str, places))) as moved:

@@ -1,8 +1,8 @@
-"""Runs of the trainer, with each step's optimizer options in `output/options.json`.
+"""Trainer runs, with each step's optimizer options in `output/options.json`.
 
-Besides the trainer's options a line has `save_at`, `copied` (a folder and its copy), `commands` of ckpt to run first,
-`anywhere` (arguments of ckpt.resume), `loaded` (write the truth first), `sees` (a tower) and `forget` (zero the
-states).
+Besides the trainer's options a line has `save_at`, `copied` (a folder and its copy), `commands` (ckpt commands to run
+first), `anywhere` (arguments for ckpt.resume), `loaded` (write the truth first), `sees` (a tower) and `forget` (zero
+the states).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run_command(line: str) -> Result:
 
 
 def forget(run: Path) -> None:
-    """Zero Adam's states and step, like a conversion of weights and masters alone."""
+    """Zero Adam's states and step, like a conversion without states."""
     if dist.get_rank() == 0:
         for file in run.glob("iter_*/mp_rank_*/distrib_optim.pt"):
             content = torch.load(file, weights_only=False)

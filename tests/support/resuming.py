@@ -9,7 +9,7 @@ from typing import Any
 
 BOUNDS = {"bf16": 5e-4, "fp32": 1e-6}
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-#: Formats in `ckpt` of --save native.
+#: `ckpt` formats written by --save native.
 FORMATS = {"ddp": "full", "fsdp1": "dcp", "fsdp2": "dcp"}
 
 
@@ -19,7 +19,7 @@ def format_of(strategy: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """An engine on a number of ranks."""
+    """An engine and its rank count."""
 
     strategy: str
     ranks: int
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def format(self) -> str:
-        """Format of its checkpoints in `ckpt`."""
+        """Its checkpoints' format in `ckpt`."""
         return format_of(self.strategy)
 
     def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def options(run: Path) -> list[list[dict[str, Any]]]:
 
 
 def apart(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest relative difference over steps 5 to 8."""
+    """Return the largest relative difference over steps 5 to 8."""
     return max(abs(one[step] - other[step]) / other[step] for step in range(5, 9))
 
 
@@ -99,6 +99,6 @@ def title(dtype: str) -> str:
 
 
 def side_by_side(rest: dict[int, float], whole: dict[int, float]) -> dict[str, str]:
-    """The cells of a row: each loss and the unbroken run's, and the largest difference."""
+    """Return a row's cells: each loss next to the unbroken run's, and the largest difference."""
     cells = {f"step {step}": f"{loss:.6f} {whole[step]:.6f}" for step, loss in rest.items()}
     return cells | {"relative": shown(apart(rest, whole))}

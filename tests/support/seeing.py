@@ -19,7 +19,7 @@ _LANGUAGE = "language_model."
 
 @contextlib.contextmanager
 def sees() -> Iterator[None]:
-    """Has the trainer's engine of megatron-core build models with a tower while open."""
+    """While open, let the trainer's megatron-core engine build models with a tower."""
     make, build, name = engine.megatron_args.arguments, engine.build_chunks, megatron_truth.canonical
 
     def arguments(*given: Any) -> Namespace:

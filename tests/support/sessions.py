@@ -1,11 +1,11 @@
 """Terminal sessions in text files: typed commands, their whole output and the exit code.
 
-A file of `tests/golden` has any number of sessions. Each begins with a line `== NUMBER. TITLE` and runs in an empty
-folder of its own, `$HERE`. `$ ` begins a command, and the lines below it are its whole output in the order of printing:
-lines of stderr begin with `! `, and `[4]` is the exit code if it is not 0.
+A file in `tests/golden` has many sessions. Each begins with a line `== NUMBER. TITLE` and runs in its own empty folder,
+`$HERE`. `$ ` begins a command, and the lines below it are its whole output in printing order: stderr lines begin with
+`! `, and `[4]` is the exit code if it is not 0.
 
 `ckpt` runs in this process, a verb calls its function, `cd` and `export` last until the session ends, and anything else
-goes to `sh`. `ckpt ... | grep x` shows a part of a successful command's output. A refused command must leave every file
+goes to `sh`. `ckpt ... | grep x` shows part of a successful command's output. A refused command must leave every file
 unchanged. CKPT_GOLDEN=write in the environment writes the real output.
 """
 
@@ -38,7 +38,7 @@ _VARIES = (
 
 @dataclass(frozen=True)
 class Session:
-    """One session of a file: its title and its lines."""
+    """One session in a file: its title and its lines."""
 
     file: Path
     title: str
@@ -60,7 +60,7 @@ class Session:
 
 
 def sessions(file: Path) -> list[Session]:
-    """Return the sessions of a file."""
+    """Return a file's sessions."""
     _, *parts = _HEAD.split(file.read_text())
     found = [
         Session(file, title, tuple(line for line in lines.splitlines() if line))
@@ -133,7 +133,7 @@ def _run(command: str, monkeypatch: pytest.MonkeyPatch, verbs: Mapping[str, Call
 
 
 def _write(session: Session) -> None:
-    """Replace the session in its file, and number all of them."""
+    """Replace the session in its file, and renumber all sessions."""
     intro, *parts = _HEAD.split(session.file.read_text())
     text = io.StringIO()
     text.write(intro.rstrip() + "\n" if intro.strip() else "")

@@ -56,14 +56,14 @@ class Cluster:
         }
 
     def run(self, *words: str | Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-        """A command of a user in the checkout; the caller looks at its exit code."""
+        """Run a user's command in the checkout; the caller checks its exit code."""
         command = [str(word) for word in words]
         return subprocess.run(
             command, cwd=REPOSITORY, env=self.env | env, capture_output=True, text=True, timeout=timeout
         )
 
     def ask(self, *words: str | Path, **env: str) -> str:
-        """Return the output of a command. Raise AssertionError with its output if it fails."""
+        """Return a command's output. Raise AssertionError with its output if it fails."""
         done = self.run(*words, **env)
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()
@@ -85,7 +85,7 @@ class Cluster:
             time.sleep(0.2)
 
     def wait_for_state(self, number: str, *states: str, timeout: float = 120) -> None:
-        """Returns when the job is in one of these states."""
+        """Wait until the job is in one of these states."""
         self.wait(lambda: self.job(number)["JobState"] in states, f"job {number} in {', '.join(states)}", timeout)
 
     def wait_for_requeue(self, number: str, times: str) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         self.run("scontrol", "update", f"jobid={number}", "starttime=now")  # no effect if it has started meanwhile
 
     def wait_for_nodes(self) -> None:
-        """Returns when both nodes answer and have nothing to do."""
+        """Wait until both nodes answer and are idle."""
         self.wait(lambda: self.ask("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == "2", "nodes idle", 60)
 
     @contextmanager
@@ -131,7 +131,7 @@ class Cluster:
 
     @contextmanager
     def configured(self, **settings: str | int) -> Iterator[None]:
-        """While this is open, some of the configuration is other than it is."""
+        """While open, change part of the configuration."""
         file = self.folder / "slurm.conf"
         before = file.read_text()
         changed = before

@@ -1,4 +1,4 @@
-"""Tensors of a folder, read by the safetensors library."""
+"""A folder's tensors, read by the safetensors library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.engines import raw
 
 
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return every tensor of a folder, read by the safetensors library."""
+    """Return every tensor in a folder, read by the safetensors library."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

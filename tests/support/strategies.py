@@ -18,7 +18,7 @@ Store = dict[str, NDArray]
 
 
 def shapes(max_dims: int = 4, max_size: int = 5, min_size: int = 0) -> st.SearchStrategy[Shape]:
-    """Shapes with and without dims, elements and dims of size 1."""
+    """Draw shapes with and without dims, elements and size-1 dims."""
     return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
 
 
@@ -105,7 +105,7 @@ def tensor_of(
 
 
 def indices(region: Region, shape: Shape) -> NDArray:
-    """Return the row-major indices of a region's elements, in the shape of its extent."""
+    """Return row-major indices for a region's elements, in its extent's shape."""
     every = np.arange(prod(shape))
     if isinstance(region, FlatRange):
         return every[region.start : region.stop]
@@ -114,7 +114,7 @@ def indices(region: Region, shape: Shape) -> NDArray:
 
 
 def positions(extent: Extent) -> NDArray:
-    """Return the file position of each element of an extent, in elements and in the extent's shape."""
+    """Return each element's file position, in elements and in the extent's shape."""
     assert extent.offset % extent.dtype.itemsize == 0
     found = np.full(extent.shape, extent.offset // extent.dtype.itemsize)
     for dim, (size, stride) in enumerate(zip(extent.shape, extent.strides, strict=True)):

@@ -1,4 +1,4 @@
-"""Sizes of tiny models for Megatron's architectures, including those the trainer does not train."""
+"""Tiny model sizes for Megatron's architectures, including those the trainer does not train."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Text and vision sizes of models with images; all sizes of a tower differ.
+#: Text and vision sizes for models with images; all sizes in a tower differ.
 _TEXT: dict[str, Any] = {**_COMMON, "head_dim": 8, "num_key_value_heads": 1}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _PARTIAL = {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
@@ -241,18 +241,18 @@ def even_sizes(architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
             even[name] = (2 * text[name])[: even["num_hidden_layers"]]
     if "text_config" not in sizes:
         return even
-    vision = sizes["vision_config"]  # the tower's output is as wide as the text
+    vision = sizes["vision_config"]  # the tower's output has the text's width
     wide = {name: even["hidden_size"] for name in ("hidden_size", "out_hidden_size") if vision.get(name) == narrow}
     return {**sizes, "text_config": even, "vision_config": vision | wide}
 
 
 def layers_of(architecture: str) -> str | None:
-    """The kind of Megatron's layers to ask for: hybrids have Transformer Engine's alone, or stand-ins for these."""
+    """Return Megatron's layer spec to request: hybrids only have Transformer Engine's, or stand-ins for these."""
     return None if architecture.startswith(("nemotron_h", "qwen3_next", "qwen3_5")) else "local"
 
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:
-    """Return the config options of a tiny model that differ from the architecture's defaults."""
+    """Return a tiny model's config options that differ from the architecture's defaults."""
     architecture = twin_of(architecture)
     if architecture.removesuffix("_wide") in ARCHITECTURES:
         return sizes_of(architecture)

@@ -15,8 +15,8 @@ PARTS = "qkv"
 class Twin:
     """A transformers class to build a release's tiny model.
 
-    `model_type` is its class. `words` maps the twin's config keys to the release's, `stated` holds further config
-    entries of the release, and `names` are name parts of the twin and the release, replaced in turn. `#q`, `#k` and
+    `model_type` is its class. `words` maps the twin's config keys to the release's, `stated` holds the release's
+    further config entries, and `names` are name parts in the twin and the release, replaced in turn. `#q`, `#k` and
     `#v` are concatenated in one tensor.
     """
 
@@ -26,7 +26,7 @@ class Twin:
     names: tuple[tuple[str, str], ...] = ()
 
     def config(self, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the release's config.json for a config of the twin."""
+        """Return the release's config.json for a twin's config."""
         words = {self.words.get(name, name): value for name, value in config.items()}
         cls = f"{FAMILIES[own].stem}{FAMILIES[own].causal}"
         return {**words, **self.stated, "model_type": own, "architectures": [cls]}
@@ -100,5 +100,5 @@ SAME_NAMES = [name for name, twin in TWINS.items() if not twin.names]
 
 
 def twin_of(architecture: str) -> str:
-    """Return the model type of the class in transformers."""
+    """Return the model type for the class in transformers."""
     return TWINS[architecture].model_type if architecture in TWINS else architecture

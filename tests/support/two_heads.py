@@ -1,4 +1,4 @@
-"""BERT in transformers and megatron-core: two-part sentences with padding, and logits of both heads."""
+"""BERT in transformers and megatron-core: two-part sentences with padding, and logits from both heads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-#: How many tokens of the first sequence are no padding.
+#: Unpadded tokens in the first sequence.
 _LENGTH = 17
-#: Names in ckpt's tables for the modules of a BertModel with local layers.
+#: ckpt's names for the modules in a BertModel with local layers.
 _NAMES = {
     "encoder.": "decoder.",
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
@@ -23,7 +23,7 @@ def name_here(name: str) -> str:
 
 
 def _given(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask of unpadded tokens, and each token's part of the sentence."""
+    """Return the mask for unpadded tokens, and each token's part in the sentence."""
     mask = torch.ones_like(inputs)
     mask[0, _LENGTH:] = 0
     return mask, (torch.arange(inputs.shape[1]) > inputs.shape[1] // 3).long().expand_as(inputs)
@@ -36,12 +36,12 @@ def of_transformers(model: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def of_megatron(chunk: Any, inputs: torch.Tensor) -> Any:
-    """Return the output of a BertModel chunk; the last chunk returns the logits of both heads."""
+    """Return a BertModel chunk's output; the last chunk returns both heads' logits."""
     mask, parts = _given(inputs)
     return chunk(inputs, mask, parts)
 
 
 def joined(tokens: torch.Tensor, pairs: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Concatenate the logits of unpadded tokens and of sentence pairs."""
+    """Concatenate the logits for unpadded tokens and for sentence pairs."""
     tokens = tokens[..., :vocab_size]
     return torch.cat([tokens[0, :_LENGTH].flatten(), tokens[1:].flatten(), pairs.flatten()]).float()

@@ -1,5 +1,6 @@
-"""A user's script with transformers' Trainer on forked ranks, with arguments STOP, FOLDER and SCRIPT; `rows-RANK.jsonl`
-gets each step's rows.
+"""A user's script with transformers' Trainer on forked ranks, with arguments STOP, FOLDER and SCRIPT.
+
+`rows-RANK.jsonl` gets each step's rows.
 """
 
 from __future__ import annotations

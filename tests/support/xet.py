@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-_ENTRY = 48  # bytes of every shard record
+_ENTRY = 48  # bytes in every shard record
 _NONE, _LZ4, _GROUPED_LZ4 = range(3)
 _WITH_VERIFICATION, _WITH_METADATA = 1 << 31, 1 << 30
 
 
 def chunks(xorb: bytes) -> list[bytes]:
-    """The chunks of a xorb: each behind 8 bytes with version, stored size, compression and size."""
+    """Return a xorb's chunks: each follows 8 bytes with version, stored size, compression and size."""
     found, at = [], 0
     while at < len(xorb):
         stored, compression = int.from_bytes(xorb[at + 1 : at + 4], "little"), xorb[at + 4]
@@ -25,7 +25,7 @@ def chunks(xorb: bytes) -> list[bytes]:
 
 
 def files(shard: bytes, xorbs: Mapping[str, list[bytes]]) -> Iterator[bytes]:
-    """Yield the content of each file in a shard, assembled from chunks of `xorbs`."""
+    """Yield each file's content in a shard, assembled from chunks in `xorbs`."""
     at = _ENTRY  # behind the header
     while shard[at : at + 32] != b"\xff" * 32:
         flags, count = struct.unpack_from("<2I", shard, at + 32)

@@ -1,5 +1,6 @@
-"""An unmodified DeepSpeed engine loads `resume`: `torchrun ... -m tests.support.zero_gathering jobs.jsonl`; `output`
-gets the truth, `load` are arguments, `refused` expects an error on all ranks.
+"""An unmodified DeepSpeed engine loads `resume`: `torchrun ... -m tests.support.zero_gathering jobs.jsonl`.
+
+`output` gets the truth, `load` are arguments, `refused` expects an error on all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/command_registry.py`: the suite of commands on our
-own.
-"""
+"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/command_registry.py`: the suite on our commands."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a module in an environment with ckpt's wheel, the examples', and what this interpreter has beside."""
+    """Return a function to run a module in an environment with ckpt's and the examples' wheels.
+
+    The environment also has this interpreter's packages.
+    """
     folder = tmp_path_factory.mktemp("scratch")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))

@@ -21,7 +21,7 @@ def parsed(*words: str) -> Config:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_defaults_fit_the_strategy_and_the_ranks(strategy: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama has five heads: three strategies refused it under the default --tp 2."""
+    """With five heads, llama does not fit --tp 2: three strategies refused it by default."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     splits = strategy in ("tp-fsdp", "megatron", "megatron-deepspeed")
     found = parsed("--strategy", strategy)

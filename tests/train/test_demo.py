@@ -22,7 +22,7 @@ SECTIONS = {("resume.md", "From 2 ranks to 3"): ".", ("merge-lora.md", "A run un
 
 
 def printed(command: list[str], folder: Path) -> str:
-    """Return both streams in the order of printing."""
+    """Return both streams in printing order."""
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -15,7 +15,7 @@ from train.operations.monitoring import require_free
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the only rank."""
+    """Make this process the only rank."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(launch, "gather_objects", lambda mine: [mine])

@@ -1,4 +1,4 @@
-"""`make gpu-check` on a double of torch.cuda: everything in it but the GPU."""
+"""`make gpu-check` on the torch.cuda double: everything in it but the GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_demo_that_took_the_cpu_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         gpu_check.demo(8)
 
 
-#: Number of truth tensors compared with the full state dict of a conversion; None if no number is checked.
+#: Count of truth tensors compared with a conversion's full state dict; None if no count is checked.
 COMPARED = {
     "zero1": 31,
     "zero2": 31,
@@ -99,7 +99,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         return done.out
 
     def run_of_demo(command: list[str]) -> None:
-        """Run one command of the demo. The training output is already there."""
+        """Run one demo command. The training output is already there."""
         if Path(command[0]).name == "ckpt":
             assert ckpt(*command[1:]).code == 0
             return

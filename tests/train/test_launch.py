@@ -1,4 +1,4 @@
-"""Each process's device, with a double of torch.cuda; and restored random states."""
+"""Each process's device, with a double for torch.cuda; and restored random states."""
 
 from __future__ import annotations
 

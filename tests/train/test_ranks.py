@@ -58,7 +58,7 @@ def test_every_strategy_works_with_the_defaults_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_error_of_any_rank_is_shown_once(tmp_path: Path) -> None:
-    """Each rank loads a file of its own, and this strategy's ranks import little."""
+    """Each rank loads its own file, and this strategy's ranks import little."""
     output = str(tmp_path / "run")
     words = ["--strategy", "fsdp2", "--save", "ranks", "--model", "toy", "--steps", "1", "--output", output]
     fork_once(tmp_path, [(2, "train.__main__", words)], ["train.engines.native"])

@@ -19,7 +19,7 @@ BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids 2 by 2, and 2 by 1
 PAIRS = [(one, other) for one in STRATEGIES for other in STRATEGIES]
 PRELOAD = [*DEEPSPEED, "tests.train.deepspeed_op", *RESUMING]
 TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
-#: The chain of all strategies in one folder, in bf16 like the default.
+#: All strategies in a chain in one folder, in bf16 like the default.
 CHAIN = [("zero3", 4), ("fsdp2", 3), ("hsdp", 2), ("tp-fsdp", 4), ("zero1", 2), ("ddp", 1), ("fsdp1", 3), ("zero2", 2)]
 
 
@@ -28,7 +28,7 @@ def start(strategy: str, ranks: int, output: Path, steps: int, *words: str) -> t
 
 
 def losses(printed: str) -> dict[str, dict[int, float]]:
-    """Return each run's printed losses by step, by the name of its output folder."""
+    """Return each run's printed losses by step, by output folder."""
     found: dict[str, dict[int, float]] = {}
     steps: dict[int, float] = {}
     for line in printed.splitlines():
@@ -50,7 +50,7 @@ def test_it_can_be_read_and_copied() -> None:
 
 @pytest.fixture(scope="module")
 def went_on(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
-    """Return the losses of every pair, every source, and the uninterrupted run."""
+    """Return losses for every pair, every source, and the uninterrupted run."""
     folder = tmp_path_factory.mktemp("pairs")
     words = ("--dtype", "fp32")
     sources = [start(one, BEFORE, folder / one, 2, *words) for one in STRATEGIES]
@@ -75,7 +75,7 @@ def test_each_goes_on_where_any_has_stopped(
 
 @pytest.mark.slow
 def test_all_strategies_in_turn_in_one_folder(tmp_path: Path, tables: Any) -> None:
-    """A user's case: one run folder, bf16, and another number of ranks each time."""
+    """A user's case: one run folder, bf16, and another rank count each time."""
     starts = [start(one, ranks, tmp_path / "run", 2 * number) for number, (one, ranks) in enumerate(CHAIN, 1)]
     unbroken = start("ddp", 2, tmp_path / "unbroken", 2 * len(CHAIN))
     found = losses(fork([*starts, unbroken], PRELOAD))

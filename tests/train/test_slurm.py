@@ -1,6 +1,4 @@
-"""Batch jobs on a real Slurm cluster: preempted, stopped, without a node, cancelled; in one file, so that it starts
-once.
-"""
+"""Batch jobs on a real Slurm cluster: preempted, stopped, without a node, cancelled. One file starts it once."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ def path_with(cluster: Cluster, folder: Path, name: str, command: str) -> str:
 def test_a_run_goes_on_with_the_nodes_that_came_back(
     cluster: Cluster, tmp_path: Path, tables: dict[str, dict[str, dict[str, str]]]
 ) -> None:
-    """It is preempted, saves ahead of the limit, loses a node, and is cancelled."""
+    """It is preempted, saves before the limit, loses a node, and is cancelled."""
     run, logs = tmp_path / "outputs", tmp_path / "log"
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
     asked = ["--gpus-per-node=0", f"--output={logs}", f"--job-name={tmp_path / 'ranks'}", TRAIN]
     train = [run, "--until", "100000", "--save-every", "3", *words]
     number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="5")
-    firsts = []  # first step of each start
+    firsts = []  # each start's first step
 
     def steps() -> int:
         return len(losses(run)) if (run / "metrics.jsonl").is_file() else 0

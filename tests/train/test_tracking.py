@@ -1,4 +1,4 @@
-"""Trackers of the bundled trainer. Each library reads its own offline output back."""
+"""The bundled trainer's trackers. Each library reads its own offline output back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for step in (1, 2, 3):
     tracker.log(tracking.flat(line), step=step)
 tracker.finish()
 """
-#: Output of trackio's own reader for a folder, as the last line.
+#: Output from trackio's own reader for a folder, as the last line.
 READ_TRACKIO = f"""
 import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -119,7 +119,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 )
 def test_when_wandb_is_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str | None, mode: bool) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the port of `discard`, without a listener
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the `discard` port, without a listener
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)

@@ -1,4 +1,4 @@
-"""`ckpt/training`: `ckpt.TrainerCallback` in a run of HF Trainer on a CPU."""
+"""`ckpt/training`: `ckpt.TrainerCallback` in an HF Trainer run on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/commands/plot/curves.py`: losses of several runs in one plot, from trainers' records."""
+"""`ckpt/commands/plot/curves.py`: several runs' losses in one plot, from trainers' records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def recorded(run: Path, *starts: tuple[int, dict[int, float]]) -> Path:
-    """Write a run's metrics.jsonl. `starts` are numbers of ranks with their losses by step."""
+    """Write a run's metrics.jsonl. `starts` are rank counts with their losses by step."""
     run.mkdir()
     lines = [
         {"step": step, "loss": loss, "ranks": {"loss": [loss] * ranks}}

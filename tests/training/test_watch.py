@@ -1,6 +1,4 @@
-"""`ckpt/commands/watch/watcher.py` and `ckpt/training/heartbeat.py`: processes that beat as ranks do, stopped, killed,
-stuck or failed.
-"""
+"""`ckpt/commands/watch/watcher.py` and `ckpt/training/heartbeat.py`: stopped, killed, stuck or failed ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`dcp.load` fills FSDP2 by `ckpt.StorageReader`: `torchrun ... -m tests.views.storage_reading jobs.jsonl`.  A line has
-`path`, `output`, `config`, `dtype`, `freeze`, and `form` (`nested`, `flat`, `named`, `bare`); `missing` asks for an
-absent name, `other` is the last rank's path.
+"""`dcp.load` fills FSDP2 by `ckpt.StorageReader`: `torchrun ... -m tests.views.storage_reading jobs.jsonl`.
+
+A line has `path`, `output`, `config`, `dtype`, `freeze`, and `form` (`nested`, `flat`, `named`, `bare`); `missing` asks
+for an absent name, `other` is the last rank's path.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from train.optimizers import param_groups
 
 
 def build(job: dict[str, Any]) -> nn.Module:
-    """A model with other values than the checkpoint's."""
+    """Build a model with values other than the checkpoint's."""
     torch.manual_seed(99)
     if "config" in job:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,7 +104,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def local(value: Any) -> torch.Tensor | None:
-    """Return this rank's part of a tensor, or None for other values."""
+    """Return this rank's part, or None for values other than tensors."""
     if not isinstance(value, torch.Tensor):
         return None
     part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value

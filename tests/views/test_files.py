@@ -59,7 +59,7 @@ def assert_reads(made: Views, expected: dict[str, bytes], random: Random, num_ra
 
 @pytest.mark.parametrize("buffer_size", [37, 400, 4 << 20])
 def test_every_kind_of_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_size: int) -> None:
-    """Of two ranks, transposed, cast, in columns, without elements; headers and padding."""
+    """Two ranks, transposed, cast, in columns, without elements; headers and padding."""
     case = make_case(tmp_path)
     monkeypatch.setattr(views, "BUFFER", buffer_size)
     monkeypatch.setattr(views, "MAX_ROWS", 2)
@@ -78,7 +78,7 @@ def test_threads_read_one_file_at_a_time_each_its_own_range(tmp_path: Path) -> N
 
 
 def computed_case(folder: Path, calls: list[str]) -> tuple[Views, dict[str, bytes]]:
-    """Make two computed weights, like merged or dequantized ones, one of them cast."""
+    """Make two computed weights, like merged or dequantized ones; cast one."""
     contents = {f"<{name}>": np.random.default_rng(3).random(600, np.float32) for name in "ab"}
 
     def compute(name: str) -> memoryview:

@@ -67,7 +67,7 @@ def test_what_does_not_match_is_refused_before_anything_is_filled(moe: Path) -> 
 
 
 def test_a_module_of_ones_own(fixtures: Path) -> None:
-    """Ties and buffers of a custom toy model."""
+    """The custom toy has ties and buffers."""
     run = fixtures / "toy-zero3"
     truth = load_file(run / "truth" / "global_step2.safetensors")
     named = {fqn.partition("/")[2]: tensor for fqn, tensor in truth.items() if fqn.split("/")[0] in KINDS}

@@ -138,7 +138,7 @@ class TestMounted:
 
     @pytest.mark.usefixtures("viewed")
     def test_the_page_on_views(self, tmp_path: Path) -> None:
-        """Run the page's terminal lines and its last lines of Python in order."""
+        """Run the page's terminal lines and its last Python lines in order."""
         page = (REPOSITORY / "docs" / "views.md").read_text()
         shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
         lines = re.findall(r"^\$ (.+)$", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`ckpt/views/storage_reader.py`, `state_keys.py`: `dcp.load` of any format, against the live engines' truth."""
+"""`ckpt/views/storage_reader.py`, `state_keys.py`: `dcp.load` for any format, against the live engines' truth."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def emptied(value: Any) -> Any:
-    """Overwrite every tensor of a state dict."""
+    """Overwrite every tensor in a state dict."""
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, 3)
     if isinstance(value, dict):
@@ -185,7 +185,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def agree(*paths: Path) -> None:
-    """Plan a global load with one rank for each of `paths`."""
+    """Plan a global load with one rank for each path."""
     readers = [ckpt.StorageReader(path) for path in paths]
     readers[0].prepare_global_plan([reader.prepare_local_plan(LoadPlan([])) for reader in readers])
 
@@ -220,7 +220,7 @@ def test_copies_on_several_disks_are_the_same(group: None, name: str, tmp_path: 
 
 
 def test_one_element_that_differs_in_a_zip_is_told(group: None, tmp_path: Path) -> None:
-    """The checksums of a zip's records stand at its end."""
+    """A zip stores its records' checksums at its end."""
     for name, value in (("a", 0), ("b", 1)):
         (tmp_path / name / "run").mkdir(parents=True)
         weight = torch.zeros(1 << 20)
@@ -313,7 +313,7 @@ def test_replicas_that_disagree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_part_is_read_with_no_more_than_its_bytes(tmp_path: Path) -> None:
-    """Columns of wide rows, in several fragments, and of a transposed tensor; and adjacent narrow columns."""
+    """Columns in wide rows, in several fragments, and in a transposed tensor; and adjacent narrow columns."""
     path, shape = str(tmp_path / "a"), (12, 6000)
     values = np.random.default_rng(2).random(shape, np.float32)
     Path(path).write_bytes(values.tobytes() + np.ascontiguousarray(values.T).tobytes())
@@ -352,7 +352,7 @@ def save_model(seed: int, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[str, tuple[dict[str, Any], Truth]]:
-    """Return the state of four FSDP2 ranks, by job, from a single launch."""
+    """Return the state on four FSDP2 ranks, by job, from a single launch."""
     folder = tmp_path_factory.mktemp("loaded")
     another_run = save_model(6, folder / "another run" / hub_folder.name)
     jobs = {

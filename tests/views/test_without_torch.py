@@ -1,4 +1,4 @@
-"""`ckpt/views/without_torch.py`: the Python API of `ckpt` without torch."""
+"""`ckpt/views/without_torch.py`: `ckpt`'s Python API without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.places import REPOSITORY
 
-#: Blocks the import of torch.
+#: Blocks importing torch.
 WITHOUT = """
 import sys
 class Missing:

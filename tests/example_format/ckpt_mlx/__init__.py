@@ -1,6 +1,4 @@
-"""MLX model folders as mlx-lm 0.32.2 writes them: safetensors with `format: mlx`, and stacked experts; no quantized
-weights.
-"""
+"""MLX model folders of mlx-lm 0.32.2: safetensors with `format: mlx` and stacked experts, not quantized."""
 
 from __future__ import annotations
 

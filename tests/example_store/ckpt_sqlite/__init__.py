@@ -1,6 +1,4 @@
-"""Checkpoints in SQLite: `sqlite://NAME/run` is the folder `run` of `NAME.db` in the folder CKPT_SQLITE; a row is an
-object.
-"""
+"""Checkpoints in SQLite: `sqlite://NAME/run` is the folder `run` in `NAME.db` in CKPT_SQLITE; a row is an object."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _PUT = (
 
 
 class SqliteStore:
-    """The store of one database; threads and processes each open it for themselves."""
+    """Store in one database; each thread and process opens it anew."""
 
     def __init__(self, root: str) -> None:
         self._url = f"sqlite://{root}"

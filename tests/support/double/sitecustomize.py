@@ -1,4 +1,4 @@
-"""Start-up hook for the double of torch.cuda in processes of `python -m train`.
+"""Start-up hook for the torch.cuda double in `python -m train` processes.
 
 `python -m tests.gpu_check --double 2` adds this folder to PYTHONPATH.
 """
