@@ -16,8 +16,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.support import slurm
 
-# Before anything imports deepspeed or torch: no accelerator is probed, and processes share the cores.  Engines and
-# libraries alike compute on the CPU, whatever GPUs the machine has.
+# Before deepspeed or torch is imported: probe no accelerator, share the cores, and compute on the CPU even if there are
+# GPUs.
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -130,7 +130,7 @@ def fixtures() -> Path:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
     """Start a Slurm cluster with two nodes on this machine, for all batch script tests."""
-    from tests.support import slurm  # not by every test: some run where only the base package is
+    from tests.support import slurm  # not at the top: some tests run with only the base package
 
     if lacking := slurm.missing():
         pytest.skip(f"no Slurm cluster: {lacking}")

@@ -115,5 +115,5 @@ def test_public_names_are_typed_by_the_declarations_of_commands() -> None:
 def test_keywords_are_typed_by_the_groups_of_options() -> None:
     if os.environ.get("CKPT_GOLDEN") == "write":
         MODULE.write_text(module())
-    # each name has to be a keyword that a group or a format declares
+    # each name must be a keyword declared by a group or a format
     assert MODULE.read_text() == module(), "CKPT_GOLDEN=write writes it anew"

@@ -38,7 +38,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     for block in blocks:
         if "ckpt.mount(" in block and no_fuse():
-            continue  # tests/views/test_mount.py says why, in a skip of its own
+            continue  # tests/views/test_mount.py skips it with a reason
         exec(compile(block, "docs/api.md", "exec"), names)
     assert ckpt.verify("outputs-bf16", "outputs-hf", cast=True).equal
     assert pushed[0][0] == Path("outputs-hf") and pushed[0][1].private

@@ -34,7 +34,7 @@ def test_digests_are_compared_with_what_there_is(
     assert "ckpt hash, hf" in table
 
 
-#: The sections that the README shows, by name, and how many layers their model has.
+#: Sections in the README, by name, and their models' layers.
 SHOWN = {name: SECTIONS[name] for name in readme.SHOWN}
 NUM_LAYERS = 28
 _FACTORS = re.compile(r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\) x ")
@@ -85,7 +85,7 @@ def test_the_record_has_every_goal_met_or_missed(
 
 @pytest.mark.parametrize("page", ["README.md", "README.ja.md"])
 def test_the_readme_shows_the_record(page: str) -> None:
-    """Rows are never typed: `python -m benchmarks --readme` puts them there."""
+    """Nobody types rows: `python -m benchmarks --readme` writes them."""
     text, results = (REPOSITORY / page).read_text(), readme.RESULTS.read_text()
     assert readme.rows(results) in text
     assert readme.with_rows(text, results) == text

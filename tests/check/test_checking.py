@@ -209,7 +209,7 @@ def link_to_nothing(path: Path) -> None:
 def test_check_and_convert_reject_damaged_files_around_the_tag(
     fixtures: Path, tmp_path: Path, name: str, damage: Damage, words: str
 ) -> None:
-    """DeepSpeed's tag lies in a folder with the files of the trainer and the tokenizer, and they are copied."""
+    """DeepSpeed's tag folder also holds the trainer's and the tokenizer's files, and conversions copy them."""
     run = tmp_path / "run"
     shutil.copytree(fixtures / "trainer-zero2" / "checkpoint-2", run)
     zero3, dcp = tmp_path / "zero3", tmp_path / "dcp"

@@ -137,7 +137,7 @@ def test_what_a_killed_conversion_left_is_gone_on_with(run: Path, option: tuple[
     assert snapshot_of_files("again") == snapshot_of_files("outputs-hf")
     staging = Path(".fourth.ckpt-staging")
     staging.mkdir()
-    (staging / "model.safetensors").write_bytes(written.read_bytes())  # and no journal, without which nothing goes on
+    (staging / "model.safetensors").write_bytes(written.read_bytes())  # without a journal nothing can continue
     removed = r"note: removed \S+\.fourth\.ckpt-staging \(\d+\.\d+ kB\), which a stopped conversion left\n"
     assert re.search(removed, run_ckpt(*source, "-o", "fourth").err)
 
@@ -384,7 +384,7 @@ def test_the_module_and_the_command_are_the_same(run: Path, monkeypatch: pytest.
         assert result.out.startswith((f"ckpt {ckpt.__version__}\n", "Usage: ckpt "))
     failed = process("inspect", "nowhere")
     assert (failed.code, failed.out) == (3, "")
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # else the shell around this is taken
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # else typer detects the surrounding shell
     for shell, line in {"bash": "_ckpt_completion ckpt", "zsh": "#compdef ckpt", "fish": "--command ckpt "}.items():
         shown = process("--show-completion", shell)
         assert shown.code == 0 and line in shown.out and "_CKPT_COMPLETE=" in shown.out, shown
@@ -455,7 +455,7 @@ def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
             mistake()
 
 
-# -- what a new user types, and the answers ----------------------------------------------------------------------------
+# -- a new user's commands, and the answers ----------------------------------------------------------------------------
 def test_a_value_that_is_no_choice_is_told_in_plain_words() -> None:
     result = process("hash", "outputs", "--dtype", "float64")
     assert result.code == 2 and "expected: one of keep, fp32, bf16, fp16\n  found: float64\n" in result.err

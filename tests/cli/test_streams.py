@@ -71,7 +71,7 @@ def test_a_full_disk_behind_stdout(fixtures: Path, command: str) -> None:
     [
         ("inspect {run} --tensors", 141),
         ("hash {run} --tensors", 141),
-        ("convert auto hf {run} -o {out}", 0),  # it is there, and only its name is not printed
+        ("convert auto hf {run} -o {out}", 0),  # it exists, but its name can't be printed
     ],
 )
 def test_a_reader_that_leaves_ends_a_command_as_sigpipe_does(

@@ -42,7 +42,7 @@ def pair(tmp_path: Path, dtype: DType, shape: Shape, a: bytes, b: bytes) -> Diff
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to store a tensor: how elements are laid out in files, as bytes per file and fragments."""
+    """Layout of a stored tensor: bytes per file, and fragments."""
 
     files: dict[str, bytes]
     fragments: list[Fragment]

@@ -53,7 +53,7 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
     weights = api.digests(source, dtype=BFLOAT16).whole[WEIGHTS]
     for target in TARGETS:
         if name in ("toy-zero1", "toy-zero2") and target == "zero3":
-            continue  # which has no place for their frozen parameter without elements
+            continue  # these can't hold their empty frozen parameter
         written = api.open(convert(FIXTURES / name, target, tmp_path / target))
         assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights, target
         assert api.digests(written).whole[OPTIMIZER] == optimizer, target
@@ -65,7 +65,7 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
 
 
 def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
-    """Compare a run of Megatron's in all forms: each digest, and each flipped bit, is under the Hub's names."""
+    """In all Megatron forms, each digest and each flipped bit has the Hub's name."""
     run = FIXTURES / "megatron-dist-flattened"
     source = api.open(run)
     expected = api.digests(source)

@@ -62,7 +62,7 @@ def test_tensors_beside_model_and_optimizer(tmp_path: Path, form: str) -> None:
 
 
 def test_configs_that_differ_and_unread_tensors_are_named(tmp_path: Path) -> None:
-    """Equal tensors compute something else with another epsilon, or next to tensors of a head."""
+    """Equal tensors compute a different result with another epsilon or a head."""
     a = tmp_path / "a"
     assert ckpt("convert", "auto", "hf", FIXTURES / "trainer-plain", "-o", a).code == 0
     b = Path(shutil.copytree(a, tmp_path / "b"))

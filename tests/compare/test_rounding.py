@@ -20,7 +20,7 @@ LONG = {"bf16": "bfloat16", "fp16": "float16"}
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", RUNS)
 def test_verify_rounds_as_convert_does(fixtures: Path, tmp_path: Path, name: str, dtype: str) -> None:
-    """The README's assertion holds for each conversion, and no longer if one bit of it changes."""
+    """The README's assertion holds for each conversion, and fails if one bit changes."""
     run, out = fixtures / name, tmp_path / "out"
     ckpt.convert(run, "hf", out, dtype=dtype)
     for a, b in ((run, out), (out, run)):

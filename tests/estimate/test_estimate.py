@@ -1,4 +1,4 @@
-"""Estimates: counts against transformers, states against real ranks.
+"""Estimated counts against transformers, and states against real ranks.
 
 `ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`, `options.py`,
 `ckpt/state/parameters.py`, `converters/names/parameters.py`: the modules under test.
@@ -158,7 +158,7 @@ def saved_bytes(model: str, layers: int, tokens: tuple[int, int], attention: str
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in known:
-            saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other gets its place
+            saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other storage reuses its address
         return tensor
 
     ids = torch.randint(0, config.vocab_size, tokens)
@@ -283,10 +283,10 @@ def test_buckets_of_ddp_are_as_large_as_the_gradients() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
-        # Without the first broadcast, whose copies another thread frees when it comes to it.
+        # Skip the first broadcast: another thread frees its copies at an unknown time.
         wrapped, buckets = allocated(lambda: torch.nn.parallel.DistributedDataParallel(model, init_sync=False))
         _, gradients = allocated(lambda: wrapped(torch.ones(1, 300)).sum().backward())
-        wrapped = None  # were it the last to hold the group, it would wait, with the GIL, for a thread that may want it
+        wrapped = None  # as the group's last holder it could deadlock: it waits for a thread that may need the GIL
     finally:
         distributed.destroy_process_group()
     assert buckets == gradients == 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -494,7 +494,7 @@ def test_sharded_checkpoints_are_models_too(fixtures: Path) -> None:
     folders = [path for path in sorted(fixtures.iterdir()) if path.name.startswith(("zero", "dcp", "megatron"))]
     assert folders
     for folder in folders:
-        run = folder / "run" if (folder / "run").is_dir() else folder  # there other models are beside it
+        run = folder / "run" if (folder / "run").is_dir() else folder  # other models are beside it
         done = ckpt("estimate", run, "--gpus", "2", "--json")
         if "which run? there are several here" in done.err:  # folders with several samples
             continue
@@ -527,7 +527,7 @@ DS_CONFIGS: dict[str, dict[str, Any]] = {
 }
 HALF = {"master_dtype": "bf16", "state_dtype": "bf16"}
 
-#: The strategy, the trainer's options beside the defaults, and what the estimate is told.
+#: Strategy, additional trainer options, and the estimate's options.
 RUNS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (DDP, {}, {}),
     (ZERO1, {"accumulate": 2}, {}),
@@ -646,7 +646,7 @@ def test_megatrons_ranks_hold_what_is_estimated(
     tp, pp, ep = options["tp"], options.get("pp", 1), options.get("ep", 1)
     setup = Setup(RANKS)
     stages = megatron_stages(config, tp=tp, pp=pp, ep=ep, vocab_multiple=4)
-    found = megatron(stages, (), 0, setup, tp, ep)  # without activations, by which another stage may hold most
+    found = megatron(stages, (), 0, setup, tp, ep)  # without activations: they could make another stage the fullest
     real = ranks[title("megatron", options)]
     show(tables, title("megatron", options), found, real)
     assert real["parameters"] == found.parameters

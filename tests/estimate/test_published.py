@@ -151,7 +151,7 @@ def test_any_pipeline_that_divides_the_gpus() -> None:
     assert stages[7] == (13, *[14] * 5, 13)
     assert all(sum(counts) == 96 for counts in stages.values())
     assert sizing.suggestions[0].startswith("with Megatron: megatron tp")
-    # Neither 14 nor 12 stages have the same number of 40 layers, with or without the embedding and the loss.
+    # 40 layers divide evenly into neither 14 nor 12 stages, with or without the embedding and the loss.
     jp13 = table.Subject("13B", in_memory(LLM_JP_13B), LLM_JP_13B)
     (row,) = table.size(jp13, Setup(96, **JP), 40 * GB, [MEGATRON], pp=16).rows
     assert row.stages == (1, *[3] * 10, 2, 2, 2, 2, 1)

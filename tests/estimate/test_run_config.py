@@ -25,7 +25,7 @@ from tests.support.commands import ckpt
 LLAMA = PUBLIC["Llama-3-8B"][1]
 HIDDEN = 4096
 
-#: As axolotl examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu.yaml states them.
+#: From axolotl examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu.yaml.
 GPT_OSS_LORA = """
 base_model: openai/gpt-oss-20b
 plugins:

@@ -121,9 +121,8 @@ def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case:
         found = converted(run, target, out)
     except CkptError as error:
         code = error.exit_code
-        allowed = (
-            (2, 3, 4, 5, 6, 7) if case.hidden == CARRIED else (3, 4, 5, 6, 7)
-        )  # the config may describe an unknown model
+        # The config may describe an unknown model.
+        allowed = (2, 3, 4, 5, 6, 7) if case.hidden == CARRIED else (3, 4, 5, 6, 7)
         wrong = None if code in allowed else f"as {target}: exit code {code}: {error.what}"
         return f"refused with {code}", wrong or _unseen(run)
     except (Exception, _Over) as error:
@@ -153,7 +152,7 @@ def _unseen(run: Path) -> str | None:
         checkpoint = ckpt.open(run)
         for tensor in checkpoint.tensors.values():
             check_source(tensor)
-        return None  # what is refused is more than the source, or its elements
+        return None  # the refusal has a cause outside the source's elements
     except CkptError as error:
         refused = error
     except Exception as error:

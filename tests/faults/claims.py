@@ -26,10 +26,10 @@ from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change, is_changeable
 from tests.quantized.test_parts import LAYOUTS, content_of, damaged, model
 
-#: Claims: what a command says, or does, if it takes a checkpoint for sound.
+#: Claims: a command's output or action if it accepts a checkpoint as sound.
 WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "finds", "writes", "resumes", "values"
 CAN_LOAD = "can load this folder"
-#: Claims that a model with missing or damaged weights makes false.
+#: Claims disproved by missing or damaged weights.
 OF_WEIGHTS = (WHOLE, EVERY_PART, FINDS, CAN_LOAD, WRITES)
 #: Usual target formats to convert a lie to.
 _TARGETS = ("hf", "peft", "full", "dcp")
@@ -146,7 +146,7 @@ def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
             conversion = ckpt.plan(run, target)
         except CkptError:
             continue
-        if conversion.source.passed_over:  # an older step is taken, and every command says so
+        if conversion.source.passed_over:  # every command says that it uses an older step
             break
         text = "\n".join([*conversion.lines(), *conversion.source.notes, *conversion.plan.target.notes])
         yield WRITES, f"to {target}: {text}"

@@ -144,7 +144,7 @@ def changed_outputs(sample: Sample, random: Random) -> Lie | None:
 # -- the claims about adapters and loading -----------------------------------------------------------------------------
 @cache
 def _models() -> Path:
-    """Return a folder with a base, an adapter and PEFT's merge of both, made once in each process."""
+    """Return a folder with a base, an adapter and PEFT's merge; each process makes it once."""
     import torch
 
     from tests.support.adapters import merge_by_peft, save_adapter, save_base

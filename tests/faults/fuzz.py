@@ -88,7 +88,7 @@ def safetensors(data: bytes, place: Path) -> None:
 
 
 def metadata(data: bytes, place: Path) -> None:
-    """DCP's `.metadata`: chunks lie within their tensors, or the plan's proof refuses them; files within the folder."""
+    """Read DCP's `.metadata`: chunks must lie in their tensors, or the plan refuses them; files lie in the folder."""
     from ckpt.containers.dcp.metadata import read_metadata
     from ckpt.errors import CorruptError
     from ckpt.plan.checkpoint import WEIGHT

@@ -17,7 +17,7 @@ import ckpt
 from tests.faults.samples import Sample, data_ranges, is_carried
 from tests.support.hostile import make as hostile
 
-#: What is damaged, if the files may not tell.  `tests/faults/excuses.py` decides if they truly do not.
+#: Damaged content that the files may not reveal. `tests/faults/excuses.py` decides if they truly don't.
 IN_DATA, CARRIED, MISSING, VALUE = (
     "elements",
     "a file next to the checkpoint",

@@ -74,7 +74,7 @@ def _is_read(sample: Sample, name: str) -> bool:
 
 # -- the same digest, 0 tensors changed --------------------------------------------------------------------------------
 def other_digests(sample: Sample, random: Random) -> Lie | None:
-    """One element with other bits: `hash` gives another digest, and `diff` counts a change."""
+    """Change one element's bits: `hash` must print another digest, and `diff` must count a change."""
     lie = other_bits(sample, random)
     if lie is None:
         return None
@@ -139,7 +139,7 @@ def faulty_disks(sample: Sample, random: Random) -> Lie | None:
 
 # -- may be removed ----------------------------------------------------------------------------------------------------
 def only_copies(sample: Sample, random: Random) -> Lie | None:
-    """Conversions of two steps: the older one stays if its step, itself, or the newer one is damaged."""
+    """Convert two steps. The older conversion stays if its step, itself, or the newer one is damaged."""
     steps = sorted(path.name for path in sample.path.glob("checkpoint-*"))
     if len(steps) < 2:
         return None

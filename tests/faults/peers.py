@@ -27,7 +27,7 @@ Tensors = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Peer:
-    """A library and `ckpt` on one source: `make` writes it, `elements` finds bytes, `theirs` and `ours` read."""
+    """A library and `ckpt` on one source: `make` writes it, `elements` finds bytes, `theirs` and `ours` read it."""
 
     make: Callable[[Path], object]
     elements: Callable[[Path], tuple[Path, bytes]]
@@ -37,7 +37,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Found:
-    """How many tensors both sides hold, how many are equal, and the tensors that the byte changed on each side."""
+    """Number of tensors on both sides, number of equal ones, and the tensors changed by the byte on each side."""
 
     num_tensors: int
     num_equal: int
@@ -179,7 +179,7 @@ def _merged(source: Path, scratch: Path) -> Tensors:
 
 # -- DCP and Megatron --------------------------------------------------------------------------------------------------
 def _first_chunk(folder: Path) -> tuple[Path, bytes]:
-    """Return a file of a DCP folder, and a tensor's chunk in the file, found by `.metadata`."""
+    """Return a DCP file, and a tensor's chunk in it, found by `.metadata`."""
     from torch.distributed.checkpoint import FileSystemReader
 
     listed = FileSystemReader(folder).read_metadata().storage_data
@@ -271,7 +271,7 @@ PEERS = {
 
 
 def main() -> int:
-    """Print a line for each library; return 1 if one of them sees something else than `ckpt`."""
+    """Print a line for each library. Return 1 if one of them disagrees with `ckpt`."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     wrong = 0

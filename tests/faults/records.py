@@ -32,7 +32,7 @@ def stopped(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str,
         what = f"{sample.name} to {target}"
         if killed_before_call(random.randint(10, 80), write_it) and not out.exists():
             what += f": {_damaged(staging_folder(out), random)}"
-        else:  # it ended before that, and the next one finds it
+        else:  # it ended before the kill
             shutil.rmtree(out)
         ending = _ending(write_it, out, expected)
         for path in folder.iterdir():

@@ -17,7 +17,7 @@ from tests.support.commands import ckpt as run_ckpt
 from tests.support.killing import CALLS, failing_at_call, killed_before_call
 
 _ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.ESTALE)
-#: Calls without which nothing can be cleared away.
+#: Calls needed to clean up.
 _CLEARING = {"unlink", "rmdir", "scandir", "rename", "open"}
 #: A case's ending: its class, and an error message or None.
 Ending = tuple[str, str | None]

@@ -51,7 +51,7 @@ WRITTEN_BY_CKPT = (
 
 
 class How(Enum):
-    """How what is written, or would be, is come by."""
+    """Ways to obtain a conversion's output."""
 
     WRITTEN = "written"
     PLAIN = "written with plain values of quantized optimizer states"

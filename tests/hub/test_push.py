@@ -152,7 +152,7 @@ def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal
     running.send_signal(how)
     time.sleep(0.5)
     assert server.tree(REPO) == {}
-    server.hold.set()  # the library's threads end what they have begun
+    server.hold.set()  # lets the library's threads finish
     said = running.communicate(timeout=60)[1]
     if how == signal.SIGINT:
         assert running.returncode == 130 and "Traceback" not in said
@@ -211,7 +211,7 @@ def test_without_a_network_the_reason_is_said_once(folder: Path, monkeypatch: py
 
 
 def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, folder: Path) -> None:
-    """Whoever may not make a repository there may still open a pull request in it."""
+    """Users without permission to create a repository may still open a pull request in it."""
     server.repos[REPO] = Repo(private=False)
     server.status["POST /api/repos/create"] = 403
     report = process("push", folder, "--repo-id", REPO, "--create-pr")
@@ -246,7 +246,7 @@ def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, fo
     assert report.code == 2 and "holds an adapter, and a model is to be pushed" in report.err
     assert "--repo-id" in report.err and not server.uploads and len(there) == 2
     report = process("push", folder, "--repo-id", REPO, "--revision", "merged")
-    assert report.code == 2 and len(there) == 2  # a new branch begins with what is on the main one
+    assert report.code == 2 and len(there) == 2  # a new branch begins with the main branch's files
     del server.repos[REPO].branches["merged"]
     adapter = tmp_path / "adapter"
     api.plan(api.open(FIXTURES / "lora-zero3"), "peft").run(adapter)

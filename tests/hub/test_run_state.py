@@ -18,7 +18,7 @@ from tests.support.places import FIXTURES
 
 #: Run folders in the state their trainers leave.
 RUNS = ("trainer-zero2", "trainer-plain", "trl-zero3/outputs", "trl-lora-zero3/outputs", "axolotl-fsdp2", "dcp-fsdp2")
-#: A file or folder of a run next to a model, and the name in the refusal.
+#: A run's file or folder next to a model, and its name in the refusal.
 STATE = {
     "optimizer.pt": "optimizer.pt",
     "scheduler.pt": "scheduler.pt",
@@ -32,7 +32,7 @@ STATE = {
     "optimizer_0/__0_0.distcp": "optimizer_0/",
     "optimizer-00001-of-00002.safetensors": "optimizer-00001-of-00002.safetensors",
 }
-#: Files that belong to a model on the Hub.
+#: Files that belong to a Hub model.
 OF_A_MODEL = (
     "README.md",
     "pytorch_model-00001-of-00002.bin",

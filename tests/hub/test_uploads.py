@@ -229,7 +229,7 @@ def test_a_file_that_changes_during_the_push(server: HubServer, folder: Path, mo
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
     def say(line: str) -> None:
-        if line.startswith("pushing"):  # behind the look at the manifest
+        if line.startswith("pushing"):  # after the manifest check
             flip(folder / "model.safetensors", -100)
 
     with pytest.raises(CorruptError, match="replaced while it was being read"):

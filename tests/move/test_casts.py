@@ -39,7 +39,7 @@ def assert_as_torch(bits: NDArray, source: DType, target: DType) -> None:
     ours, theirs = cast_bits(bits, source, target), by_torch(bits, source, target)
     nan = is_nan(bits, source)
     assert (ours[~nan] == theirs[~nan]).all()
-    # A NaN stays one, with its sign, whatever its payload; of payloads torch promises nothing.
+    # A NaN stays NaN with its sign, for any payload; torch does not define the payload.
     assert (is_nan(ours, target) == nan).all()
     assert (sign(ours)[nan] == sign(bits)[nan]).all()
 
@@ -92,8 +92,8 @@ def test_single_numbers(pair: tuple[DType, DType], data: st.DataObject) -> None:
         (0x0000_8001, 0x0001),  # a subnormal stays subnormal
         (0x7F7F_FFFF, 0x7F80),  # rounds to infinity
         (0xFF80_0000, 0xFF80),
-        (0x7F80_0001, 0x7FC0),  # a NaN whose payload is cut off would be infinity
-        (0xFFFF_FFFF, 0xFFFF),  # a NaN to which the rounding carry would give another sign
+        (0x7F80_0001, 0x7FC0),  # with its payload cut off, this NaN would become infinity
+        (0xFFFF_FFFF, 0xFFFF),  # a rounding carry would flip this NaN's sign
     ],
 )
 def test_rounding_to_bfloat16(bits: int, rounded: int) -> None:

@@ -116,7 +116,7 @@ def test_ctrl_c_at_any_instruction_of_making_a_file_leaves_none_open(tmp_path: P
                 found.append(os.readlink(f"/proc/self/fd/{name}"))
         return sorted(path for path in found if path.startswith(str(staging.path)))
 
-    gc.freeze()  # what other tests have left is not looked through at each instruction
+    gc.freeze()  # keep other tests' garbage out of the collections
     with Staging(tmp_path / "out", overwrite=False, total_bytes=1) as staging:
         before, number = opened(), 1
         while strike(number):
@@ -137,7 +137,7 @@ class TestKilled:
             assert found in (None, NEW), f"killed before call {number}"
             states[found == NEW] += 1
             if found is None:
-                write(out)  # a rerun takes over what was left, and finishes
+                write(out)  # a rerun uses the leftovers and finishes
                 assert contents(out) == NEW
             assert os.listdir(tmp_path) == ["out"], f"killed before call {number}"
             shutil.rmtree(out)
@@ -153,7 +153,7 @@ class TestKilled:
             state = "absent" if found is None else "old" if found == OLD else "new" if found == NEW else "mixed"
             states[state] += 1
             assert state != "mixed", f"killed before call {number}"
-            if state == "absent":  # between the two renames: the old one is there, and comes back
+            if state == "absent":  # killed between the two renames: a rerun restores the old output
                 assert swap == "two renames"
                 assert contents(tmp_path / ".out.ckpt-old") == OLD
                 with pytest.raises(UsageError, match="the destination exists"):
@@ -225,7 +225,7 @@ class TestFailing:
             if left_over and contents(out) == NEW:  # leftover of the replaced output
                 assert existing, f"call {number}"
                 write(out, overwrite=True)
-            elif left_over:  # the new staging folder, empty, which could not even be opened
+            elif left_over:  # the new staging folder is empty and could not be opened
                 assert name == "open" and number == 1
                 os.rmdir(tmp_path / ".out.ckpt-staging")
             assert os.listdir(tmp_path) in (["out"], []), f"call {number}"
@@ -342,7 +342,7 @@ class TestLesserFilesystems:
     def test_a_parent_that_cannot_be_synced_when_the_output_is_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
     ) -> None:
-        """The old one is not removed then, and the message says so."""
+        """The old output is kept then, and the message names it."""
         sync = os.fsync
 
         def fail(descriptor: int) -> None:
@@ -446,7 +446,7 @@ class TestTwoWriters:
         assert contents(out) == NEW and os.listdir(tmp_path) == ["out"]
 
     def test_many_at_once(self, tmp_path: Path, swap: str) -> None:
-        """Whoever loses is told so, whoever wins is complete, and at no moment is anything else seen."""
+        """The losers get an error, the winner is complete, and no partial output is ever visible."""
         out = tmp_path / "out"
         make(out, OLD)
         children = []
@@ -494,7 +494,7 @@ class TestTwoWriters:
     def test_a_staging_folder_that_goes_while_it_is_locked(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The first finishes between the second's open and its lock: the second makes a folder of its own."""
+        """The first conversion finishes between the second's open and lock, so the second makes a new folder."""
         real, raced = fcntl.flock, []
 
         def flock(descriptor: int, operation: int) -> None:

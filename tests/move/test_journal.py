@@ -102,9 +102,8 @@ class TestGoingOn:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: float, num_lines: int, at_most: float
     ) -> None:
         """Only the tensors in flight are lost, here with 200 tensors like a real model."""
-        monkeypatch.setattr(
-            blocks, "_BATCH", len(SOURCE) // 200
-        )  # small relative to these tensors, like the real value
+        # Small relative to these tensors, like the real value.
+        monkeypatch.setattr(blocks, "_BATCH", len(SOURCE) // 200)
         plan, moved = many_tensors(tmp_path), [0]
         killed(lambda: run(plan, tmp_path / "out", kill_at=kill_at, num_lines=num_lines))
         carry_out = blocks.SpanBatch.carry_out
@@ -176,7 +175,7 @@ class TestGoingOn:
 
 class TestRefused:
     def test_a_source_that_has_changed(self, tmp_path: Path, case: Case) -> None:
-        """Rewritten in place with its mtime put back: the ctime tells."""
+        """The file was rewritten in place with its old mtime; its ctime differs."""
         victim = case.sources[1]
         before = victim.stat()
         victim.write_bytes(victim.read_bytes()[::-1])

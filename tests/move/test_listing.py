@@ -41,7 +41,7 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
         _LISTED.append(os.path.abspath(arguments[0]))
 
 
-sys.addaudithook(_note)  # there is no removing it: it rests while nobody asks
+sys.addaudithook(_note)  # audit hooks can't be removed: it is idle while unused
 
 
 @contextmanager

@@ -52,7 +52,7 @@ FILLER = 0xAB
 
 @dataclass
 class Opened:
-    """Files that are open: sources by path, and a target."""
+    """Open files: sources by path, and a target."""
 
     sources: dict[str, int]
     descriptor: int
@@ -147,7 +147,7 @@ class TestMove:
         for name in ("preadv", "pwrite"):
             real = getattr(os, name)
             monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1])
-        order = np.arange(num).reshape(2, -1).T.reshape(-1)  # as gate and up are, side by side in the source
+        order = np.arange(num).reshape(2, -1).T.reshape(-1)  # gate and up interleaved in the source
         sizes = np.full(num, numel)
         at = np.arange(num) * numel * target.itemsize
         spans = Spans(FLOAT32, target, ("a", "b"), (order % 2).astype(np.int32), order // 2 * numel * 4, at, sizes)
@@ -274,7 +274,7 @@ class TestExecute:
         monkeypatch.setattr(threads, "sync", sync)
         execute(case.plan, tmp_path / "out", resources=Resources(workers=workers))
         case.assert_written(tmp_path / "out")
-        assert max(staged) <= 3 + 1  # and the one that waits for its turn
+        assert max(staged) <= 3 + 1  # and one more waiting for its turn
         assert synced == {Path(name).name for name in case.expected}
 
     def test_a_file_that_waits_for_room_is_closed_when_another_fails(
@@ -433,7 +433,7 @@ class TestMemory:
         compared = threading.Event()
 
         def start_measuring(_: int) -> None:
-            if not compared.is_set():  # replicas have been compared, in buffers that are gone
+            if not compared.is_set():  # replicas have been compared and their buffers freed
                 compared.set()
                 tracemalloc.reset_peak()
 
@@ -702,7 +702,7 @@ def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) 
 
 
 class TestCompleteAndNotMoved:
-    """A conversion that is stopped when all is written: nothing is written anew."""
+    """A conversion stopped after its last write: nothing is written again."""
 
     @staticmethod
     def goes_on(case: Case, out: Path, error: BaseException) -> None:
@@ -750,7 +750,7 @@ class TestInterrupt:
 
         with pytest.raises(KeyboardInterrupt) as caught:
             execute(case.plan, tmp_path / "out", progress=press, resources=Resources(workers=2))
-            time.sleep(5)  # the signal arrives here where the run was over sooner
+            time.sleep(5)  # if the run ended early, the signal arrives here
         assert pressed.is_set()
         there = [".out.ckpt-staging", "source"] if kept(caught.value) else ["source"]
         assert listing(tmp_path) == there or (tmp_path / "out").exists()

@@ -157,7 +157,7 @@ class TestRelations:
     @pytest.mark.parametrize("kind", CASES)
     @given(st.data())
     def test_it_does_what_numpy_does_and_back(self, kind: str, data: st.DataObject) -> None:
-        """Forwards it is the array operation; backwards it gives the source again; both through any pieces."""
+        """Forwards the relation equals numpy's operation; backwards it restores the source, through any pieces."""
         mapped, a, b = data.draw(CASES[kind](data.draw(SHAPES)))
         if data.draw(st.booleans()):  # declared the other way round: splits are inverted stacks
             mapped, a, b = mapped.inverse(), b, a

@@ -306,7 +306,7 @@ class TestTiling:
 
 
 class TestZeroRules:
-    """Against a plain model of deepspeed/runtime/zero: buffers are laid out whole, then cut."""
+    """ZeRO's rules against a plain model of deepspeed/runtime/zero: whole buffers, then cut."""
 
     @staticmethod
     def assert_holds(source: Source, values: np.ndarray, store: Store, world_size: int) -> None:

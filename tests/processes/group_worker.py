@@ -57,7 +57,7 @@ def main() -> None:
     with failing_at(2, rank == 1, lambda: os._exit(9)):
         together("dies")
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # what torch does at its end takes all ranks
+    os._exit(0)  # torch's own shutdown would end all ranks
 
 
 def disk_is_full() -> None:

@@ -100,9 +100,8 @@ def test_one_that_dies_is_named(folder: Path) -> None:
 
 
 FILES = tuple(TargetFile(f"f{i}", size) for i, size in enumerate((100, 100, 40, 30, 20, 0)))
-PIECES = {
-    file.name: [(at, 10) for at in range(10, file.size, 10)] for file in FILES
-}  # no piece holds the first 10 bytes
+#: No piece holds the first 10 bytes.
+PIECES = {file.name: [(at, 10) for at in range(10, file.size, 10)] for file in FILES}
 
 
 class TestDealing:

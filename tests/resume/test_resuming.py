@@ -124,7 +124,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("state", [None, b"", b'{"global_step": 2, "log_his'])
     def test_what_trainer_had_not_ended_is_passed_over(self, run: Path, tmp_path: Path, state: bytes | None) -> None:
-        """Its record comes last: without it Trainer ends in a traceback, or begins anew with trained weights."""
+        """Trainer writes it last. Without it, Trainer fails with a traceback, or restarts with trained weights."""
         outputs = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer"))
         record = outputs / "checkpoint-2" / "trainer_state.json"
         record.unlink() if state is None else record.write_bytes(state)
@@ -258,7 +258,7 @@ class TestOneProcess:
             assert lost.code == code and f"`{record}`" in lost.err and "'5'" in lost.err, lost.err
             (run.parent / "begun" / record).unlink()
         (run.parent / "begun" / "unknown.pt").write_bytes(b"?")
-        with pytest.raises(CkptError):  # something is there, and must not be trained over
+        with pytest.raises(CkptError):  # the folder is not empty, and must not be overwritten
             ckpt.resume(run.parent / "begun", missing_ok=True)
         assert ckpt.resume(run, missing_ok=True) == str(run)
 

@@ -29,7 +29,7 @@ from tests.support.places import FIXTURES
 
 #: Fixtures with a single checkpoint or run; no command may read the files in `hostile`.
 NAMES = sorted({path.name for path in FIXTURES.iterdir() if path.is_dir()} - {"hostile", "__pycache__"})
-#: Folders whose digests are compared in every disguise.
+#: Folders to compare digests for in every disguise.
 HASHED = ("toy-zero1", "dcp-fsdp2", "trainer-zero2", "verl-fsdp2", "lora-zero3", "with_by_products")
 
 

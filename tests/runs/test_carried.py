@@ -17,7 +17,7 @@ from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
 from tests.support.commands import ckpt as process
 
-#: An adapter's folder has no model's config, and HF Trainer's own is of a run with its optimizer.
+#: An adapter folder has no model config, and HF Trainer's format needs an optimizer.
 TARGETS = [name for name in registry.names() if registry.get(name).writes and name not in ("peft", "trainer")]
 
 

@@ -148,7 +148,7 @@ def test_lerobots_training_state_alone_is_half(tmp_path: Path) -> None:
 
 
 def of_step(step: Path, taken: float) -> Path:
-    """Write into HF Trainer's optimizer how many steps it has taken."""
+    """Set the step count in HF Trainer's optimizer."""
     optimizer = torch.load(step / "optimizer.pt", weights_only=True)
     for state in optimizer["state"].values():
         state["step"] = torch.tensor(taken)

@@ -125,7 +125,7 @@ def test_training_arguments_beside_a_given_config_are_another_runs(model: LlamaF
     shutil.copy(other / "training_args.bin", other.parent)
     said = check(run, tmp_path / "out", model, FLOAT32, ["--config", str(other)])
     assert "training_args.bin" not in said
-    shutil.copy(other / "training_args.bin", run)  # the run's own folder may be given, too
+    shutil.copy(other / "training_args.bin", run)  # the run folder itself may be given, too
     shutil.copy(other / "config.json", run)
     own = check(run / "checkpoint-1", tmp_path / "again", model, BFLOAT16, ["--config", str(run)])
     assert "bf16 in training_args.bin" in own and "files of the run training_args.bin" in own

@@ -10,7 +10,7 @@ import pytest
 from ckpt import api
 from tests.support.commands import ckpt
 
-#: What Trainer needs in order to go on, apart from the model and the optimizer.
+#: Files Trainer needs to resume, except for the model and the optimizer.
 OF_THE_STEP = ("trainer_state.json", "config.json", "tokenizer_config.json", "rng_state_0.pth", "rng_state_1.pth")
 
 

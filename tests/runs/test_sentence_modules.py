@@ -25,7 +25,7 @@ def bert(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("inner", ["auto_model", "model"])
 def test_a_run_of_sentence_transformers(tmp_path: Path, inner: str) -> None:
-    """The model, and each trained module in a folder of its own; placeholders there are replaced."""
+    """The model and each trained module have their own folders; placeholders there are replaced."""
     step = tmp_path / "checkpoint-2"
     model = {fqn: tensor.detach() for fqn, tensor in bert(step).items()}
     dense = {"linear.weight": torch.randn(8, 16), "linear.bias": torch.randn(8)}

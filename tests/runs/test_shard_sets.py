@@ -71,7 +71,7 @@ def test_all_shards_without_an_index_are_whole_and_the_index_is_named(name: str,
 
 
 def test_a_step_of_hf_trainer_without_the_index_is_incomplete(tmp_path: Path) -> None:
-    """Trainer raises "Can't find a valid checkpoint" for it; its optimizer was left behind before."""
+    """Trainer raises "Can't find a valid checkpoint" for it; ckpt used to drop its optimizer."""
     source = FIXTURES / "trainer-plain" / "checkpoint-2"
     step = Path(shutil.copytree(source, tmp_path / "run" / "checkpoint-2"))
     weights = load_file(step / "model.safetensors")

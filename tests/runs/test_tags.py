@@ -25,7 +25,7 @@ from tests.support.places import FIXTURES
 
 
 def steps() -> Iterator[Path]:
-    """Every folder of a step in the fixtures, in a run's folder or in another step's."""
+    """Return every step folder in the fixtures, in a run's folder or within another step."""
     for folder, inside, _ in os.walk(FIXTURES):
         yield from (Path(folder, name) for name in inside if ANY_STEP.fullmatch(name) and "hostile" not in folder)
 
@@ -137,7 +137,7 @@ def test_a_model_beside_the_optimizer_is_not_what_a_step_is(tmp_path: Path) -> N
 
 
 def test_offered_tags_can_be_opened(fixtures: Path, tmp_path: Path) -> None:
-    """A step's folder without a checkpoint in it has the name of a step, and no command takes it."""
+    """A folder named like a step, but without a checkpoint, is rejected by every command."""
     shutil.copytree(fixtures / "trainer-plain/checkpoint-2", tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2/notes.txt").write_text("mine")

@@ -93,7 +93,7 @@ def test_a_hub_folder_that_transformers_loads(name: str, tmp_path: Path, monkeyp
     truth = placed(name, tmp_path, monkeypatch)
     config = ["--config", BASES[name]] if name in BASES else []
     for dtype in ("bf16", "fp32"):
-        options = ["--dtype", "fp32"] if dtype == "fp32" else []  # the other is what the run computed in
+        options = ["--dtype", "fp32"] if dtype == "fp32" else []  # the default is the run's compute dtype
         report = ckpt("convert", FULL[name], "hf", "outputs", "-o", dtype, *config, *options)
         assert report.code == 0, report.err
         model, info = AutoModelForCausalLM.from_pretrained(dtype, dtype="auto", output_loading_info=True)

@@ -174,7 +174,7 @@ def test_ranks_as_runs(ranks: list[int], text: str) -> None:
 
 
 class Untouchable:
-    """An object whose own methods must not run."""
+    """Object whose own methods must not run."""
 
     def __repr__(self) -> str:
         raise AssertionError("somebody else's code was run")

@@ -360,7 +360,7 @@ def test_a_hostile_name_is_shown_and_does_nothing(browser: browsers.Browser, tmp
 
 
 def test_a_change_that_is_larger_than_any_number(browser: browsers.Browser, tmp_path: Path) -> None:
-    """Two finite elements can be infinitely far apart: the tensor comes first, in the last colour of the ramp."""
+    """Two finite elements can be infinitely far apart: the tensor comes first, in the ramp's last colour."""
     for name, big in (("a", -1e308), ("b", 1e308)):
         (tmp_path / name).mkdir()
         tensors = {f"model.layers.{n}.w": np.full(3, big if n == 1 else 1.0 + (name == "b"), "f8") for n in range(3)}

@@ -688,7 +688,7 @@ def test_the_padding_of_a_megatron_vocabulary(fixtures: Path, tmp_path: Path) ->
     fill, (left, right, _, _) = row.patches[-1]
     assert fill == "url(#padding)"
     assert right == pytest.approx(1, abs=2e-3)
-    assert left == pytest.approx(1 - 3 / 580, abs=2e-3)  # the row is narrower than what is drawn at least
+    assert left == pytest.approx(1 - 3 / 580, abs=2e-3)  # the row is narrower than the minimum drawn size
     assert "padding: 6 elements" in row.notes
 
 

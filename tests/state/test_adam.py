@@ -14,7 +14,7 @@ from ckpt import api
 from ckpt.plan.checkpoint import Checkpoint, Layout, ParamGroup
 from ckpt.state import adam
 
-#: As deepspeed 0.19.8 records them (ops/adam/fused_adam.py; its groups have a `step` besides).
+#: deepspeed 0.19.8's record (ops/adam/fused_adam.py; its groups also have a `step`).
 FUSED = {"lr": 0.5, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 0}
 
 
@@ -68,7 +68,7 @@ def test_decoupled_weight_decay_is_what_deepspeeds_config_says() -> None:
         return adam.missing_for_torch(FUSED, {"optimizer": optimizer})["decoupled_weight_decay"]
 
     assert decoupled({"type": "AdamW", "params": {"lr": 1.0}})
-    assert decoupled({"type": "Adam"})  # DeepSpeed's Adam is AdamW unless told otherwise
+    assert decoupled({"type": "Adam"})  # DeepSpeed's Adam is AdamW by default
     assert not decoupled({"type": "Adam", "params": {"adam_w_mode": False}})
     assert decoupled({"type": "AdamW", "params": {"adam_w_mode": False}})
     assert not decoupled(None)

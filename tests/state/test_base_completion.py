@@ -276,7 +276,7 @@ def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_rele
     (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     done = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "out", "--complete-from", base)
     assert done.code == 0 and "model.layers.3 (2 tensors" in done.err and promise not in done.err
-    assert equal(tmp_path / "out", tensors)  # fp32 as it is there, beside a run in bf16
+    assert equal(tmp_path / "out", tensors)  # fp32 from the base, although the run is bf16
 
 
 @pytest.mark.parametrize(

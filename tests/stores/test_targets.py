@@ -87,7 +87,7 @@ def test_several_processes(store: ObjectStore, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_console_is_free(store: ObjectStore) -> None:
-    """It is an empty object with a slash behind its name."""
+    """It is an empty object with a slash after its name."""
     store.put("console/model/", b"")
     ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/console/model")
     assert "model.safetensors" in store.objects("console/model")

@@ -72,7 +72,7 @@ def model_types() -> list[str]:
 def _has(config: Any, key: str) -> bool:
     try:
         return hasattr(config, key)
-    except Exception:  # a value that differs from layer to layer
+    except Exception:  # a per-layer value
         return True
 
 

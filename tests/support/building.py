@@ -112,7 +112,7 @@ def slot(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
 
 
 def assert_holds(checkpoint: Checkpoint, groups: Groups, states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> None:
-    """Every master and Adam state of `groups`, bit for bit, and no other master or state."""
+    """Assert that the checkpoint has every master and Adam state in `groups`, bit for bit, and no others."""
     expected = {}
     for group in groups:
         for fqn, master in group.items():

@@ -43,7 +43,7 @@ MEGATRON = (
     "megatron.core.dist_checkpointing.serialization",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
 )
-#: DeepSpeed, and what it imports when the first engine starts.
+#: DeepSpeed, and its imports at the first engine's start.
 DEEPSPEED = ("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer")
 #: Packages to preload for our own modules, by module prefix.
 _BEHIND = {
@@ -103,7 +103,7 @@ def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: st
 
 
 def launch_in_turn(starts: Iterable[tuple[int, list[dict[str, Any]]]], folder: Path, module: str = "train") -> None:
-    """`launch` several numbers of processes in turn, forked from one with the engines; keep the results."""
+    """Run `launch` for several process counts in turn, forked from one process with the engines; cache the results."""
     texts = [(world_size, "".join(json.dumps(job) + "\n" for job in jobs)) for world_size, jobs in starts]
     make_once(folder, (module,), repr(texts), lambda: _launch(texts, folder, module))
 
@@ -148,7 +148,7 @@ def outcome(
     starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200
 ) -> tuple[int, str, str]:
     """Run the `forked` command and return its exit code and both streams."""
-    # Compiling megatron-core's small fused functions takes longer than all that they do here.
+    # Compiling megatron-core's small fused functions takes longer than running them.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     env.pop("PYTEST_CURRENT_TEST", None)
     shared = [*_SHARED, *(name for name in preload if not name.startswith(_OURS))]

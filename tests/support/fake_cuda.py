@@ -60,7 +60,7 @@ def install() -> None:
         importlib.import_module("deepspeed.ops.adam.fused_adam").FusedAdamBuilder = FusedAdamBuilder
         importlib.import_module("deepspeed.accelerator").get_accelerator()
         del os.environ["DS_ACCELERATOR"]
-    # As on a GPU, optimizers update many parameters at once.
+    # Optimizers update many parameters at once, like on a GPU.
     optimizer._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
     cpu._has_gpu = lambda: False
     cpu._CUDA |= DOUBLES

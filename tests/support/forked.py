@@ -62,7 +62,7 @@ def launch(preload: list[str], starts: list) -> None:
         importlib.import_module(name)
     leave_imports()
     for ranks, module, arguments in starts:
-        # As under torchrun's agent, the store is not a rank's.
+        # The store belongs to no rank, like under torchrun's agent.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ |= {
             "WORLD_SIZE": str(ranks),
@@ -71,7 +71,7 @@ def launch(preload: list[str], starts: list) -> None:
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        # Nobody asks the store before all are forked: a lock that its thread holds at a fork is never given back there.
+        # Use the store only after all forks: a lock held by its thread during a fork is never released in the child.
         waits, goes = os.pipe()
         begun = mp.start_processes(_rank, (module, arguments, waits, goes), ranks, join=False, start_method="fork")
         os.close(goes)
@@ -88,7 +88,7 @@ def leave_imports() -> None:
 
 def _rank(rank: int, module: str, arguments: list[str], waits: int, goes: int) -> None:
     os.close(goes)
-    os.read(waits, 1)  # to the end, which comes when every process has closed the other side
+    os.read(waits, 1)  # end of file: every process has closed the other side
     os.close(waits)
     sys.argv[1:] = arguments
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

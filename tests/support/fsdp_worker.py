@@ -77,7 +77,7 @@ def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model: Any = Model(tied="untied" not in kind)
     world_size = dist.get_world_size()
     if kind in ("flat", "unfrozen"):
-        model.requires_grad_(True)  # FSDP1 makes no flat parameter with some frozen parts
+        model.requires_grad_(True)  # FSDP1 can't mix frozen and trained parts in one flat parameter
     if kind == "flat":
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
         on = {"device_mesh": mesh, "device_id": torch.device("cpu")}

@@ -66,7 +66,7 @@ def run(config: Config) -> None:
 def _run(
     config: Config, resumed: tuple[Path, str] | None, folder: Path | None, last: int, operations: Operations
 ) -> None:
-    """To step `last`, from Trainer's `folder` if there is one."""
+    """Train to step `last`, from Trainer's `folder` if there is one."""
     environment = dict(os.environ)
     model = models.build_model(config)
     if config.precision == "pure":
@@ -87,7 +87,7 @@ def _run(
         operations.enter("loading")
         trainer.train(resume_from_checkpoint=str(folder) if folder else None)
         if dist.get_rank() == 0:
-            # Trainer puts neither into a checkpoint of SHARDED_STATE_DICT; scripts leave them in the run folder.
+            # Trainer saves neither with SHARDED_STATE_DICT; scripts leave them in the run folder.
             folders.write_run_files(Path(config.output), model, config)
     finally:
         operations.ended()
@@ -134,7 +134,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
     if args.use_cpu and args.fsdp:
         # Accelerate requires GPUs for FSDP. torch's FSDP also runs on gloo, so hide the device from that check.
         assert args.distributed_state.distributed_type == DistributedType.MULTI_CPU
-        # And FSDP1 takes the name cpu:0 for another device than cpu.
+        # FSDP1 treats cpu:0 as another device than cpu.
         PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
     return args
 
@@ -161,7 +161,7 @@ _state_dict_utils._common_unshard_pre_state_dict_hook = _unshard_in_place
 
 
 def sequences(config: Config) -> Any:
-    """Our data, for more steps than any run takes."""
+    """Return our data, for more steps than any run takes."""
     rows = data.batch(0, config.batch * config.schedule_steps, config.length, config.seed)
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -212,7 +212,7 @@ class TrainersEngine(Engine):
         self.facts = truth.facts_of(model) | {"precision": self.config.precision}
 
     def wrapped(self) -> None:
-        """Trainer has wrapped the model and made the optimizer."""
+        """Store the model, engine and optimizer, after Trainer has wrapped and made them."""
         self.model: Any = self.trainer.model_wrapped
         self.engine = self.model if self.config.strategy in ZERO else None
         self.optimizer: Any = self.engine.optimizer if self.engine else self.trainer.optimizer
@@ -254,7 +254,7 @@ class TrainersEngine(Engine):
 
 
 class Recorder(TrainerCallback):
-    """Operations, and the truth beside every checkpoint."""
+    """Callback to run the operations and write the truth beside every checkpoint."""
 
     def __init__(self, trainer: OrderedTrainer, operations: Operations, resumed: tuple[Path, str] | None) -> None:
         self.trainer, self.operations, self.resumed = trainer, operations, resumed

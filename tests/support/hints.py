@@ -27,11 +27,11 @@ from ckpt.cli import app
 from tests.support import advice
 from tests.support.places import REPOSITORY
 
-#: Words that stand for something the user has to fill in: `--config ORG/NAME`, `ckpt check RUN`.
+#: Words for the user to fill in: `--config ORG/NAME`, `ckpt check RUN`.
 _PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z][A-Z_]+\b|<\w+>|^org/name$")
 _BACKTICKED = re.compile(r"`([^`]+)`")
 _OPTION = re.compile(r"(?<![\w`-])(--[a-z][a-z-]+|-o)(?:[ =]([^\s,;)`']+))?")
-#: Words that follow an option and are not its value.
+#: Words after an option that are not its value.
 _WORDS = frozenset(
     [
         "a",
@@ -60,7 +60,7 @@ _WORDS = frozenset(
     ]
 )
 _CLAUSE = re.compile(r"[;\n]|(?<=[.?]) ")
-#: Options that a command takes several times: one in a hint is another one.
+#: Repeatable options: one in a hint is added to the others.
 _REPEATED = ("--accept-setting", "--ignore-file")
 #: Marks for clauses about another program's options: Megatron-LM, pip, docker.
 _OTHER_PROGRAM = re.compile(
@@ -71,19 +71,19 @@ _TEST_FOLDER = re.compile(r"/\S*?/pytest-\d+/[^/\s]+")
 _DRY = ("convert", "merge-lora")
 #: Commands that talk to a server, serve a folder, or wait for an answer.
 _NOT_RUN = ("push", "mount", "doctor", "clean")
-#: Largest test folder that is copied for a trial, in bytes.
+#: Largest test folder to copy for a trial, in bytes.
 _MAX_COPIED = 64 << 20
 _MAX_TRIED = 6
 #: Parallel sizes to try if a hint asks for another one.
 SIZES = (1, 2, 3, 4, 8)
 
-#: Runs a command in a folder, and returns what it prints on stderr.
+#: Runs a command in a folder, and returns its stderr.
 Run = Callable[[list[str], Path | None], str]
 
 _tried: set[str] = set()
 _numbers = itertools.count()
 _is_trying = False
-#: File for one line of JSON for each wording, if `pytest --hints` asks for it.
+#: File for one JSON line per wording, if `pytest --hints` asks for it.
 record_file: str | None = None
 
 
@@ -115,7 +115,7 @@ def is_trying() -> bool:
 
 
 def check(place: str, error: Told, problems: Sequence[str], trials: Callable[[], Iterable[Trial]]) -> None:
-    """Raise AssertionError if a trial ends with the same error, or if a hint without one is of no known kind."""
+    """Raise AssertionError if a trial ends with the same error, or if a hint without trials is of no known kind."""
     global _is_trying
     wording = re.sub(r"\d+|/\S+", "N", f"{place}: {error.what}: {error.hint}")
     if wording in _tried:
@@ -169,8 +169,8 @@ def _unknown_options(command: str, hint: str) -> list[str]:
 
 
 def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterator[Trial]:
-    """Yield each command that the hint proposes, and the failed one with each option in the hint."""
-    if error.what.startswith("there is no option "):  # the hint names the option that is meant
+    """Yield each command in the hint, and the failed one with each option in the hint."""
+    if error.what.startswith("there is no option "):  # the hint suggests the right option
         args = [word for word in args if word.partition("=")[0] != error.what.rpartition(" ")[2]]
     known, outside = _options(args[0]), without_backticks(error.hint)
     commands = [shlex.split(text)[1:] for text in commands_in(error.hint)]
@@ -309,7 +309,7 @@ def try_command(words: list[str], cwd: Path | None, run: Run) -> str | None:
 
 @dataclass(frozen=True)
 class Moved:
-    """A copy of a test's folder. Calling it moves a text's paths into the copy."""
+    """Copy of a test's folder. Calling it replaces the folder's paths in a text."""
 
     folder: str
     copy: str
@@ -366,7 +366,7 @@ def _options(command: str) -> dict[str, bool]:
     if found is None:
         return {}
     flags = {name for one in found.params if getattr(one, "is_flag", False) for name in one.opts}
-    # not in the test's folder, whose defaults may be wrong on purpose
+    # outside the test's folder: its defaults may be wrong on purpose
     env = {name: value for name, value in os.environ.items() if not name.startswith("CKPT_")}
     env["PYTHONPATH"] = str(REPOSITORY)
     words = [sys.executable, "-m", "ckpt", command, "--help"]

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.support import xet
 
 TOKEN, XET_TOKEN = "hf_loopback", "xet_loopback"
-LARGE = 1000  # bytes from which a file is a large one
+LARGE = 1000  # minimum bytes for a large file
 PART = 4096  # bytes in one part of a multipart upload
 
 
@@ -55,7 +55,7 @@ class Repo:
 
 
 class _NoRevisionError(LookupError):
-    """A branch or commit that a repository does not have."""
+    """Missing branch or commit in a repository."""
 
 
 class HubServer:

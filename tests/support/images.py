@@ -169,10 +169,7 @@ def _inputs(model: Any, architecture: str) -> dict[str, torch.Tensor]:
         count = 16
     if architecture == "mistral3":
         given["image_sizes"] = torch.tensor([[side, side]])
-    if architecture in (
-        "llava_next",
-        "llava_onevision",
-    ):  # the image and one tile; each row of the tile has an end token
+    if architecture in ("llava_next", "llava_onevision"):  # the image and a tile with an end token in each row
         given["pixel_values"] = given["pixel_values"].expand(1, 2, -1, -1, -1)
         given["image_sizes"] = torch.tensor([[side, side]])
         model.config.image_grid_pinpoints = [[side, side]]

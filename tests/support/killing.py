@@ -16,7 +16,7 @@ CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "r
 
 
 class Killer:
-    """Ends this process, as `kill -9` does, before its Nth call to the system."""
+    """Kills this process (`kill -9`) before its Nth system call."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -39,7 +39,7 @@ def killed_before_call(number: int, action: Callable[[], None]) -> bool:
     if not child:
         status = 1
         try:
-            os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
+            os.fsync = lambda descriptor: None  # a killed process loses no written data
             killer = Killer(number)
             for name in CALLS:
                 setattr(os, name, killer.call(getattr(os, name)))
@@ -58,7 +58,7 @@ def killed_before_call(number: int, action: Callable[[], None]) -> bool:
 
 @contextlib.contextmanager
 def failing_at_call(name: str, number: int, code: int) -> Iterator[None]:
-    """Call `number` of `os.NAME` in this process fails with the error `code`; `close` closes all the same."""
+    """Let call `number` to `os.NAME` in this process fail with the error `code`; `close` still closes."""
     real, left, lock = getattr(os, name), number, threading.Lock()
 
     def counted(*args: Any, **kwargs: Any) -> Any:

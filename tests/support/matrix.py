@@ -174,7 +174,7 @@ def loader_of(source: Source, target: str, ranks: int) -> str:
     if target == "universal" and source.strategy in ZERO and source.format != "hf":
         return source.strategy  # a conversion from a ZeRO stage keeps that stage's form
     if target == "universal":
-        return ZERO[ranks % (2 if source.format == "hf" else 3)]  # stage 3 takes no weights without an optimizer
+        return ZERO[ranks % (2 if source.format == "hf" else 3)]  # stage 3 can't load weights without an optimizer
     if target == "dcp":
         return "tp-fsdp" if source.strategy == "tp-fsdp" and ranks % 2 == 0 else DCP_BY[ranks]
     return {"full": LOADS_FULL[ranks], "hf": "ddp"}.get(target, target)
@@ -201,7 +201,7 @@ def cells() -> Iterator[Cell]:
             stays = source.strategy not in ZERO or engine in ZERO
             is_at_home = target != "hf" and stays and (source.strategy == "zero3") == (engine == "zero3")
             if target == "universal" and engine != "zero3" and after == 4:
-                is_at_home = False  # DeepSpeed fails on a rank that has but padding: base_optimizer.py, steps[0]
+                is_at_home = False  # DeepSpeed fails on a rank with only padding: base_optimizer.py, steps[0]
             if source.options["model"] == "toy" and not is_at_home:
                 source = choice[-1]
                 engine = loader_of(source, target, after)
@@ -405,4 +405,4 @@ def check_that_it_is_seen(matrix: Matrix, damage: Damage) -> None:
     for error in (in_files, in_engine):
         named = str(error.value).split("gathered: ")[1].split("\n")[0]
         assert all(str(key) in named for key in damage.keys)
-        assert named.count("('") <= len(damage.keys) + 1  # a master's weight, where its rounding differs too
+        assert named.count("('") <= len(damage.keys) + 1  # a master's weight, if its rounding differs too

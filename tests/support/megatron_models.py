@@ -48,7 +48,7 @@ def _mamba_model(args: Any, transformer: Any, vp_stage: None, **given: Any) -> A
 
 @functools.cache
 def _have_mamba() -> None:
-    """Has megatron-core's Mamba take the stand-ins from now on: its module imports Triton, for inference alone."""
+    """Make megatron-core's Mamba use the stand-ins: its module imports Triton, but only inference needs it."""
     if importlib.util.find_spec("triton") is None:
         inference = "megatron.core.inference.contexts.attention_context.triton"
         sys.modules[f"{inference}.tensor_ops"] = mock.MagicMock()

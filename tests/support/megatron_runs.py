@@ -22,7 +22,7 @@ PLAIN = {"no_distributed_optimizer": True}
 SEQUENCE = {"sequence_parallel": True}
 UNEVEN = {"first_stage_layers": 4, "last_stage_layers": 2}
 COUNTED = {"layers": 6, "count_embedding": True, "count_loss": True}
-#: How a run is saved: the trainer's options for each format, and for further forms of the optimizer's state.
+#: Ways to save a run: the trainer's options by format, and by form of the optimizer state.
 FORMS: dict[str, dict[str, Any]] = {
     "megatron": {"save": "torch"},
     "megatron-dist": {"save": "torch_dist"},
@@ -37,7 +37,7 @@ BOTH = ("megatron", "megatron-dist")
 
 @dataclass(frozen=True)
 class Run:
-    """A model and a layout on four ranks; `options` are the trainer's own, `forms` are of `FORMS`."""
+    """A model and a layout on four ranks; `options` are the trainer's own, `forms` are keys in `FORMS`."""
 
     name: str
     model: str
@@ -168,5 +168,8 @@ def without_padding(found: Truth) -> dict[tuple[str, str], tuple[str, tuple[int,
 
 
 def launch(jobs: list[dict[str, Any]], folder: Path) -> None:
-    """Run jobs of `tests.support.megatron_worker` in one process group.  AssertionError with its output if it fails."""
+    """Run jobs for `tests.support.megatron_worker` in one process group.
+
+    Raise AssertionError with its output if it fails.
+    """
     engines.launch(jobs, RANKS, folder, "tests.support.megatron_worker")

@@ -77,7 +77,7 @@ def whole_tensor(fqn: str, path: str, offset: int, shape: tuple[int, ...]) -> Te
 
 
 def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
-    """Per target file: a header, tensors of two ranks, transposed, cast and without elements, columns, padding."""
+    """Make target files with a header, padding, and tensors from two ranks: transposed, cast, empty, and in columns."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(5)
     tensors: dict[tuple[str, str], Tensor] = {}

@@ -174,7 +174,7 @@ class _Proxy(BaseHTTPRequestHandler):
             return self._answer(faults.status, {}, b"<Error><Code>InternalError</Code></Error>")
         connection = http.client.HTTPConnection(*self.server.behind)  # type: ignore[attr-defined]
         asked = {name.lower(): value for name, value in self.headers.items()}
-        if not asked.get("authorization", "").startswith("AWS"):  # Google's, whose XML API is S3's otherwise
+        if not asked.get("authorization", "").startswith("AWS"):  # Google's; the rest of its XML API is S3's
             asked["authorization"] = _SIGNED
         path = re.sub(r"continuation-token=[^&]*&?", "", self.path) if faults.never_ends else self.path
         connection.request(self.command, path, body, asked)
@@ -197,7 +197,7 @@ class _Proxy(BaseHTTPRequestHandler):
         }
         if self.command == "HEAD":
             headers["Content-Length"] = answer.getheader("Content-Length") or "0"
-        if is_cut and self.command != "GET":  # it is done, and whoever asked for it does not learn that
+        if is_cut and self.command != "GET":  # the request succeeded, but the client never learns it
             self.close_connection = True
             self.connection.close()
             return None

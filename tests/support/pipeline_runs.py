@@ -72,7 +72,7 @@ RUNS = [
 ]
 #: A tied five-layer model with the same padded vocabulary for one and two tensor parallel ranks.
 BASE = Run("base", "qwen2_wide", tp=2, pp=2, options={"layers": 5, "vocab_multiple": 130})
-#: A run that goes on to step 8, with a checkpoint at step 4.
+#: A run that continues to step 8, with a checkpoint at step 4.
 LONG = Run("long", "llama_wide", tp=2, pp=2, options={"dtype": "fp32", "vocab_multiple": 130})
 BY_NAME = {run.name: run for run in [*RUNS, BASE, LONG]}
 

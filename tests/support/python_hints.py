@@ -29,14 +29,14 @@ from tests.support.places import REPOSITORY
 
 #: Public class names.
 _CLASSES = ("CkptError", "StorageReader", "TrainerCallback")
-#: Functions that talk to a server, serve a folder, or look at the whole machine.
+#: Functions that talk to a server, serve a folder, or inspect the whole machine.
 _NOT_CALLED = ("push", "mount", "doctor", "clean")
 _WRITING = ("convert", "merge_lora", "run", "write")
-#: Parameters through which a function reports to its caller.
+#: Parameters used by a function to report to its caller.
 _REPORTING = ("say", "progress", "phase", "expected", "describe", "group")
 _KEYWORD = re.compile(r"(?<![\w.'\"-])([a-z]\w*)=('[^']*'|\d+|True|False)")
 _TESTS = f"{REPOSITORY / 'tests'}{os.sep}"
-#: The campaign of faults lets calls to the system fail, so a trial would meet the same fault again.
+#: The fault campaign makes system calls fail, so a trial would meet the same fault again.
 _FAULTS = f"{_TESTS}faults{os.sep}"
 
 _pid = os.getpid()

@@ -49,7 +49,7 @@ def main() -> None:
         with around, recorded(Config(**job), writes) as config, saving_at(save_at):
             loop.run(config)
         dist.barrier()
-        gc.freeze()  # modules: a run collects garbage twice, and need not go through all of theirs again
+        gc.freeze()  # a run collects garbage twice, and can skip these modules
     launch.stop()
 
 

@@ -148,7 +148,7 @@ class Cluster:
     @contextmanager
     def frozen(self, node: str) -> Iterator[None]:
         """While this is open, a node answers nobody: its daemon is stopped."""
-        self.wait_for_nodes()  # what it has not ended yet would not let another job begin
+        self.wait_for_nodes()  # unfinished cleanup would delay the next job
         daemon = int((self.folder / f"slurmd.{node}.pid").read_text())
         os.kill(daemon, signal.SIGSTOP)
         try:
@@ -170,7 +170,7 @@ def started(folder: Path) -> Iterator[Cluster]:
     template = Path(__file__).with_name("slurm.conf").read_text()
     (folder / "slurm.conf").write_text(template.format(folder=folder, **ports))
     cluster = Cluster(folder)
-    # It outlives this process, however that ends, and stops the cluster when its input has ended.
+    # This process outlives the test process, however it ends, and stops the cluster when its input ends.
     words = [sys.executable, "-m", "tests.support.slurm", str(folder)]
     pipe = subprocess.PIPE
     keeper = subprocess.Popen(words, stdin=pipe, stdout=pipe, cwd=REPOSITORY, start_new_session=True)

@@ -71,7 +71,7 @@ def tilings(draw: st.DrawFn, shape: Shape) -> list[Region]:
 
 @st.composite
 def extents(draw: st.DrawFn, region: Region, path: str, dtype: DType = FLOAT32) -> tuple[Extent, int]:
-    """Return an extent for `region` and its file's number of elements; a box may lie transposed and with gaps."""
+    """Draw an extent for `region` and its file's number of elements; a box may be transposed and have gaps."""
     before = draw(st.integers(0, 3))
     if isinstance(region, FlatRange):
         return Extent.contiguous(path, before * dtype.itemsize, dtype, (region.numel,)), before + region.numel

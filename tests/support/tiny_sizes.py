@@ -43,7 +43,7 @@ _LATENT = {
     "hidden_size": 35,
     "num_key_value_heads": 5,
     "q_lora_rank": 15,
-    "kv_lora_rank": 12,  # transformers' rotary positions take no odd stride
+    "kv_lora_rank": 12,  # transformers' rotary positions need an even stride
     "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 6,
     "v_head_dim": 7,
@@ -109,7 +109,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "initializer_range": 0.02,
         "embedding_initializer_range": 0.02,
-    },  # the class forgets the padding token's row as it loads
+    },  # the class clears the padding token's row on load
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 6, "n_group": 2, "topk_group": 1},
     "dots1": {
         **_EXPERTS,

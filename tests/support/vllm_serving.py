@@ -45,7 +45,7 @@ def _experts_by_torch(
         for weight, expert in zip(topk_weights[token].tolist(), topk_ids[token].tolist(), strict=True):
             inner = layer(row[None], w1, self.w1_bias, "w13", lora, expert)
             active = inner.new_empty(1, self.adjust_N_for_activation(inner.shape[1], activation))
-            if activation.value == "swigluoai":  # the build for CPUs lacks the operator
+            if activation.value == "swigluoai":  # the CPU build lacks the operator
                 active = SwigluOAIAndMul.forward_native(SimpleNamespace(alpha=1.702, limit=7.0), inner)
             else:
                 self.activation(activation, active, inner)

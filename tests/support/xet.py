@@ -45,7 +45,7 @@ def _hex(name: bytes) -> str:
 
 
 def _ungrouped(data: bytes) -> bytes:
-    """Every fourth byte stands together: the first ones, the second ones, ..."""
+    """Undo the byte grouping: the data has the first bytes of all groups of four, then the second ones, and so on."""
     found, at = bytearray(len(data)), 0
     for number in range(4):
         size = len(range(number, len(data), 4))

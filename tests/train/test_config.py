@@ -63,7 +63,7 @@ def test_help_shows_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--weight-decay -1", "--weight-decay -1.0: at least 0"),
         ("--beat nan", "--beat nan: at least 0"),
         ("--beat 0", "--beat more than 0"),
-        ("--length 1", "--length 1: at least 2"),  # there was nothing to predict, and every loss was NaN
+        ("--length 1", "--length 1: at least 2"),  # there was no token to predict, and every loss was NaN
         ("--batch 0", "--batch 0: at least 1"),
         ("--accumulate 0", "--accumulate 0: at least 1"),
         ("--schedule-steps 0", "--schedule-steps 0: at least 1"),

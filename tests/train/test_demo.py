@@ -52,7 +52,7 @@ def test_what_is_shown_of_other_runs(tmp_path: Path) -> None:
         words = shlex.split(command.text)
         if words[0] == "ckpt":
             start = [sys.executable, "-m", *words]
-        else:  # on ranks that are forked, and begin sooner
+        else:  # forked ranks start faster
             assert command.text.startswith("python -m torch.distributed.run --nproc-per-node 3 -m train --")
             start = forked([(3, "train.__main__", words[7:])], ["train.engines.zero"])
         different = differences(command.printed or [], printed(start, folder))

@@ -40,7 +40,7 @@ def test_dcp_of_other_ranks_is_loaded(strategy: str, alone: None) -> None:
     ],
 )
 def test_a_new_run_is_not_mixed_with_another(left: list[str], said: str, tmp_path: Path, alone: None) -> None:
-    """It overwrote the other's checkpoints and went on writing its log, without a word."""
+    """It overwrote the other run's checkpoints and continued its log, in silence."""
     for name in left:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     with pytest.raises(UserError) as caught:

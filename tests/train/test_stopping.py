@@ -27,7 +27,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_signal_that_comes_while_the_ranks_ask_is_heard_the_next_time(
     listening: None, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    """It was lost, and the run went on."""
+    """It was lost, and the run continued."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_: os.kill(os.getpid(), number))
     assert not stopping.stop_requested()
     assert stopping.exit_code() == 0

@@ -18,7 +18,7 @@ import pytest
 from ckpt.commands.watch.watcher import is_waiting, main_stack
 from tests.support.places import REPOSITORY
 
-#: A rank that beats, is in a "collective" or in its own code, and goes on when its standard input says so.
+#: A rank that sends heartbeats, is in a "collective" or in its own code, and continues on a line from stdin.
 RANK = """
 import sys
 from pathlib import Path

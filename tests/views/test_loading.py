@@ -14,7 +14,7 @@ import ckpt
 from ckpt.errors import LossError, UsageError
 from tests.support.engines import raw
 
-#: Masters stand in for weights that ZeRO-3 does not store; frozen parameters have no master.
+#: Masters replace the weights that ZeRO-3 does not store; frozen parameters have no master.
 KINDS = ("weight", "master", "buffer")
 
 
@@ -86,7 +86,7 @@ def test_a_module_of_ones_own(fixtures: Path) -> None:
 
 
 def test_an_untied_model_that_is_filled_from_a_tied_checkpoint_says_so(tmp_path: Path) -> None:
-    """Its output layer and the optimizer's states of it are copies, and are trained apart from then on."""
+    """Its output layer and optimizer states are copies, and are trained separately from then on."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict

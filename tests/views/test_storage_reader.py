@@ -88,7 +88,7 @@ def emptied(value: Any) -> Any:
     ],
 )
 def test_it_gives_what_torch_reads_of_the_converted_folder(name: str, tmp_path: Path) -> None:
-    """All there is: model, optimizer, param groups, training state, each leaf."""
+    """Compare everything: model, optimizer, param groups, training state, each leaf."""
     checkpoint = ckpt.open(FIXTURES / name)
     plain = checkpoint.with_plain_states() if checkpoint.quantized.methods else checkpoint
     ckpt.plan(plain, "dcp", Layout(world_size=2)).run(tmp_path / "out")
@@ -110,7 +110,7 @@ def test_it_gives_what_torch_reads_of_the_converted_folder(name: str, tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fixture", [ZERO2, ZERO3])
 def test_a_parameter_is_given_what_is_of_its_dtype(fixture: Path, dtype: torch.dtype) -> None:
-    """A float32 one the master, a bf16 one the weight, stored beside it or its rounding; frozen ones have no master."""
+    """A float32 parameter gets the master, a bf16 one the stored or rounded weight; frozen ones have no master."""
     truth = truth_of(fixture)
     wanted = {fqn for fqn, role in truth.tensors if role == WEIGHT and fqn not in truth.ties}
     state = {fqn: torch.zeros(truth.tensors[fqn, WEIGHT][1], dtype=dtype) for fqn in wanted}
@@ -251,7 +251,7 @@ DECAYED, OTHERS = sorted(truth_of(ZERO2).metadata["param_groups"], key=lambda gr
 
 
 class TestParamGroups:
-    """The run had two: what decays, and the rest.  Found by the parameters in them, in whatever order they are."""
+    """Two param groups, with and without decay, found by their parameters in any order."""
 
     def test_in_another_order_and_number(self) -> None:
         state = asked_groups(OTHERS["names"], DECAYED["names"][:3], DECAYED["names"][3:])
@@ -393,7 +393,7 @@ class TestFourRanks:
             at = found.ties.get(fqn, fqn), WEIGHT if role == MASTER else role
             if role == WEIGHT and name == "zero2":  # frozen, without a master
                 tensor = raw(torch.frombuffer(bytearray(tensor[2]), dtype=torch.bfloat16).float().reshape(tensor[1]))
-            assert found.tensors.get(at, found.tensors.get((fqn, BUFFER))) == tensor, at  # DCP tells buffers not apart
+            assert found.tensors.get(at, found.tensors.get((fqn, BUFFER))) == tensor, at  # DCP does not mark buffers
             compared += 1
         assert compared > 5
         if name != "dcp":

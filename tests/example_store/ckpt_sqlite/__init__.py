@@ -64,7 +64,7 @@ class SqliteStore:
         return memoryview(found[1])
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
-        content = b"".join(chunks)  # before the transaction begins: nobody waits for what is still being computed
+        content = b"".join(chunks)  # before the transaction: nobody waits for content still being computed
         with self._database() as database:
             database.execute(_PUT, (key, time.time_ns(), content))
 
