@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
-#: Lines to print after the run, by title; tests fill it.
+#: Lines to print after the run, by title; filled by the tests.
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
 
 
@@ -60,7 +60,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tables() -> dict[str, dict[str, dict[str, str]]]:
-    """`tables[title][row][column] = cell` is printed when all tests are done."""
+    """Return the tables to print after all tests: `tables[title][row][column] = cell`."""
     return TABLES
 
 
@@ -90,7 +90,7 @@ def unlisted_skips(reporter: pytest.TerminalReporter) -> list[str]:
 
 
 def seconds_of(reports: list[pytest.TestReport]) -> Iterator[str]:
-    """All files and the hundred slowest tests, the slowest first."""
+    """Return lines with all files and the hundred slowest tests, the slowest first."""
     files, tests = Counter[str](), Counter[str]()
     for report in reports:
         files[report.nodeid.partition("::")[0]] += report.duration

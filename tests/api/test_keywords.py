@@ -1,4 +1,4 @@
-"""`ckpt/plan/keywords.py`, `groups.py`, `ckpt/base/flags.py`, `ckpt/__init__.py`: what editors and mypy know."""
+"""`ckpt/plan/keywords.py`, `groups.py`, `ckpt/base/flags.py`, `ckpt/__init__.py`: types for editors and mypy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def module() -> str:
 
 
 def block() -> str:
-    """Return the lines of the package for editors and mypy: each public name from its module."""
+    """Return the package's lines for editors and mypy: each public name from its module."""
     by_module: dict[str, list[str]] = {}
     for name in dir(ckpt):
         if (place := ckpt._module_of(name)) is not None:

@@ -1,4 +1,4 @@
-"""`ckpt/__init__.py`: a user's script is typed, runs, and its mistakes are seen by mypy."""
+"""`ckpt/__init__.py`: a user's script type-checks and runs, and mypy finds its mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/commands/check/checking.py`, `files.py`: `ckpt check` gives the reason for what damage leaves."""
+"""`ckpt/commands/check/checking.py`, `files.py`: `ckpt check` gives the reason for its findings."""
 
 from __future__ import annotations
 

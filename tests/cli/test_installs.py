@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/command.py`, `ckpt/views/without_torch.py`: commands with the base package alone."""
+"""`ckpt/commands/merge_lora/command.py`, `ckpt/views/without_torch.py`: commands with only the base package."""
 
 from __future__ import annotations
 

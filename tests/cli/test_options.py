@@ -1,4 +1,4 @@
-"""`ckpt/cli/parser.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names."""
+"""`ckpt/cli/parser.py`, `ckpt/plan/options.py`: formats' own options, listed in the help by format."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_layout_gives_a_format_its_own_options() -> None:
 
 
 def test_an_option_for_reading_is_taken_where_it_has_a_meaning(fixtures: Path, marks: ModuleType) -> None:
-    """The reader gets it typed; it is refused elsewhere, and no option for writing."""
+    """The reader gets the typed value. It is refused elsewhere, and is no option for writing."""
     more = {"applies_to": "a run with shades", "absent": "there are no shades here"}
     shades = {"strategy": option("A shade.", **more, choices=("dark",)), "__annotations__": {"strategy": "str | None"}}
     marks.Marks = dataclass(frozen=True)(type("Shades", (), shades))  # type: ignore[attr-defined]

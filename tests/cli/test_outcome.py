@@ -21,7 +21,7 @@ from converters.names.hub import loading
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import ckpt_in_order
 
-#: A sample of each framework: ZeRO, FSDP, Megatron, GPT-NeoX, HF Trainer, a LoRA run.
+#: One sample per framework: ZeRO, FSDP, Megatron, GPT-NeoX, HF Trainer, a LoRA run.
 PLAIN = ("moe-zero3", "toy-zero1", "local-flat", "megatron-0.17-dp", "neox-zero1", "trainer-zero2", "autotp-zero0")
 
 
@@ -85,7 +85,7 @@ def test_quiet_says_what_cannot_be_loaded_alone(fixtures: Path, tmp_path: Path) 
 
 
 def test_last_line_is_proved_by_transformers(fixtures: Path, tmp_path: Path) -> None:
-    """The last line's promise and denial, both held against transformers itself."""
+    """The last line's promise or denial is checked against transformers itself."""
     from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
     run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))

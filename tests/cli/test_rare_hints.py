@@ -44,7 +44,7 @@ MODEL = (FIXTURES / "trainer-plain/checkpoint-2", "--gpus", "2")
 
 @dataclass(frozen=True)
 class Place:
-    """A test's folder, and the means to change this process."""
+    """A test's folder, and ways to change this process."""
 
     folder: Path
     patch: pytest.MonkeyPatch
@@ -178,7 +178,7 @@ def changed(place: Place, target: str, value: Any, call: Callable[[], str]) -> s
 
 
 def mounted(place: Place, library: str, view: Path) -> str:
-    """Return the error of a mount if mfusepy is a module with the text `library`."""
+    """Return the error of a mount if mfusepy's module has the source `library`."""
     text(place / "modules/mfusepy.py", library)
     place.patch.delitem(sys.modules, "mfusepy", raising=False)
     place.patch.syspath_prepend(place / "modules")

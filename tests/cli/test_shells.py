@@ -1,4 +1,4 @@
-"""`ckpt/options/completion.py`: completion in bash, zsh and fish themselves: installed as users do."""
+"""`ckpt/options/completion.py`: completion in real bash, zsh and fish, installed like a user would."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ main()
     "where", ["ckpt.move.files.translate_os_errors", "ckpt.cli.application", "ckpt.options.command.Command"]
 )
 def test_sigterm_outside_of_a_command_is_said(where: str) -> None:
-    """While modules are imported and arguments are read: it ended with 143, or 130, and no word."""
+    """During imports and argument parsing it ended with 143 or 130, without a message."""
     module, _, name = where.rpartition(".")
     script = f"""
 import importlib, os, signal

@@ -1,4 +1,4 @@
-"""`ckpt/compare/compare.py`: every flipped bit is found, with its index, however both sides are cut."""
+"""`ckpt/compare/compare.py`: every flipped bit is found, with its index, for any cut of both sides."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Cut:
 
 
 def cut_flat(array: np.ndarray, dtype: DType, edges: list[int]) -> Cut:
-    """Flat ranges, one file and rank for each."""
+    """Cut into flat ranges, with one file and rank for each."""
     flat, files, fragments = array.reshape(-1), {}, []
     for rank, (start, stop) in enumerate(pairwise(edges)):
         files[f"flat{rank}"] = bytes(rank) + flat[start:stop].tobytes()
@@ -65,7 +65,7 @@ def cut_flat(array: np.ndarray, dtype: DType, edges: list[int]) -> Cut:
 
 
 def cut_boxes(array: np.ndarray, dtype: DType, dim: int, edges: list[int], order: list[int]) -> Cut:
-    """Boxes along `dim`, each stored with its dims in another order, all in one file."""
+    """Cut into boxes along `dim`, each stored with permuted dims, all in one file."""
     fragments, data = [], bytearray(b"\x55" * 5)
     for rank, (start, stop) in enumerate(pairwise(edges)):
         offsets = tuple(start if d == dim else 0 for d in range(array.ndim))

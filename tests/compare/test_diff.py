@@ -1,4 +1,4 @@
-"""`ckpt/compare/diff.py`, `changes.py`: what changed between two checkpoints, against numpy on the same values."""
+"""`ckpt/compare/diff.py`, `changes.py`: changes between two checkpoints, against numpy on the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/compare/digest.py`, `manifest.py`: `ckpt hash`: one digest for one content, whatever holds it."""
+"""`ckpt/compare/digest.py`, `manifest.py`: `ckpt hash`: one digest for one content, in any format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/compare/pairs.py`, `digest.py`, `other_files.py`: what `verify` and `hash` do not compare is named."""
+"""`ckpt/compare/pairs.py`, `digest.py`, `other_files.py`: `verify` and `hash` name everything they skip."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ FILES = {
 
 
 def test_other_files_of_a_model_that_differ_are_named(tmp_path: Path) -> None:
-    """Tensors are equal, and the model gets other tokens or other prompts."""
+    """The tensors are equal, but the model gets other tokens or other prompts."""
     a, b = model_folders(tmp_path)
     assert "other files" not in said_by(a, b)
     for name, (content, changed) in FILES.items():

@@ -38,7 +38,7 @@ def test_verify_rounds_as_convert_does(fixtures: Path, tmp_path: Path, name: str
 
 
 def test_two_models_in_different_dtypes_are_different(fixtures: Path, tmp_path: Path) -> None:
-    """Nobody may remove the float32 model because the bfloat16 one is called equal."""
+    """Otherwise somebody may delete the float32 model because the bfloat16 one counts as equal."""
     for dtype in ("fp32", "bf16", "fp16"):
         ckpt.convert(fixtures / "toy-zero3", "hf", tmp_path / dtype, dtype=dtype)
     for a, b in (("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16"), ("fp16", "fp32")):

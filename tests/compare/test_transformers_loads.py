@@ -1,4 +1,4 @@
-"""`ckpt/compare/transformers_loads.py`: `ckpt verify --loads` names all that is wrong with a folder."""
+"""`ckpt/compare/transformers_loads.py`: `ckpt verify --loads` names every fault in a folder."""
 
 from __future__ import annotations
 

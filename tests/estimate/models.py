@@ -1,4 +1,4 @@
-"""Public models: sizes from their config.json, and how many parameters they have."""
+"""Public models: sizes from their config.json, and their numbers of parameters."""
 
 from __future__ import annotations
 

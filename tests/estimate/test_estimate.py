@@ -194,7 +194,7 @@ def test_activations_of_the_paper() -> None:
     assert found.checkpointed == 2 * 2048 * 1024 * 4 + found.kept // 4
     halves = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048), 2, False)
     assert halves.kept == found.kept // 2
-    # Section 4.2.1: without sequence parallelism 10 sbh (here: without dropout's 2) are on every rank.
+    # Section 4.2.1: without sequence parallelism, 10 sbh (8 here, without dropout) are on every rank.
     whole = activations.megatron(blocks, 1, 1024, 0, Setup(length=2048, sequence_parallel=False), 2, False)
     assert whole.kept - halves.kept == 4 * (8 * 2048 * 1024) // 2
     assert whole.checkpointed - halves.checkpointed == (4 * 2 * 2048 * 1024 + 8 * 2048 * 1024) // 2
@@ -232,7 +232,7 @@ def peak_bytes(checkpointing: bool, vocabulary: int) -> tuple[int, activations.A
 
 @pytest.mark.parametrize("vocabulary", [100, 4000])
 def test_the_peak_of_a_step_is_as_estimated(vocabulary: int) -> None:
-    """With a small vocabulary layers decide, with a large one the loss does."""
+    """With a small vocabulary the layers set the peak, with a large one the loss does."""
     most, found = peak_bytes(False, vocabulary)
     assert most == pytest.approx(found.kept, rel=0.03)
     most, found = peak_bytes(True, vocabulary)
@@ -411,7 +411,7 @@ def test_offloading_and_lora_come_before_tensor_parallelism() -> None:
     assert offloaded.startswith("zero3-offload with activation checkpointing, data parallel 8: ")
     assert lora.startswith("zero3 lora 16 with activation checkpointing, data parallel 8: ")
     assert over.startswith("with Megatron: megatron tp 8 pp 1, data parallel 1: ")
-    # Neither is named if data parallelism fits, or if only some strategies were asked for.
+    # Neither is suggested if data parallelism fits, or if the user asked for only some strategies.
     assert not any("lora" in one or "offload" in one for one in suggestions(LLAMA, Setup(8), 80 * GB))
     subject = sizing.Subject("8B", in_memory(LLAMA), LLAMA)
     assert sizing.size(subject, Setup(8), 24 * GB, [MEGATRON]).suggestions == (over,)
@@ -503,7 +503,7 @@ def test_sharded_checkpoints_are_models_too(fixtures: Path) -> None:
 
 
 def test_a_lora_run_is_its_model(fixtures: Path, tmp_path: Path) -> None:
-    """Not the model and its adapter: tables have lines for training with LoRA anyway."""
+    """It is not listed as a model and its adapter: tables have lines for LoRA training anyway."""
     run = shutil.copytree(fixtures / "lora-zero3", tmp_path / "run")
     for config in run.rglob("config.json"):
         config.unlink()

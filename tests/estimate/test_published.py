@@ -1,4 +1,4 @@
-"""`ckpt/commands/estimate/table.py`: `ckpt estimate` beside published runs: what was measured."""
+"""`ckpt/commands/estimate/table.py`: `ckpt estimate` beside the measured memory of published runs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_7b_on_4_gpus_by_the_accounting_of_8_bytes_a_parameter() -> None:
     assert rows[DDP].states == 8 * num_elements(model.parameters)
     for strategy, theirs in ((DDP, 60), (ZERO2, 28.5), (FSDP2, 18)):
         assert rows[strategy].states / GB + rest == pytest.approx(theirs, rel=0.15), strategy
-    # And by default, in mixed precision: 16 bytes a parameter.
+    # And the default, mixed precision: 16 bytes per parameter.
     rows = {row.strategy: row.memory for row in table.size(subject, Setup(4), 80 * GB, [DDP, ZERO2, FSDP2]).rows}
     assert [round(rows[s].states / GB, 1) for s in (DDP, ZERO2, FSDP2)] == [107.8, 37.1, 27.0]
 

@@ -1,4 +1,4 @@
-"""`ckpt/base/sizes.py`, `ckpt/containers/torchfile/scalars.py`: sizes as people write them."""
+"""`ckpt/base/sizes.py`, `ckpt/containers/torchfile/scalars.py`: human-readable sizes."""
 
 from __future__ import annotations
 

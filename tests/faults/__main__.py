@@ -1,4 +1,4 @@
-"""`python -m tests.faults [--seed N] [--cases N]`: the whole campaign; exit code 1 if a case ended as it must not."""
+"""`python -m tests.faults [--seed N] [--cases N]`: the whole campaign; exit code 1 if any case ended wrong."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ def quantized_parts(sample: Sample, random: Random) -> Lie:
 
 
 def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Replace a run by a folder with these tensors, all zeros but recorded states."""
+    """Replace a run by a folder with these tensors, all zeros except for recorded states."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""One byte changed on purpose, seen by `ckpt` and by the format's own library: `python -m tests.faults.peers`."""
+"""One deliberately changed byte, seen by `ckpt` and the format's own library: `python -m tests.faults.peers`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Found:
 
     @property
     def is_right(self) -> bool:
-        """All tensors are equal both times, and the byte changed the same ones."""
+        """Return True if all tensors are equal both times, and the byte changed the same ones."""
         return self.num_tensors == self.num_equal == self.num_equal_changed > 0 and self.theirs == self.ours != set()
 
     def __str__(self) -> str:

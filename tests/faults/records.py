@@ -1,4 +1,4 @@
-"""What ckpt itself writes and later reads, damaged: a stopped conversion's journals and files, and kept conversions."""
+"""Damage to ckpt's own records: a stopped conversion's journals and files, and kept conversions."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Way:
-    """A format to write, in a layout."""
+    """Target format with a layout."""
 
     format: str
     layout: Layout

@@ -1,4 +1,4 @@
-"""Conversions from and to an S3 store on the loopback in which requests fail."""
+"""Conversions from and to an S3 store on the loopback with failing requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One byte changed on purpose: DeepSpeed, PEFT, torch's DCP and Megatron-core see what `ckpt` sees."""
+"""One deliberately changed byte: DeepSpeed, PEFT, torch's DCP and Megatron-core agree with `ckpt`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sessions do to files beside the shell's own commands."""
+"""Changes to files that sessions make without the shell."""
 
 from __future__ import annotations
 

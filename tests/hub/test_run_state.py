@@ -1,4 +1,4 @@
-"""`ckpt/commands/push/run_state.py`: a push publishes no training state of a run, unless the user asks for it."""
+"""`ckpt/commands/push/run_state.py`: a push publishes no training state unless the user asks for it."""
 
 from __future__ import annotations
 

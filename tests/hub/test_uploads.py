@@ -1,4 +1,4 @@
-"""`ckpt/commands/push/push.py`: what `ckpt push` takes from a folder, and repositories with other weights."""
+"""`ckpt/commands/push/push.py`: the files pushed from a folder, and repositories with other weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/move/casts.py`: casts against torch, bit for bit: every half, every float near a tie."""
+"""`ckpt/move/casts.py`: casts against torch, bit for bit: every half, and floats near every tie."""
 
 from __future__ import annotations
 

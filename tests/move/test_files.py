@@ -549,7 +549,7 @@ class TestDestination:
         assert os.path.lexists(out) and not (tmp_path / ".out.ckpt-staging").exists()
 
     def test_a_mount_point_is_refused_at_the_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It cannot be renamed over: a volume mounted at the output folder, hours later."""
+        """A rename can't replace a mount point, and the error would come hours later."""
         (tmp_path / "out").mkdir()
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
         with pytest.raises(UsageError, match="mount point") as caught:

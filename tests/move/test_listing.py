@@ -1,4 +1,4 @@
-"""`ckpt/move/listing.py`: how often commands list a folder: once for one opening, and never from an earlier one."""
+"""`ckpt/move/listing.py`: commands list a folder once per opening, and never reuse an earlier listing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ sys.addaudithook(_note)  # audit hooks can't be removed: it is idle while unused
 
 @contextmanager
 def counted(root: Path) -> Iterator[Counter[str]]:
-    """How often each folder below `root` is listed within the block, by its name relative to `root`."""
+    """Count listings of each folder below `root` within the block, by relative name."""
     global _LISTED
     found: Counter[str] = Counter()
     _LISTED = []

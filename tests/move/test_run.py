@@ -232,7 +232,7 @@ def only(threads: set[threading.Thread]) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_over(tmp_path: Path) -> Iterator[None]:
-    """After every test here: no thread still running, no descriptor still open."""
+    """Assert after every test that no thread is running and no descriptor is open."""
     threads, descriptors = set(threading.enumerate()), open_files()
     yield
     deadline = time.monotonic() + 5
@@ -424,7 +424,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("workers", [1, 3])
     def test_it_stays_within_its_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-        """Measured, with tensors many times larger than the buffers."""
+        """The tensors are many times larger than the buffers."""
         monkeypatch.setattr(casts, "_CACHE_SIZED", 1 << 10)  # otherwise a cast's temporaries outweigh these buffers
         case = make_case(tmp_path / "source", num_files=3, rows=8000)
         resources = Resources(max_memory=4 * threads._MIN_BUFFER * workers, workers=workers)
@@ -797,7 +797,7 @@ class TestInterrupt:
         assert listing(tmp_path) == before
 
     def test_a_second_one_is_not_needed(self, tmp_path: Path, case: Case, small_pieces: None) -> None:
-        """After an interrupt, the same conversion in the same process succeeds."""
+        """After an interrupt, the same conversion succeeds in the same process."""
         calls: list[int] = []
 
         def press(_: int) -> None:
@@ -815,7 +815,7 @@ class TestInterrupt:
 @settings(max_examples=30)
 @given(st.integers(1, 17), st.integers(1, 17), st.integers(0, 40), st.sampled_from([0, 1, 2]))
 def test_from_any_world_size_to_any_other(ranks_in: int, ranks_out: int, numel: int, workers: int) -> None:
-    """A tensor cut among some ranks and written for others, with more ranks than elements too."""
+    """A tensor is cut among some ranks and written for others, also with more ranks than elements."""
     with tempfile.TemporaryDirectory() as folder:
         data = np.random.default_rng(numel).bytes(4 * numel)
         fragments, seen = [], []

@@ -37,7 +37,7 @@ def test_a_room_says_what_it_imports(room: Path) -> None:
 
 
 def test_arrows_between_the_rooms_of_the_core_stay_few() -> None:
-    """A room is a folder or a module at the top but not the package itself; all imports count."""
+    """A room is a folder or module at the top, except for the package itself; all imports count."""
     top = [path for path in (REPOSITORY / "ckpt").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     names = {path.stem for path in top}
     top = [path for path in top if path.stem != "__init__"]

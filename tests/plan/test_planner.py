@@ -1,4 +1,4 @@
-"""`ckpt/plan/planner.py`, `precision.py`: what a plan proves before anything is written."""
+"""`ckpt/plan/planner.py`, `precision.py`: proofs about a plan before anything is written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def checkpoint(*tensors: Tensor) -> Checkpoint:
 
 
 def written(*tensors: Tensor, dtype: DType | None = None) -> Target:
-    """Each tensor whole, one after the other, in one file."""
+    """Lay out all tensors whole, one after the other, in one file."""
     slots, at = [], 0
     for one in tensors:
         extent = Extent.contiguous("out.bin", at, dtype or one.dtype, one.shape)
@@ -202,7 +202,7 @@ class TestCasts:
 class TestThePlan:
     @given(shapes(), st.data())
     def test_its_copies_fill_each_slot_with_what_belongs_there(self, shape: Shape, data: st.DataObject) -> None:
-        """Any pieces into any slots: carried out on numpy arrays, the target holds the tensor."""
+        """For any pieces and slots, numpy copies give the target the tensor's elements."""
         store: Store = {}
         values = np.arange(prod(shape)).reshape(shape)
         source = tensor_of("w", values, data.draw(stored(values, "in", store)))

@@ -1,4 +1,4 @@
-"""`ckpt/plan/registry.py`, `namespace.py`: what other packages register: formats before ours."""
+"""`ckpt/plan/registry.py`, `namespace.py`: other packages' formats, before ours."""
 
 from __future__ import annotations
 

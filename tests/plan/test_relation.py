@@ -67,7 +67,7 @@ def concatenated(draw: st.DrawFn, shape: Shape) -> Case:
 
 @st.composite
 def stacked(draw: st.DrawFn, shape: Shape) -> Case:
-    """Experts become one tensor with a dim more, at any place."""
+    """Stack experts into one tensor with an extra dim at any position."""
     count, dim = draw(st.integers(1, 4)), draw(st.integers(0, len(shape)))
     a = numbered({f"x{i}": shape for i in range(count)})
     b = {"y": np.stack(list(a.values()), axis=dim)}

@@ -164,7 +164,7 @@ class TestPlans:
     def test_arrays_hold_the_copies_that_the_overlay_finds(
         self, shape: Shape, number: int, data: st.DataObject
     ) -> None:
-        """Any slots, contiguous or not, cast or not: the same elements from and to the same bytes."""
+        """For any slots, contiguous or not, cast or not, both copy the same elements between the same bytes."""
         there = stacked([data.draw(rules(shape)) for _ in range(number)], shape)
         tensor = there.tensors["y", "weight"]
         dtype = data.draw(st.sampled_from([FLOAT32, BFLOAT16]))

@@ -1,4 +1,4 @@
-"""`ckpt/processes/launch.py`: one conversion on several processes, as launchers start them."""
+"""`ckpt/processes/launch.py`: one conversion on several processes, started like common launchers do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_another_job_left_in_the_environment(rank: int, port: int, what: st
 
 
 def test_who_waits_for_the_first_process_can_be_ended() -> None:
-    """In torch's own waiting a signal is heard after five minutes."""
+    """While it waits, torch notices a signal only after five minutes."""
     with closing(socket.socket()) as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}

@@ -1,4 +1,4 @@
-"""`ckpt/commands/clean/cleaning.py`, `ckpt/commands/resume/copies.py`: what ckpt left around a run goes."""
+"""`ckpt/commands/clean/cleaning.py`, `ckpt/commands/resume/copies.py`: removal of ckpt's leftovers around a run."""
 
 from __future__ import annotations
 

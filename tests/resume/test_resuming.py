@@ -1,4 +1,4 @@
-"""`ckpt/commands/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again."""
+"""`ckpt/commands/resume/resuming.py`, `caller.py`: the folder to resume from: unchanged, converted or reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/selection.py`: all commands choose the same checkpoint, in every disguise of a folder."""
+"""`ckpt/runs/selection.py`: all commands choose the same checkpoint, in every disguise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/trainer_files.py`, `file_checks.py`: config and tokenizer beside what is written, whatever the target."""
+"""`ckpt/runs/trainer_files.py`, `file_checks.py`: config and tokenizer are copied to every target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/model_files.py`: pipes, devices, folders and impossible names where a file should be: refused at once."""
+"""`ckpt/runs/model_files.py`: pipes, devices, folders and impossible names in place of a file are refused at once."""
 
 from __future__ import annotations
 

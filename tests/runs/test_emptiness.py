@@ -1,4 +1,4 @@
-"""`ckpt/runs/emptiness.py`: optimizers without states, and parameters without elements, as torch saves them."""
+"""`ckpt/runs/emptiness.py`: torch's optimizers without states, and empty parameters."""
 
 from __future__ import annotations
 

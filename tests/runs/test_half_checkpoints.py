@@ -132,7 +132,7 @@ def test_deepspeeds_hint_names_the_model_file_of_the_step(tmp_path: Path) -> Non
     ],
 )
 def test_a_step_that_lacks_some_of_its_model_files_is_incomplete(fixture: str, lost: str, tmp_path: Path) -> None:
-    """A torn copy keeps some files of the model. Only a step without any is half."""
+    """A partial copy keeps some model files. Only a step without any is half."""
     place = _without(fixture, lost)(tmp_path / "source")
     done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
     assert done.code == CorruptError.exit_code, done.err

@@ -213,7 +213,7 @@ def test_an_optimizer_of_fewer_steps_is_refused_if_the_weights_are_of_another_sa
 
 
 def test_an_optimizer_that_began_anew_is_named(tmp_path: Path) -> None:
-    """Its masters round to the model's weights: only weights were loaded, and steps are counted from their save."""
+    """Its masters round to the model's weights: only weights were loaded, and steps count from their save."""
     run = of_model_step(Path(shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "run")), 7)
     told = "the model is of step 7, and the optimizer has taken 2: are all files of one save?"
     for command in every_command(run, tmp_path / "out"):

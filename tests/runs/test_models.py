@@ -1,4 +1,4 @@
-"""`ckpt/runs/models.py`: several models in one save of Accelerate's: commands ask, `check` looks at all."""
+"""`ckpt/runs/models.py`: several models in one Accelerate save: commands ask, `check` checks all."""
 
 from __future__ import annotations
 

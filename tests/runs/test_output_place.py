@@ -1,4 +1,4 @@
-"""`ckpt/runs/output_place.py`: no output lies in a folder that a trainer rotates or searches."""
+"""`ckpt/runs/output_place.py`: no output goes into a folder that a trainer rotates or searches."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_hugging_face_folder_keeps_its_dtype(model: LlamaForCausalLM, tmp_path
 
 
 def test_deepspeeds_own_weights_are_what_it_computes_in(fixtures: Path, tmp_path: Path) -> None:
-    """Whatever the config was copied from."""
+    """The config may come from anywhere."""
     for name, role in (("toy-zero0-fp32", "weight"), ("toy-zero0", "master")):
         run = Path(shutil.copytree(fixtures / name, tmp_path / name))
         (run / "config.json").write_text('{"dtype": "bfloat16"}')

@@ -1,4 +1,4 @@
-"""`ckpt/runs/search.py`: `outputs/RUN/checkpoint-N`: the one run is taken and named."""
+"""`ckpt/runs/search.py`: `outputs/RUN/checkpoint-N`: the only run is used and named."""
 
 from __future__ import annotations
 

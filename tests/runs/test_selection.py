@@ -1,4 +1,4 @@
-"""`ckpt/runs/selection.py`: the checkpoint that a folder stands for, chosen by numbers and never by file times."""
+"""`ckpt/runs/selection.py`: a folder's checkpoint is chosen by step numbers, never by file times."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_epochs_and_steps_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_resume_asks_if_the_folders_own_step_is_unknown(run: Path, tmp_path: Path) -> None:
-    """A full state dict with an optimizer and without a step's number, next to numbered steps."""
+    """The folder has a full state dict with an optimizer but no step number, next to numbered steps."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones(2)

@@ -1,4 +1,4 @@
-"""`ckpt/containers/weights.py`, `ckpt/commands/check/files.py`: every command judges a set of shards alike."""
+"""`ckpt/containers/weights.py`, `ckpt/commands/check/files.py`: every command judges shard sets in the same way."""
 
 from __future__ import annotations
 

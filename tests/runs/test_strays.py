@@ -1,4 +1,4 @@
-"""`ckpt/runs/selection.py`, `unread_files.py`: a file of tensors next to a step is not the run's model."""
+"""`ckpt/runs/selection.py`, `unread_files.py`: a tensor file next to a step is not the run's model."""
 
 from __future__ import annotations
 

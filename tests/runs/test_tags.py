@@ -1,4 +1,4 @@
-"""`ckpt/runs/steps.py`, `finding.py`: a tag that names a step means one thing for every command."""
+"""`ckpt/runs/steps.py`, `finding.py`: a step's tag has the same meaning for every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/unread_files.py`: files in a checkpoint's folder that no reader opened are named."""
+"""`ckpt/runs/unread_files.py`: files that no reader opened are named."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_tensors_next_to_the_steps_of_a_run_are_listed_once(fixtures: Path, tmp_
 
 
 def test_what_a_trainer_leaves_next_to_a_checkpoint_is_not_listed(fixtures: Path, tmp_path: Path) -> None:
-    """A final model, its shards, an older save's adapter, the position in the data, logs, and other steps."""
+    """A final model, its shards, an older adapter, the data position, logs, and other steps."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "adapter_model.bin", "data.pt"):
         torch.save(TENSORS, run / name)

@@ -1,4 +1,4 @@
-"""`ckpt/runs/opening.py`: run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py)."""
+"""`ckpt/runs/opening.py`: run folders written by released trainers (fixtures/make_trl.py, make_axolotl.py)."""
 
 from __future__ import annotations
 

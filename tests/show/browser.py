@@ -1,4 +1,4 @@
-"""A real browser, Chromium without a window, driven through its own driver: the WebDriver protocol over HTTP."""
+"""A headless Chromium, driven by the WebDriver protocol over HTTP."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def browser() -> Iterator[browsers.Browser]:
 
 
 def shown(browser: browsers.Browser, page: str, folder: Path) -> int:
-    """Open a page; the milliseconds until it could be used."""
+    """Open a page and return the milliseconds until it is usable."""
     path = folder / "page.html"
     path.write_text(page)
     browser.open(path)

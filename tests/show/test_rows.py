@@ -46,7 +46,7 @@ from tests.support.strategies import indices, shapes, tilings
 def pieces(
     shape: Shape, regions: Sequence[Region], ranks: Sequence[int] | None = None, dtype: DType = FLOAT32
 ) -> Pieces:
-    """One region for each rank."""
+    """Return one region for each rank."""
     found = []
     for rank, region in zip(ranks or range(len(regions)), regions, strict=True):
         sizes = region.sizes if isinstance(region, Box) else (region.numel,)
@@ -297,7 +297,7 @@ def test_layers_that_look_the_same_are_one_row() -> None:
 
 
 def test_layers_of_other_ranks_are_rows_of_their_own() -> None:
-    """Pipeline stages."""
+    """Pipeline stages hold different layers."""
     found = drawn(*(layer(number, range(2 * (number // 4), 2 * (number // 4) + 2)) for number in range(8)))
     assert [row.name for row in found.rows] == ["layers.{0-3}.mlp.weight", "layers.{4-7}.mlp.weight"]
     assert [fill for row in found.rows for fill, _ in row.patches] == list(COLOURS[:4])

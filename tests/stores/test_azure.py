@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`: Azure's listing has ETags without quotes; answers have the form of Azurite 3.35."""
+"""`ckpt/stores/objects.py`: Azure's listing has ETags without quotes; answers follow Azurite 3.35."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/testing/stores.py`, `ckpt/stores/objects.py`: the stores that ckpt brings."""
+"""`ckpt/testing/stores.py`, `ckpt/stores/objects.py`: ckpt's own stores."""
 
 from __future__ import annotations
 

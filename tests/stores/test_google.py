@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`: Google's store by its XML API, answered by moto's S3 server; credentials are not tested."""
+"""`ckpt/stores/objects.py`: Google's XML API, simulated by moto's S3 server; credentials are not tested."""
 
 from __future__ import annotations
 

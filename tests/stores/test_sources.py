@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`, `ranges.py`, `placeholder_files.py`: checkpoints in a store: the same as local ones."""
+"""`ckpt/stores/objects.py`, `ranges.py`, `placeholder_files.py`: stored checkpoints read like local ones."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_credentials_that_expire_in_between(
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
 def test_interrupted_while_the_claim_is_made_or_removed(store: ObjectStore, method: str) -> None:
-    """The request is done all the same, a moment later."""
+    """The request still completes a moment later."""
 
     def interrupt(asked: str, key: str) -> None:
         if asked == method and (asked == "POST" or key.endswith(upload._CLAIM)):

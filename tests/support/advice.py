@@ -1,4 +1,4 @@
-"""Kinds of hints that propose nothing to type, each with the reason."""
+"""Kinds of hints without a command or option, each with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO checkpoints by hand after runtime/zero/stage_1_and_2.py and stage3.py, apart from the code that reads them."""
+"""Hand-made ZeRO checkpoints after runtime/zero/stage_1_and_2.py and stage3.py, independent from the readers."""
 
 from __future__ import annotations
 

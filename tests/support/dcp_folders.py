@@ -1,4 +1,4 @@
-"""DCP folders that torch writes, read and written here, and changed with torch's own classes."""
+"""DCP folders written by torch, and edited with torch's own classes."""
 
 from __future__ import annotations
 

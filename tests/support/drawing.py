@@ -1,4 +1,4 @@
-"""What a picture shows, read back from its XML."""
+"""A picture's content, read back from its XML."""
 
 from __future__ import annotations
 

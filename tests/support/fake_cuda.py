@@ -25,7 +25,7 @@ _generator = torch.Generator()
 
 
 def num_gpus() -> int:
-    """How many this process sees."""
+    """Return the number of GPUs visible to this process."""
     return 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else NUM_GPUS
 
 

@@ -51,7 +51,7 @@ def run_job(job: dict[str, Any]) -> None:
 
 
 def run(config: Config) -> None:
-    """Trains with zero1, zero2, zero3, fsdp1 or fsdp2, and saves.  Needs a process group."""
+    """Train with zero1, zero2, zero3, fsdp1 or fsdp2, and save. Needs a process group."""
     require_free(config)
     resumed = folders.find_checkpoint(config) if config.resume else None
     folder = None
@@ -174,7 +174,7 @@ class OrderedTrainer(Trainer):
     norm: float | None = None
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Trainer's schedule, over --schedule-steps."""
+        """Create Trainer's schedule over --schedule-steps."""
         return super().create_scheduler(self.config.schedule_steps, optimizer)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -190,7 +190,7 @@ class OrderedTrainer(Trainer):
         return norm
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One micro batch."""
+        """Train one micro batch."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.losses.append(loss.detach().clone())
         return loss

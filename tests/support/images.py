@@ -25,7 +25,7 @@ from train.truth import megatron as megatron_truth
 #: Language models that need more of the tower than embeddings: megatron-core 0.16.1 can't pass it.
 TEXT_ALONE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _IMAGE, _START = 200, 202
-#: How Megatron's modules are called in transformers' `model`.
+#: Megatron's modules by their names in transformers' `model`.
 _MODULES = {"vision_model": "visual"}
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

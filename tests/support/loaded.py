@@ -1,4 +1,4 @@
-"""Tiny models as `save_pretrained` writes them after `from_pretrained` loaded the Hub's files."""
+"""Tiny models saved by `save_pretrained` after `from_pretrained` loaded Hub files."""
 
 from __future__ import annotations
 

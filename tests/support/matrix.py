@@ -120,7 +120,7 @@ class Cell:
         return api.open(folder / "converted" / self.name, self.target)
 
     def job(self, folder: Path) -> dict[str, Any]:
-        """For tests/support/matrix_loading.py."""
+        """Return the job for tests/support/matrix_loading.py."""
         output = folder / "converted" / self.name
         job = {"strategy": self.engine, "resume": str(output), "output": str(output), "seed": SEED}
         job |= dict(self.source.options)
@@ -149,9 +149,8 @@ def sources() -> Iterator[Source]:
         strategy = {**{zero: zero for zero in ZERO}, "dcp": "fsdp2", "hf": "zero3"}.get(format, "")
         if format == "universal":
             strategy = ZERO[(ranks + 1) % len(ZERO)]
-            if (
-                options["model"] == "toy" and strategy != "zero3"
-            ):  # DeepSpeed's converter fails on parameters without dims
+            # DeepSpeed's converter fails on parameters without dims.
+            if options["model"] == "toy" and strategy != "zero3":
                 options = FROZEN
         elif format == "full":
             strategy = FULL_BY[ranks]

@@ -21,7 +21,7 @@ from train.engines.native import NativeEngine
 
 
 def main() -> None:
-    """Every job in turn, in one process group."""
+    """Run every job in turn, in one process group."""
     launch.start()
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)

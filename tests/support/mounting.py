@@ -1,4 +1,4 @@
-"""Whether anything can be mounted here, and its end."""
+"""Check for FUSE, and unmounting."""
 
 from __future__ import annotations
 

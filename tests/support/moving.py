@@ -33,7 +33,7 @@ def byte_positions(extent: Extent) -> NDArray:
 
 
 def expected_after(copy: Copy, source: bytes, target: bytes) -> bytes:
-    """`target` after the copy, byte by byte."""
+    """Return `target` after the copy, byte by byte."""
     elements = np.frombuffer(source, np.uint8)[byte_positions(copy.source)]
     bits = np.ascontiguousarray(elements).reshape(-1).view(storage_dtype(copy.source.dtype))
     if copy.source.dtype != copy.target.dtype:

@@ -1,4 +1,4 @@
-"""moto's S3 server on the loopback, and between it and its clients a proxy that counts requests and makes faults."""
+"""moto's S3 server on the loopback, behind a proxy that counts requests and injects faults."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _PART = re.compile(
     re.MULTILINE,
 )
 _PROMPT = "$ "
-#: How long a conversion took, and how fast it was.
+#: A conversion's time and speed.
 _TOOK = re.compile(r"\bin \d+\.\d s, [\d.]+ [kMGT]?B/s(?=, (not )?verified$)", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""What a plan says is copied, one by one."""
+"""A plan's copies, one by one."""
 
 from __future__ import annotations
 

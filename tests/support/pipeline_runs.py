@@ -32,7 +32,7 @@ class Run:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(TP, PP, DP)."""
+        """Return (TP, PP, DP)."""
         return self.tp, self.pp, self.dp or RANKS // self.tp // self.pp
 
     @property

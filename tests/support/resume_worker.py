@@ -30,7 +30,7 @@ from train.config import Config
 
 
 def main() -> None:
-    """Every job in turn, in one process group."""
+    """Run every job in turn, in one process group."""
     launch.start()
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)

@@ -40,7 +40,7 @@ def _path() -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`folder` has its configuration and its daemons' logs."""
+    """Slurm cluster; `folder` has its configuration and its daemons' logs."""
 
     folder: Path
 
@@ -73,7 +73,7 @@ class Cluster:
         return self.ask("sbatch", "--parsable", *words, **env)
 
     def job(self, number: str) -> dict[str, str]:
-        """`scontrol show job`, by field."""
+        """Return `scontrol show job` by field."""
         shown = self.ask("scontrol", "show", "job", "--oneliner", number)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
@@ -147,7 +147,7 @@ class Cluster:
 
     @contextmanager
     def frozen(self, node: str) -> Iterator[None]:
-        """While this is open, a node answers nobody: its daemon is stopped."""
+        """Stop a node's daemon while the context is open, so that it does not answer."""
         self.wait_for_nodes()  # unfinished cleanup would delay the next job
         daemon = int((self.folder / f"slurmd.{node}.pid").read_text())
         os.kill(daemon, signal.SIGSTOP)
@@ -189,7 +189,7 @@ def started(folder: Path) -> Iterator[Cluster]:
 
 
 def _stop(cluster: Cluster) -> None:
-    """All jobs, then all daemons."""
+    """Stop all jobs, then all daemons."""
     try:
         if (cluster.folder / "slurmctld.pid").is_file():
             cluster.run("scancel", "--full", "--user=root")

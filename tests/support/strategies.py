@@ -87,7 +87,7 @@ def extents(draw: st.DrawFn, region: Region, path: str, dtype: DType = FLOAT32) 
 
 @st.composite
 def stored(draw: st.DrawFn, values: NDArray, name: str, store: Store, dtype: DType = FLOAT32) -> list[Fragment]:
-    """`values` written to `store` in random pieces, one file per piece, everything else in the files being -1."""
+    """Write `values` to `store` in random pieces, one file per piece, with -1 everywhere else."""
     fragments = []
     for rank, region in enumerate(draw(tilings(values.shape))):
         path = f"{name}-{rank}"

@@ -25,7 +25,7 @@ _COMMON: dict[str, Any] = {
 #: A head width other than hidden_size / heads, if the architecture has its own.
 _HEAD = {"hidden_size": 35, "head_dim": 6}
 _EXPERTS = {"moe_intermediate_size": 11, "num_experts_per_tok": 2}
-#: Gated delta nets and gated attention, in turns.
+#: Gated delta nets and gated attention, alternating.
 _DELTA = {
     "num_hidden_layers": 3,
     "hidden_size": 36,

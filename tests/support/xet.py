@@ -1,4 +1,4 @@
-"""What hf_xet 1.8 uploads, read back by the protocol's public description and LZ4's frame format."""
+"""Reader for uploads by hf_xet 1.8, after the protocol's public description and LZ4's frame format."""
 
 from __future__ import annotations
 

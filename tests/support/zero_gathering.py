@@ -19,7 +19,7 @@ from train.engines.zero import ZeroEngine
 
 
 def main() -> None:
-    """Every job in turn, in one process group."""
+    """Run every job in turn, in one process group."""
     launch.start()
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)

@@ -1,4 +1,4 @@
-"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from packages outside."""
+"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from other packages."""
 
 from __future__ import annotations
 

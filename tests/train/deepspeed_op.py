@@ -1,4 +1,4 @@
-"""DeepSpeed's shared-memory operation, loaded once for a process that ranks are forked from."""
+"""DeepSpeed's shared-memory operation, loaded once before ranks are forked."""
 
 from deepspeed.comm.torch import build_shm_op
 

@@ -74,7 +74,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     out = tmp_path / "out"
 
     def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
-        """All runs in one start, when the first is asked for."""
+        """Train all runs in one start, on the first call."""
         if (tmp_path / "jobs.jsonl").exists():
             return
         named = gpu_check.CASES.items()

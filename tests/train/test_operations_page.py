@@ -1,4 +1,4 @@
-"""docs/operations.md: the bundled trainer takes its commands and has its options."""
+"""docs/operations.md: the bundled trainer accepts its commands and options."""
 
 from __future__ import annotations
 

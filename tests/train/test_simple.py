@@ -1,4 +1,4 @@
-"""The trainer to copy (`train/simple.py`): every strategy goes on where every other one has stopped, on other ranks."""
+"""The trainer to copy (`train/simple.py`): every strategy resumes every other one, on other ranks."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         return len(losses(run)) if (run / "metrics.jsonl").is_file() else 0
 
     def go_on(nodes: str) -> None:
-        """Three steps on so many nodes."""
+        """Train three steps on `nodes` nodes."""
         last, over = steps() + 3, ("FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL")
         firsts.append(last - 2)
         cluster.wait(lambda: steps() >= last or cluster.job(number)["JobState"] in over, f"step {last}", 240)
@@ -76,7 +76,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
             with cluster.dead("n2"):
                 cluster.wait(lambda: "no answer from n2" in logs.read_text(), "a node missed")
                 cluster.wait_for_requeue(number, "3")
-                # It has the requeued job start at once, too.
+                # Slurm also starts the requeued job at once.
                 cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=dead")  # sooner than Slurm
                 go_on("1")
         cluster.ask("scancel", number)
@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
 
 
 def test_the_trainer_to_copy_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """By srun alone, and in another engine."""
+    """It runs under srun alone, and with another engine."""
     asked = ["--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
     uncompiled = path_with(cluster, tmp_path, "python", f'exec {sys.executable} -m tests.train.uncompiled "$@"')
     for nodes, strategy, steps, path in (("2", "zero2", "2", uncompiled), ("1", "fsdp2", "4", cluster.env["PATH"])):

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end."""
+"""Signals to save and end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/commands/preflight/nodes.py`, docs/training.md: what the trainer, the preflight and the batch scripts take."""
+"""`ckpt/commands/preflight/nodes.py`, docs/training.md: options for the trainer, preflight and batch scripts."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_what_is_computed_is_kept_only_while_there_is_room(tmp_path: Path) -> No
 
 
 def test_a_file_of_the_source_that_was_replaced_is_no_longer_read(tmp_path: Path) -> None:
-    """Its bytes may be any: they would be wrong in silence."""
+    """Its bytes may differ, and would be wrong in silence."""
     case = make_case(tmp_path, num_files=1)
     made, buffer = Views(case.plan, 1 << 20), memoryview(bytearray(100))
     assert made.read_into("out0.bin", 20, buffer) == 100

@@ -20,7 +20,7 @@ KINDS = ("weight", "master", "buffer")
 
 @pytest.fixture
 def moe(fixtures: Path) -> Path:
-    """Qwen3-MoE under ZeRO-3: in memory its experts are stacked, on the Hub they are not."""
+    """Return a Qwen3-MoE run under ZeRO-3: its experts are stacked in memory, but not on the Hub."""
     return fixtures / "moe-zero3"
 
 

@@ -1,4 +1,4 @@
-"""`ckpt/views/mount.py`: `ckpt mount`: a folder of another format, read and not written; skipped without FUSE."""
+"""`ckpt/views/mount.py`: `ckpt mount`: a folder in another format, read but not written; skipped without FUSE."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_without_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_where_nothing_is_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Over files, over a file, and in the run itself."""
+    """Over files, over a file, and within the run."""
     monkeypatch.setattr(mount, "library", lambda: None)
     shutil.copytree(ZERO3, tmp_path / "run")
     conversion = ckpt.plan(ckpt.open(tmp_path / "run"), "hf")
