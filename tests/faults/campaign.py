@@ -147,7 +147,7 @@ def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case:
 
 
 def _unseen(run: Path) -> str | None:
-    """Return the fault in the reports of `ckpt check` and `ckpt.resume` on a run refused by a conversion."""
+    """Return the fault in the reports from `ckpt check` and `ckpt.resume` if a conversion refused the run."""
     try:
         checkpoint = ckpt.open(run)
         for tensor in checkpoint.tensors.values():

@@ -124,7 +124,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("state", [None, b"", b'{"global_step": 2, "log_his'])
     def test_what_trainer_had_not_ended_is_passed_over(self, run: Path, tmp_path: Path, state: bytes | None) -> None:
-        """Trainer writes it last. Without it, Trainer fails with a traceback, or restarts with trained weights."""
+        """Trainer writes its state last. Without the state, Trainer fails or restarts with trained weights."""
         outputs = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer"))
         record = outputs / "checkpoint-2" / "trainer_state.json"
         record.unlink() if state is None else record.write_bytes(state)
@@ -135,7 +135,7 @@ class TestOneProcess:
     def test_wherever_it_is_called_the_conversion_is_found_again(
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By a relative path, the source's files would be different ones in another folder."""
+        """A relative path would name other source files in another folder."""
         said: list[str] = []
         monkeypatch.chdir(run.parent)
         found = ckpt.resume("outputs", world_size=2, say=said.append)
@@ -444,7 +444,7 @@ class TestStepsOfSeveralEngines:
 class TestAKeptConversion:
     def test_a_save_that_ends_in_between_is_not_kept_under_the_older_steps_name(self, run: Path) -> None:
         def save(line: str) -> None:
-            """Step 4 is put in its place once step 2 has been found not to fit."""
+            """Put step 4 in its place after step 2 was found not to fit."""
             said.append(line)
             if "does not fit" in line and not (run / "global_step4").exists():
                 shutil.copytree(run / "global_step2", run / "global_step4")
@@ -467,7 +467,7 @@ class TestAKeptConversion:
 
     @pytest.mark.parametrize("whole", [True, False])
     def test_a_flipped_bit_of_it_is_found(self, run: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-        """A large file is only checked outside the tensors' elements."""
+        """Elements in a large file are not checked."""
         from ckpt.commands.resume import resuming
 
         found = Path(ckpt.resume(run, world_size=2))

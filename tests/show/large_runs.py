@@ -34,7 +34,7 @@ def parameters() -> Iterator[tuple[str, Shape]]:
 
 
 def zero3() -> Checkpoint:
-    """Return a run where every rank has a slot of every parameter."""
+    """Return a run with a slot for every parameter on every rank."""
     extents = [Extent.contiguous(f"rank{rank}.pt", 0, FLOAT32, (1 << 36,)) for rank in range(RANKS)]
     return _checkpoint("zero3", lambda shape, at: InSlots(extents, at))
 

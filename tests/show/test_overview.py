@@ -216,7 +216,7 @@ def test_a_long_text_is_cut() -> None:
 
 
 def bomb() -> Any:
-    """Return a value of a few kilobytes that prints ten to the 300 values."""
+    """Return a small value that prints ten to the 300 values."""
     value: Any = {"leaf": 1}
     for _ in range(300):
         value = {f"key{number}": value for number in range(10)}

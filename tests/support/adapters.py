@@ -99,7 +99,7 @@ def merge(saved: list[Path], base: Path, output: Path) -> None:
 
 
 def compare(expected: Path, merged: Path, base: Path) -> tuple[int, int, int]:
-    """Return the number of equal tensors, of all tensors, and of tensors that differ from the base."""
+    """Return the number of equal tensors, the total, and how many differ from the base."""
     theirs, ours, before = weights(expected), weights(merged), weights(base)
     assert ours.keys() == theirs.keys()
     changed = sum(name not in before or not same(theirs[name], before[name]) for name in theirs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-Edges = tuple[float, float, float, float]  # left, right, top, bottom as fractions of the bar
+Edges = tuple[float, float, float, float]  # left, right, top, bottom as fractions
 
 
 @dataclass

@@ -142,7 +142,7 @@ class Cell:
 def sources() -> Iterator[Source]:
     """Yield one run for every format and number of ranks.
 
-    Replace the toy by another model if it has no other target.
+    For the toy also yield FROZEN, because not every target can hold the toy.
     """
     for (index, format), ranks in product(enumerate(SOURCES), RANKS):
         options = MODELS[(index + ranks) % len(MODELS)]
