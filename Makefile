@@ -71,13 +71,13 @@ test-peft: env  ## PEFT's own list of adapters, every one merged
 wheel:  ## build the package, and try it on every Python at hand
 	.ci/wheel
 
-lint: env  ## ruff, mypy, import-linter, codespell, plain words
+lint: env  ## ruff, mypy, import-linter, codespell, names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
-	$(BIN)/python .ci/words
+	$(BIN)/python .ci/names
 
 format: env  ## format and sort imports
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""What the command `ckpt` runs, and `python -m ckpt`."""
+"""Entry point of `ckpt` and `python -m ckpt`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from types import FrameType
 
 from ckpt.base import streams
 
-#: Exit codes beside those of `ckpt.base.errors`.
+#: Exit codes not covered by `ckpt.base.errors`.
 STORAGE, INTERNAL = 7, 70
 
 
 def main() -> None:
-    """The command line.  Whatever happens, it ends with a line and an exit code, from its first import on."""
+    """Run the command line. Every failure, even during imports, ends with a message and an exit code."""
     streams.prepare()
     code = _run()
     if (fault := streams.flush_output()) is not None and not code:
         print(f"error: standard output could not be written: {fault}", file=sys.stderr)
         code = STORAGE
-    gc.freeze()  # what is left are modules, which Python would look through for circles before it ends
+    gc.freeze()  # only modules are left, and Python would search them for cycles before it exits
     sys.exit(code)
 
 
 def _run() -> int:
     signal.signal(signal.SIGTERM, _terminate)
-    # A description has millions of small objects, none in circles: collecting took half of a plan's time.
+    # A description has millions of small objects without cycles, and collection took half of a plan's time.
     gc.set_threshold(20_000_000, 50, 1000)
     try:
         from ckpt.cli import main as run
@@ -36,11 +36,11 @@ def _run() -> int:
         run()
     except SystemExit as stop:
         if isinstance(ended := getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
-            return streams.say_ended(ended)  # struck outside of a command, where typer makes 130 of it
+            return streams.say_ended(ended)  # typer turns an interrupt outside a command into exit code 130
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt as interrupt:  # while commands are imported, say
+    except KeyboardInterrupt as interrupt:  # for example while commands are imported
         return streams.say_ended(interrupt)
-    except Exception as error:  # ours have ended in an exit code before
+    except Exception as error:  # the errors of ckpt already became exit codes
         return _say(error)
     return 0
 
@@ -50,7 +50,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _say(error: Exception) -> int:
-    """Print what ended the command, in a few lines, and return the exit code."""
+    """Print the error that ended the command, and return the exit code."""
     from ckpt.base.errors import json_error, printable
 
     name = "storage"

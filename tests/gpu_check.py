@@ -1,5 +1,6 @@
-"""`python -m tests.gpu_check [FOLDER]`: every strategy that this machine's GPUs allow trains, stops, goes on and is
-converted.  It has never run on a GPU; `--double 2` runs it on a double of two.
+"""`python -m tests.gpu_check [FOLDER]`: train, stop, resume and convert every strategy that fits this machine's GPUs.
+
+It has never run on a GPU. `--double 2` runs it on a double of two GPUs.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-#: Options of every run; the batch is less where it does not divide among the ranks.
+#: Options of every run. The batch shrinks until it divides by the number of ranks.
 COMMON: dict[str, Any] = {"model": "toy", "batch": 48, "truth": True}
-#: In PYTHONPATH, it has the trainer's processes begin with the double of torch.cuda.
+#: Folder for PYTHONPATH: the trainer's processes import the double of torch.cuda from it.
 DOUBLE = Path(__file__).parent / "support" / "double"
-#: DeepSpeed's own Adam, which its compiler builds first.
+#: DeepSpeed's own Adam. Its compiler builds it first.
 FUSED_ADAM = {"optimizer": {"params": {"torch_adam": False}}}
 _PLACE = re.compile(r"cpu|cuda(:\d+)?")
 _PACKAGES = {"deepspeed": "deepspeed", "transformers": "transformers", "megatron": "megatron-core", "safetensors": ""}
@@ -35,7 +36,7 @@ _PACKAGES = {"deepspeed": "deepspeed", "transformers": "transformers", "megatron
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of run: what `ckpt` calls its format, the trainer's options, and what it takes."""
+    """One kind of run: the format's name, the trainer's options, and the required packages."""
 
     format: str
     options: dict[str, Any]
@@ -68,27 +69,27 @@ CASES = {
         to=("megatron-deepspeed",),
     ),
 }
-#: Those whose peak memory is looked at, with a vocabulary that makes the model large enough to see it.
+#: Strategies to measure the peak memory of. A large vocabulary makes the model large enough.
 MEASURED = ("zero1", "zero2", "zero3", "ddp", "fsdp2")
 VOCABULARY = 100_003
-#: The trainer's own sizes of ZeRO's buckets, without which the estimate is of DeepSpeed's defaults.
+#: The trainer's sizes of ZeRO's buckets. Without them, the estimate takes DeepSpeed's defaults.
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "stage3_prefetch_bucket_size": 10_000}
 
 
 @dataclass
 class Outcome:
-    """A row of the table; `failed` says what went wrong, at the end of what was printed."""
+    """Row of the table. `failed` has the reason and the end of the output."""
 
     cells: dict[str, str] = field(default_factory=dict)
     failed: str = ""
 
 
 class CheckError(Exception):
-    """A command that failed, or a number that differs."""
+    """Failed command, or a wrong number."""
 
 
 def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
-    """Runs of the trainer, one after the other in one launch, on a GPU for each rank."""
+    """Run the trainer's jobs in order in one launch, with a GPU for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "jobs.jsonl"
     file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
@@ -97,7 +98,7 @@ def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
 
 
 def run(*words: str | Path) -> str:
-    """What a command of this Python prints on stdout. CheckError with its output where it fails."""
+    """Return the stdout of a command of this Python. Raise CheckError with the output if it fails."""
     done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         raise CheckError(
@@ -107,7 +108,7 @@ def run(*words: str | Path) -> str:
 
 
 def runs(case: Case, ranks: int, folder: Path, missing: set[str]) -> list[dict[str, Any]]:
-    """A run of four steps, and one that goes on from its second."""
+    """Return two jobs: one of four steps, and one that resumes from its second step."""
     batch = COMMON["batch"] - COMMON["batch"] % ranks
     options = COMMON | {"batch": batch, "truth": "safetensors" not in missing} | case.options
     if options.get("ds_config"):
@@ -121,7 +122,7 @@ def runs(case: Case, ranks: int, folder: Path, missing: set[str]) -> list[dict[s
 
 
 def check(case: Case, ranks: int, folder: Path, missing: set[str]) -> dict[str, str]:
-    """Trains, resumes, looks at the files, converts; the row's cells. CheckError where anything is odd."""
+    """Train, resume, inspect the files and convert. Return the row's cells, or raise CheckError."""
     whole = folder / "run"
     train(runs(case, ranks, folder, missing), ranks, folder)
     losses = [_losses(one) for one in (whole, folder / "resumed")]
@@ -154,7 +155,7 @@ def _losses(output: Path) -> dict[int, float]:
 
 
 def _tags(output: Path) -> Iterator[str]:
-    """Where tensors of the torch files were when they were saved, as their pickles say."""
+    """Yield the devices of saved tensors, from the pickles of torch files."""
     for file in (*output.rglob("*.pt"), *output.rglob("*.distcp")):
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as opened:
@@ -164,7 +165,7 @@ def _tags(output: Path) -> Iterator[str]:
 
 
 def _random_states(case: Case, output: Path) -> set[str]:
-    """Of which devices each rank's random states are in the last step. CheckError where a GPU's are missing."""
+    """Return the devices with random states in the last step. Raise CheckError if a GPU's are missing."""
     found: set[str] = set()
     if _kind(case) == "zero":
         for file in sorted((output / "random_states").rglob("*4/rng_state*.pth")):
@@ -178,7 +179,7 @@ def _random_states(case: Case, output: Path) -> set[str]:
         found |= {kind for key, kind in (("rng_state", "cpu"), ("cuda_rng_state", "cuda")) if key in state}
     elif case.format == "megatron-dist":
         keys = FileSystemReader(output / "iter_0000004").read_metadata().state_dict_metadata
-        # megatron-core has both in one object.
+        # megatron-core stores both in one object
         found |= {"cpu", "cuda"} if any(key.startswith("rng_state") for key in keys) else set()
     else:
         for file in output.rglob("extra_state*.pt"):
@@ -189,7 +190,7 @@ def _random_states(case: Case, output: Path) -> set[str]:
 
 
 def _compare(whole: Path, converted: Path) -> int:
-    """How many tensors of the truth are bit for bit in a full state dict. CheckError for one that is not."""
+    """Return how many tensors of the truth are equal in a full state dict. Raise CheckError if one differs."""
     from safetensors.torch import load_file
 
     truth = load_file(next(path for path in sorted((whole / "truth").glob("*4.safetensors"))))
@@ -201,7 +202,7 @@ def _compare(whole: Path, converted: Path) -> int:
     for key, expected in truth.items():
         role, _, fqn = key.partition("/")
         if role == "weight" and f"master/{fqn}" in truth:
-            continue  # a full state dict has the masters
+            continue  # a full state dict stores the masters
         found = model[fqn] if role in ("weight", "master", "buffer") else optimizer["state"][fqn][role]
         if found.dtype != expected.dtype or not torch.equal(_bits(found), _bits(expected)):
             raise CheckError(f"{key} is not that of the live engine")
@@ -214,13 +215,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def large_run(strategy: str, ranks: int, folder: Path) -> dict[str, Any]:
-    """A run of a model whose memory is worth a look."""
+    """Return the job for a model large enough to measure."""
     sizes = {"model": "llama", "vocab": VOCABULARY, "batch": 8 * ranks}
     return {"strategy": strategy, "steps": 3, "output": str(folder / "run")} | sizes
 
 
 def measure(strategy: str, ranks: int, folder: Path) -> str:
-    """The most that a rank's GPU held in a step of a larger model, beside the estimate's total."""
+    """Return the peak memory of a rank's GPU for a larger model, next to the estimate."""
     output = folder / "run"
     train([large_run(strategy, ranks, folder)], ranks, folder)
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
@@ -236,7 +237,7 @@ def measure(strategy: str, ranks: int, folder: Path) -> str:
 
 
 def demo(ranks: int) -> dict[str, str]:
-    """`make demo` on as many of the GPUs as it takes. CheckError where it took the CPU."""
+    """Run `make demo` on the GPUs. Raise CheckError if it used the CPU."""
     printed = run("-m", "examples.demo", "--processes", str(min(ranks, 4))).splitlines()
     tags = set(_tags(Path("demo-outputs")))
     if not tags - {"cpu"}:
@@ -245,10 +246,10 @@ def demo(ranks: int) -> dict[str, str]:
 
 
 def attempt(name: str, action: Callable[[], dict[str, str]]) -> Outcome:
-    """An outcome, printed as soon as it is there."""
+    """Run one action, print its outcome, and return it."""
     try:
         outcome = Outcome(action())
-    except Exception as error:  # the rest is tried all the same
+    except Exception as error:  # continue with the rest
         outcome = Outcome(failed=f"{type(error).__name__}: {error}")
     shown = outcome.failed or ", ".join(f"{title}: {cell}" for title, cell in outcome.cells.items())
     print(f"{name:28} {'FAILED ' if outcome.failed else ''}{shown}", flush=True)
@@ -256,7 +257,7 @@ def attempt(name: str, action: Callable[[], dict[str, str]]) -> Outcome:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Everything in turn; 1 where anything failed, 2 where there is no GPU."""
+    """Run everything. Return 1 if something failed, and 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.partition(":")[2])
     parser.add_argument(
         "folder", type=Path, nargs="?", default=Path("gpu-check"), help="for all it writes (%(default)s)"
@@ -303,9 +304,9 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _take_double(num_gpus: int) -> None:
-    """This process, and all of the trainer's that it starts, find the double of torch.cuda."""
+    """Use the double of torch.cuda in this process and in the trainer's processes."""
     os.environ["GPU_DOUBLES"] = str(num_gpus)
-    # Compiling megatron-core's small functions takes longer than all that they do here.
+    # Compiling megatron-core's small functions would take longer than running them.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(DOUBLE), str(DOUBLE.parents[2]), inherited]))
@@ -314,7 +315,7 @@ def _take_double(num_gpus: int) -> None:
 
 
 def folder_of(folder: Path, name: str) -> Path:
-    """Where a case writes."""
+    """Return the output folder of a case."""
     return folder / name.replace(", ", "-").replace(" ", "-").replace("'", "")
 
 
@@ -325,7 +326,7 @@ def _needing(package: str) -> list[str]:
 
 
 def keep_fixtures(folder: Path, outcomes: dict[str, Outcome]) -> None:
-    """The last step of every small run that went well, with its truth, and what made it."""
+    """Copy the last step of every successful small run, its truth, and the versions used."""
     kept = folder / "fixtures"
     for run_folder in sorted(folder.glob("*/run")):
         if (run_folder / "truth").is_dir():

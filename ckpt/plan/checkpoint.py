@@ -236,7 +236,6 @@ class Checkpoint:
     notes are off. `unread` has a sentence for each state without a tensor; a plan reports it as left out.
 
     Example:
-
         checkpoint.tensors["lm_head.weight", "weight"].shape
         checkpoint.optimizer_states  # ("exp_avg", "exp_avg_sq", "step")
     """

@@ -72,7 +72,6 @@ class Plan:
     """A proved conversion, made by `make_plan`.
 
     Example:
-
         plan = make_plan(checkpoint, format.lay_out(checkpoint, Layout()))
         plan.total_bytes, plan.casts
     """

@@ -99,7 +99,6 @@ class Relation:
     same content; `b` has only the latter. The `b_` fields are the same for `b`.
 
     Example:
-
         relation = Relation.renaming({"old.weight": "new.weight"}, {"old.weight": (4, 8)})
         renamed = translate(checkpoint, relation, "hub")
     """

@@ -32,7 +32,6 @@ class Steps:
     """A format's rules for steps in a run's folder: the test for a step, and the file that records one.
 
     Example:
-
         _STEPS = Steps(_is_step, record="latest")  # `latest` holds a step folder's name
         step = find_step(Path("outputs"), None, _STEPS)
     """

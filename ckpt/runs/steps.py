@@ -81,7 +81,6 @@ class Run:
     without a number in their names.
 
     Example:
-
         run = run_at(Path("outputs"))
         newest = run.steps[0].path  # outputs/checkpoint-400
     """

@@ -117,7 +117,6 @@ class OpenCheckpoint(Checkpoint):
     optimizer states, but iteration and `len` skip them.
 
     Example:
-
         checkpoint = ckpt.open("outputs")
         rows = checkpoint["model.embed_tokens.weight"][0:8]
         momentum = checkpoint["model.embed_tokens.weight", "exp_avg"][...]

@@ -42,7 +42,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a Hub folder with an index and companion files."""
-
     folder = tmp_path_factory.mktemp("model") / "model"
     options = ("--max-shard-size", "2KB", "--no-manifest")
     assert ckpt("convert", "zero2", "hf", REPOSITORY / "fixtures" / "toy-zero2", "-o", folder, *options).code == 0

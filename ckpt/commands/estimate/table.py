@@ -337,7 +337,6 @@ def _words(row: EstimateRow, gpu_memory: int, checkpointing: bool) -> str:
 
 def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequence[str]) -> str | None:
     """Find the fewest GPUs for the strategy with the most sharding, in whole nodes beyond one."""
-
     searched = [s for s in (FSDP2, ZERO3) if s in strategies] or [s for s in _PREFERRED if s in strategies]
 
     def fitting(gpus: int) -> str | None:
