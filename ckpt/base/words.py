@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 
 #: Words after an option that are never its value, if it accepts any word.
-_WORDS = frozenset({"and", "is", "leaves", "lists", "merges", "names", "of", "or", "says", "which"})
+_WORDS = frozenset({"and", "is", "leaves", "lists", "merges", "names", "of", "or", "out", "says", "which"})
 _VERBS = re.compile("ignores?|takes?")
 _TO_FILL_IN = re.compile(r"[A-Z][A-Z_/]+|N")
 _NAMED = re.compile(

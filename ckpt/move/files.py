@@ -121,8 +121,6 @@ def confined(root: Path, name: str) -> Path:
     if not any(map(os.path.islink, islice(parts, 1, None))):  # no link below the root
         return path
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
-    if is_broken_link(path):
-        raise IncompleteError("a symlink leads to nothing", path=path, found=str(real), hint=_BROKEN)
     allowed = [real_root, *(folder.parent / "blobs" for folder in real_root.parents if folder.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):
         raise UnsafeError(
@@ -131,6 +129,8 @@ def confined(root: Path, name: str) -> Path:
             found=str(real),
             hint="if you trust it, replace the link by the file",
         )
+    if is_broken_link(path):
+        raise IncompleteError("a symlink leads to nothing", path=path, found=str(real), hint=_BROKEN)
     return path
 
 

@@ -42,6 +42,11 @@ def check_file(path: Path, root: Path) -> None:
         torchfile.read(path)
 
 
+def has_checked_suffix(path: Path) -> bool:
+    """Return True if `check_file` reads files with this suffix."""
+    return path.suffix in (*TORCH_SUFFIXES, ".pkl", ".safetensors", ".json")
+
+
 def is_torch_file(path: Path) -> bool:
     """Return True for torch's file suffixes, and for `.pkl` if torch.save wrote it or it is empty.
 
@@ -55,8 +60,9 @@ def is_torch_file(path: Path) -> bool:
 
 def is_unread(error: CkptError, path: Path) -> bool:
     """Return True if `check_file` did not read a file but found no fault: other pickles, and sound archives."""
-    is_pickle = isinstance(error, NotFoundError | UnsafeError) and is_torch_file(path)
-    return is_pickle and not any(words in error.what for words in _ALWAYS_DAMAGE)
+    if any(words in error.what for words in _ALWAYS_DAMAGE):
+        return False
+    return isinstance(error, NotFoundError | UnsafeError) and is_torch_file(path)
 
 
 def check_carried(path: Path, root: Path) -> None:

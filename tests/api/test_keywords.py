@@ -19,7 +19,7 @@ from tests.support.places import REPOSITORY
 
 MODULE = REPOSITORY / "ckpt/plan/keywords.py"
 PACKAGE = REPOSITORY / "ckpt/__init__.py"
-MARK = "    # what follows is written by tests/api/test_keywords.py\n"
+MARK = "    # tests/api/test_keywords.py writes these imports\n"
 HEAD = '''"""Keywords of functions for editors and mypy, by the groups of options in `groups.py`.
 
 `tests/api/test_keywords.py` writes this module.

@@ -31,7 +31,7 @@ from ckpt.move.files import is_broken_link
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
-from ckpt.runs.file_checks import TORCH_SUFFIXES, ZIP, check_file, is_unread
+from ckpt.runs.file_checks import TORCH_SUFFIXES, ZIP, check_file, has_checked_suffix, is_unread
 
 #: A file is missing, empty or truncated; a file contradicts itself; a file can't be read.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
@@ -82,7 +82,7 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
             if entry.is_dir():
                 if entry not in left_out and not entry.name.startswith(".") and not entry.is_symlink():
                     yield from walk(entry)
-            elif entry.is_file() or is_broken_link(entry):
+            elif entry.is_file() or (is_broken_link(entry) and has_checked_suffix(entry)):
                 yield entry
 
     if folder.is_file():

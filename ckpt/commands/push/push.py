@@ -27,7 +27,7 @@ from ckpt.base.text import HUB_ID, pluralize
 from ckpt.commands.push.card import CARD, is_ours
 from ckpt.compare import manifest
 from ckpt.compare.manifest import MANIFEST
-from ckpt.move.files import OpenFiles, confined, translate_os_errors
+from ckpt.move.files import OpenFiles, confined, is_broken_link, translate_os_errors
 from ckpt.move.source import is_standin, open_stream, read_into
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import SourceFile
@@ -334,7 +334,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
         path = folder / name
         if path.name.startswith(".") and (path.name not in _HIDDEN or path.is_dir()):
             hidden.append(name)
-        elif confined(folder, name).is_file():
+        elif not is_broken_link(path) and confined(folder, name).is_file():
             files[name] = path
         elif path.is_symlink() or not path.is_dir():
             others.append(name)
