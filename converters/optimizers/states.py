@@ -15,7 +15,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.skipped_states import Unread
-from converters.optimizers.shapes import check_shape, misshapen, per_element
+from converters.optimizers.shapes import check_shape, misshapen
 from converters.quantized.states import (
     NESTED,
     Quantized,
@@ -59,12 +59,12 @@ class OptimizerStates:
         return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
-        """Add all states of a parameter with this `shape`. `path` names their file in messages."""
+        """Add all states of a parameter with this `shape`. `path` names their file in messages.
+
+        Call `check_shapes` once all parameters are added.
+        """
         nested = states.get(NESTED)
         hidden = set(nested) if isinstance(nested, Mapping) else set()
-        for name, found in per_element(states).items():
-            if name not in hidden:
-                check_shape(fqn, name, found, shape, path)
         for name, value in understood(states).items():
             if isinstance(value, Quantized | StoredTensor) and name in hidden and value.shape[-len(shape) :] != shape:
                 # FSDP can't gather these, so they belong to the writing rank.
