@@ -302,10 +302,11 @@ class _DcpReading:
             else:
                 odd.setdefault(fqn, {})[name] = value
         states.objects |= {fqn for (fqn, _), value in found.states.items() if not isinstance(value, Leaf | int | float)}
-        weights = [tensor for (_, role), tensor in tensors.items() if role == WEIGHT]
-        # A damaged weight has its own error.
-        shapes = {weight.fqn: weight.shape for weight in weights if not any(faults_of(weight))}
-        states.check_shapes(shapes, self.metadata)
+        weights = {fqn: tensor for (fqn, role), tensor in tensors.items() if role == WEIGHT}
+        if any(one.fqn in weights and one.shape != weights[one.fqn].shape for one in states.tensors.values()):
+            # A damaged weight has its own error. Finding damage takes long with many ranks.
+            shapes = {fqn: weight.shape for fqn, weight in weights.items() if not any(faults_of(weight))}
+            states.check_shapes(shapes, self.metadata)
         tensors |= states.tensors
         _check_steps(said)
         return odd
