@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,9 @@ Names = Literal["hub", "own"]
 ExpertLayout = Literal["peft", "unsloth"]
 Progress = Callable[[int], None]  # gets the number of bytes read or written since the last call
 OptionValue = str | int | float | None  # for an option declared by a format; a bool is an int
+
+#: Option for the number of ranks. Each command adds its help.
+WORLD_SIZE = Flag(("--gpus", "--world-size"), min=1, max=MAX_SIZE, section=WRITTEN)
 
 FormatOption = Annotated[str, Flag(metavar="FORMAT", help="The format to read.", complete="sources", section=READ)]
 TagOption = Annotated[
@@ -194,14 +197,7 @@ class Sharding(OptionGroup):
 
     max_shard_size: ShardSizeOption = "5GB"
     world_size: Annotated[
-        int | None,
-        Flag(
-            ("--gpus", "--world-size"),
-            min=1,
-            max=MAX_SIZE,
-            help="Ranks of a sharded target. [default: as many as the source has]",
-            section=WRITTEN,
-        ),
+        int | None, replace(WORLD_SIZE, help="Ranks of a sharded target. [default: as many as the source has]")
     ] = None
 
 

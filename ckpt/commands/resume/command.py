@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from os import fspath
 from typing import Annotated, Any
 
@@ -13,8 +14,7 @@ from ckpt.base.flags import READ, WRITTEN, Flag
 from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
-from ckpt.plan.groups import Cast, ConfigOption, TagOption
-from ckpt.plan.options import MAX_SIZE
+from ckpt.plan.groups import WORLD_SIZE, Cast, ConfigOption, TagOption
 
 
 def resume(
@@ -30,14 +30,7 @@ def resume(
         ),
     ] = None,
     world_size: Annotated[
-        int | None,
-        Flag(
-            ("--gpus", "--world-size"),
-            min=1,
-            max=MAX_SIZE,
-            help="Ranks to go on with. [default: the launcher's, or the source's]",
-            section=WRITTEN,
-        ),
+        int | None, replace(WORLD_SIZE, help="Ranks to go on with. [default: the launcher's, or the source's]")
     ] = None,
     tag: TagOption = None,
     config: ConfigOption = None,
