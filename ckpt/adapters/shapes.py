@@ -1,6 +1,6 @@
 """Sizes in an adapter's config that its tensors have, too: ranks, blocks, frequencies.
 
-Facts from peft 0.21.2 (`tuners/*/layer.py`); `tests/lora/test_contradictions.py` compares with live PEFT.
+Facts from peft 0.21.2 (`tuners/*/layer.py`); `tests/lora/test_entry_values.py` compares with live PEFT.
 """
 
 from __future__ import annotations

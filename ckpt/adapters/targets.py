@@ -1,7 +1,7 @@
 """Layers that an adapter's config names, compared with the layers of its tensors.
 
-Facts from peft 0.21.2 (`tuners/tuners_utils.py`, `check_target_module_exists`).  PEFT warns of layers that it has to
-leave as they are, and passes over tensors of layers that it has not adapted.
+Source: peft 0.21.2 (`tuners/tuners_utils.py`, `check_target_module_exists`). PEFT warns about layers that it can't
+adapt, and ignores tensors of layers that it has not adapted.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from ckpt.adapters.config import LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.base.errors import CorruptError
 from ckpt.base.text import pluralize
 
-#: Entry of LoRA's files by PEFT. Configs that other trainers made name layers by their last names.
+#: Entry that only PEFT's own LoRA files have. Configs from other trainers name layers by their last names.
 _OF_PEFTS_FILES = "layers_to_transform"
 _ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 #: Any list of layers before the first number in a name, if the config names no list.
 _ANY_LIST = r"[^.]*"
-#: Value of `target_modules` for every linear layer of the model, in any case of its letters.
+#: Value of `target_modules` for every linear layer, in upper or lower case.
 _ALL_LINEAR = "all-linear"
 
 
 def check(config: AdapterConfig, adapted: Collection[str]) -> None:
-    """Raise CorruptError if the config names none of the `adapted` layers, or not all of a kind that PEFT merges.
+    """Raise CorruptError if the config names none of the `adapted` layers, or for most kinds not all.
 
-    PEFT finds none of them either then: it refuses the adapter, or adapts other layers. It trains tokens of a tied
-    layer that the config does not name.
+    PEFT then refuses the adapter or adapts other layers. Some LoRA layers may be unnamed, and so may the tied layer of
+    trained tokens.
     """
     unnamed = list(_unnamed(config, adapted))
     if not unnamed or (len(unnamed) < len(adapted) and config.kind in (LORA, TRAINABLE_TOKENS)):
@@ -50,14 +50,14 @@ def unnamed(config: AdapterConfig, adapted: Collection[str]) -> Iterator[str]:
 
 
 def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[str]) -> Iterator[str]:
-    """Yield notes on `layers` of the base that the config names and that are not `adapted`, and the reverse.
+    """Yield notes on `layers` of the base that the config names but that are not `adapted`, and the reverse.
 
-    Raise CorruptError if PEFT could not find a layer by the config's words.
+    Raise CorruptError if PEFT could not read the config's layer names.
     """
     if not _is_of_peft(config):
         return
     named = {layer for layer in layers if _is_adapted(config, layer)}
-    if not named:  # its names are those of another release of the model
+    if not named:  # the names come from another release of the model
         return
     if missing := sorted(named.difference(adapted)):
         words = _layers_in_words(missing)
@@ -66,10 +66,10 @@ def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[st
 
 
 def _unnamed(config: AdapterConfig, adapted: Iterable[str]) -> Iterator[str]:
-    """Yield the `adapted` layers that the config does not name; none if only a model tells which it names."""
+    """Yield the `adapted` layers missing from the config. Yield nothing if naming depends on the model."""
     targets = config.raw.get(_ENTRIES[0], _ALL_LINEAR)
     is_open = isinstance(targets, str) and targets.lower() == _ALL_LINEAR
-    has_ties = bool(config.raw.get("ensure_weight_tying"))  # a name means all layers that are tied to it
+    has_ties = bool(config.raw.get("ensure_weight_tying"))  # a name includes all tied layers
     if _is_of_peft(config) and not (is_open or has_ties):
         yield from sorted(layer for layer in adapted if not _is_adapted(config, layer))
 
@@ -103,7 +103,7 @@ def _is_saved(saved: Iterable[str], layer: str) -> bool:
 
 
 def is_named(raw: Mapping[str, Any], layer: str) -> bool:
-    """Return True if the config names `layer` as one to adapt."""
+    """Return True if the config adapts `layer`."""
     targets, excluded = raw.get("target_modules"), raw.get("exclude_modules")
     if not targets or matches(excluded, layer) or not matches(targets, layer):
         return False
@@ -118,7 +118,7 @@ def is_named(raw: Mapping[str, Any], layer: str) -> bool:
 
 
 def matches(given: object, layer: str) -> bool:
-    """Return True if a regular expression for the whole name, or a list of last parts of names, has the layer."""
+    """Return True if `layer` matches a regular expression in full, or ends with a name in a list."""
     if isinstance(given, str):
         return re.fullmatch(given, layer) is not None
     return isinstance(given, list | Mapping) and any(f".{layer}".endswith(f".{name}") for name in given)
