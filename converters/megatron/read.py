@@ -171,7 +171,7 @@ def read_ranks(reading: MegatronReading) -> list[RankContent]:
     """
     names = rank_folders(reading.folder)
     if not names:
-        raise NotFoundError("there are no folders of ranks", path=reading.folder, expected="mp_rank_00, ...")
+        raise NotFoundError("no rank folders found", path=reading.folder, expected="mp_rank_00, ...")
     first = reading.load(_model_file(reading.folder, names[0]))
     reading.args = plain_args(first)
     reading.grid = _recorded_grid(reading, names)
@@ -262,7 +262,7 @@ def _recorded_grid(reading: MegatronReading, names: Sequence[str]) -> Grid:
     expected = 1 + (grid.pp > 1) + (grid.ep > 1)
     if parts != {expected}:
         raise CorruptError(
-            "the folders of ranks are not those of the recorded layout",
+            "the rank folders don't match the recorded layout",
             path=reading.folder,
             expected=f"{pluralize(expected, 'number')} in each name: {_describe(grid)}",
             found=", ".join(names[:4]),
@@ -287,7 +287,7 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
         )
     if left_over:
         raise CorruptError(
-            "folders of ranks that the recorded layout does not have",
+            "unexpected rank folders: the recorded layout doesn't have them",
             path=reading.folder / left_over[0],
             expected=f"{pluralize(len(expected), 'folder')} for {_describe(reading.grid)}",
             found=f"{pluralize(len(names), 'folder')}",

@@ -375,7 +375,7 @@ class TestHybrids:
     def test_norms_that_are_not_around_zero_are_refused(self) -> None:
         there = to_namespace(hub_of(config_of("qwen3_5_text")), MEGATRON, Layout())
         args = {**(there.state.args or {}), "apply_layernorm_1p": False}
-        with pytest.raises(LossError, match="not around zero"):
+        with pytest.raises(LossError, match="not zero-centered"):
             to_namespace(replace(there, state=replace(there.state, args=args)), HUB)
 
     def test_mamba_deals_layers_by_their_number_alone(self) -> None:

@@ -105,7 +105,7 @@ def _refuse_others(model: MegatronModel, folder: Path) -> None:
         theirs = stated.get(name)
         if ours is not None and theirs is not None and ours != theirs:
             raise LossError(
-                "the context is that of another model",
+                "the NeMo context belongs to another model",
                 path=folder / MODEL,
                 expected=f"{name} {ours}",
                 found=f"{name} {theirs}",

@@ -183,7 +183,7 @@ class Modules:
 
     def _misfit(self, run: AdapterRun, fqn: str, expected: str, found: str) -> LossError:
         return LossError(
-            "the adapter is not one of the model that the config tells of",
+            "the adapter doesn't fit the model in the config",
             path=self.path,
             fqn=fqn,
             expected=expected,
@@ -225,7 +225,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
     modules = Modules.of(checkpoint)
     if run.num_layers not in (None, modules.sizes.num_layers):
         raise LossError(
-            "the adapter is not one of the model that the config tells of",
+            "the adapter doesn't fit the model in the config",
             path=checkpoint.path,
             expected=f"{pluralize(run.num_layers, 'layer')}, as {run.path} says",
             found=f"{pluralize(modules.sizes.num_layers, 'layer')}",

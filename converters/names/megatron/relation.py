@@ -134,7 +134,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     centred = table.centred(sizes)
     if centred and under_older_names(checkpoint.state.args or {}).get("apply_layernorm_1p") is False:
         raise LossError(
-            "the run's norms are not around zero, as those of this architecture are",
+            "the run's norms are not zero-centered, but this architecture requires it",
             path=checkpoint.path,
             expected="apply_layernorm_1p true",
             found="apply_layernorm_1p false",
@@ -145,7 +145,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         sizes = replace(sizes, predicted=())
     if has_mtp and not sizes.predicted:
         raise LossError(
-            "the checkpoint has layers of multi-token prediction, and the config tells of none",
+            "the checkpoint has multi-token prediction layers, but the config declares no multi-token prediction",
             fqn=next(name for name in shapes if name.startswith("mtp.")),
             hint="give a config.json that has num_nextn_predict_layers with --config" if table.prediction else None,
         )

@@ -229,7 +229,7 @@ def _do_not_fit(name: str, expected: object, found: object) -> LossError:
 
 def not_of_the_config(name: str, expected: object, found: object) -> CorruptError:
     return CorruptError(
-        "the tensors that make up this one are not those that the config tells of",
+        "the config expects other tensors here",
         fqn=name,
         expected=expected,
         found=found,

@@ -158,7 +158,7 @@ def test_a_run_of_megatron_lm_is_written_for_nemo_without_its_optimizer(tmp_path
     words = ("convert", "auto", "megatron-dist", SOURCE, "-o", tmp_path / "out", "--ckpt-format", "nemo")
     for stated, known in sizes.items():
         done = commands.ckpt(*words, "--config", context)
-        assert done.code == LossError.exit_code and "the context is that of another model" in done.err
+        assert done.code == LossError.exit_code and "the NeMo context belongs to another model" in done.err
         config.write_text(config.read_text().replace(stated, known))
     done = commands.ckpt(*words, "--config", context, "-v")
     assert done.code == 0 and "optimizer states exp_avg, exp_avg_sq" in done.err, done.err

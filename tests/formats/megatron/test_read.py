@@ -421,7 +421,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
     "another layout recorded": (
         lambda run: _edit(run, _args("pipeline_model_parallel_size", 1)),
         4,
-        ("folders of ranks", "PP 1"),
+        ("rank folders", "PP 1"),
     ),
     "norms that differ between ranks": (_other_norm, 4, ("linear_qkv.layer_norm_weight", "[3]")),
     "a layer missing": (_one_layer_less, 4, ("2 layers (2 to 3 of the model)", "1 layer")),
