@@ -291,7 +291,7 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
             path=reading.folder / left_over[0],
             expected=f"{pluralize(len(expected), 'folder')} for {_describe(reading.grid)}",
             found=f"{pluralize(len(names), 'folder')}",
-            hint="move those away that are left from a larger run",
+            hint="move the leftover rank files of a larger run out of the folder",
         )
 
 

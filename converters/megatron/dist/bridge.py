@@ -245,7 +245,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
     """Raise CorruptError if the files are from another step than `iteration`, or the config describes another model."""
     if run.counters["step"] != iteration:
         raise CorruptError(
-            "the file with how far the run has come is of another step than the checkpoint",
+            "the training state is from a different step than the checkpoint",
             path=Path(run.folder) / TRAIN_STATE,
             expected=f"step {iteration}, as in the common state",
             found=f"step {run.counters['step']}",

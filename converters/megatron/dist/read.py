@@ -216,7 +216,7 @@ class DistReading:
             or prod(shape[:count]) > _MAX_NAMES
         ):
             raise CorruptError(
-                "a tensor has not the dims that its key tells of",
+                "the tensor's dims don't match its key",
                 path=self.folder,
                 fqn=key,
                 expected=f"{pluralize(count, 'dim')} of layers and experts, and the tensor's own",

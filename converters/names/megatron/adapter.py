@@ -156,9 +156,7 @@ class Modules:
             )
         hubs = None if is_outside_language_model(name.module) else self.hubs.get(name.module)
         if hubs is None:
-            raise self._misfit(
-                run, name.module, "a linear layer of the model that the config tells of", "no such layer"
-            )
+            raise self._misfit(run, name.module, "a linear layer in the config's model", "no such layer")
         if name.part is None:
             return hubs
         number = _PARTS.get(name.leaf, ()).index(name.part) if name.part in _PARTS.get(name.leaf, ()) else len(hubs)

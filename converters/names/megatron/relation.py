@@ -141,7 +141,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         )
     notes = refuse_another_models(checkpoint, table, sizes)
     if sizes.predicted and not has_mtp:
-        notes.append("the model has layers of multi-token prediction, and this checkpoint has none")
+        notes.append("the model has multi-token prediction layers, but this checkpoint doesn't have them")
         sizes = replace(sizes, predicted=())
     if has_mtp and not sizes.predicted:
         raise LossError(

@@ -316,7 +316,7 @@ def test_the_state_of_another_step_is_refused(run: Path) -> None:
     import torch
 
     torch.save(torch.load(path) | {"step": torch.tensor(4, dtype=torch.int32)}, path)
-    with pytest.raises(CorruptError, match="of another step than the checkpoint"):
+    with pytest.raises(CorruptError, match="from a different step than the checkpoint"):
         ckpt.open(run)
 
 
