@@ -254,7 +254,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
     for name, found in _implied_fields(shapes, model):
         if (stated := model.get(name)) is not None and stated != found:
             raise CorruptError(
-                "the run's config doesn't match the tensors",
+                "the run's config describes another model than the tensors",
                 path=Path(run.folder) / RUN_CONFIG,
                 expected=f"{name} {found}, as the tensors have it",
                 found=f"{name} {stated}",

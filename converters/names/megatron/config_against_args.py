@@ -455,7 +455,7 @@ def _another(
     checkpoint: Checkpoint, expected: str, found: str, hint: str = "does the config belong to this checkpoint?"
 ) -> CorruptError:
     return CorruptError(
-        "the config belongs to a different model than the run trained",
+        "the config belongs to another model than the run trained",
         path=checkpoint.path,
         expected=f"{expected}, as the run recorded it",
         found=found,
