@@ -69,10 +69,10 @@ def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
     `where` describes the file in errors. Raise NotFoundError for the form of older versions.
     """
     if not isinstance(state, Mapping):
-        raise CorruptError("this is no distributed optimizer's state", **where, found=type(state).__name__)
+        raise CorruptError("this is not a distributed optimizer's state", **where, found=type(state).__name__)
     if not state.get("buckets_coalesced"):
         raise NotFoundError(
-            "the distributed optimizer's state is of Megatron-LM before May 2024: lists of buckets",
+            "the distributed optimizer's state has bucket lists from Megatron-LM before May 2024",
             **where,
             expected="buckets_coalesced",
             hint="load and save it with a newer Megatron-LM (--ckpt-convert-update-legacy-dist-opt-format)",
@@ -85,7 +85,7 @@ def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
         shapes = {extent.shape for extent in found[number].values()}
         if len(shapes) != 1 or any(len(shape) != 1 for shape in shapes):
             raise CorruptError(
-                f"buffer {number} of the distributed optimizer has not one dtype, and states of one length",
+                f"distributed optimizer buffer {number} mixes dtypes, or its states differ in length",
                 **where,
                 found=f"shapes {sorted(shapes)}",
             )

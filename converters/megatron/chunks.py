@@ -332,11 +332,11 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     args: dict[str, Any] = dict(checkpoint.state.args or {})
     if args.get("gpt_j_residual"):
         raise LossError(
-            "megatron-core has no parallel residual, and would compute something else with these weights",
+            "megatron-core has no parallel residual, so it would compute something else with these weights",
             path=checkpoint.path,
             expected="use_parallel_residual false",
             found="use_parallel_residual true",
-            hint="GPT-NeoX has one, whose files the format megatron-deepspeed writes",
+            hint="use the format megatron-deepspeed: GPT-NeoX has a parallel residual",
         )
     chosen = choices(checkpoint, layout.dtype)
     names = list(chosen)
@@ -345,7 +345,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     for what, numbers in (("layers", layers), ("experts", experts)):
         if numbers != set(range(len(numbers))):
             missing = next(number for number in range(max(numbers)) if number not in numbers)
-            raise LossError(f"the source lacks some of the model's {what}", expected=f"number {missing}")
+            raise LossError(f"the source lacks some {what}", expected=f"number {missing}")
     options = layout.read(MegatronOptions)
     grid = _grid(args, options)
     if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses it, too
@@ -358,14 +358,12 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
         raise LossError(
-            "the legacy grouped GEMM's weights are not written: megatron-core 0.17 has left that layout",
+            "weights for the legacy grouped GEMM can't be written: megatron-core 0.17 removed this layout",
             expected="experts one by one, or grouped in Transformer Engine's way",
             found="moe_grouped_gemm with " + ("transformer_impl local" if local else "moe_use_legacy_grouped_gemm"),
         )
     if args.get("untie_embeddings_and_output_weights") and OUTPUT not in chosen:
-        raise LossError(
-            "the arguments say that the output layer is not the embedding, and the source has none", fqn=OUTPUT
-        )
+        raise LossError("the arguments untie the output layer, but the source has no output layer", fqn=OUTPUT)
     return MegatronModel(
         checkpoint,
         _args(args, grid, stages, checkpoint, layout, chosen),
@@ -382,9 +380,9 @@ def refuse_encoder(model: MegatronModel, form: str) -> None:
     """Raise LossError for a BertModel, which not every form supports."""
     if model.encodes:
         raise LossError(
-            f"a BertModel is not written as {form}",
+            f"{form} can't hold a BertModel",
             path=model.checkpoint.path,
-            hint="--ckpt-format torch or torch_dist",
+            hint="--ckpt-format torch_dist",
         )
 
 
@@ -397,7 +395,7 @@ def _check_packed(
         return
     if local:
         raise LossError(
-            "megatron-core builds layers like this one of Transformer Engine's alone",
+            "megatron-core builds packed layers only with Transformer Engine",
             fqn=hybrid,
             expected="transformer_impl transformer_engine",
             found="transformer_impl local",
@@ -406,9 +404,9 @@ def _check_packed(
     name = "linear_num_key_heads" if mixer is None else "mamba_num_groups"
     if (count := args.get(name)) and count % grid.tp:  # the rows may divide even if these do not
         raise UsageError(
-            "a tensor parallel rank has whole heads and groups of a packed layer, and these do not divide",
+            "the tensor parallel size doesn't divide the packed layer's heads or groups",
             fqn=hybrid,
-            expected=f"{name} to be a multiple of --tp",
+            expected=f"{name} divisible by --tp",
             found=f"{name} {count}, tp {grid.tp}",
             hint="another --tp",
         )
@@ -422,9 +420,9 @@ def _check_packed(
         )
     if grid.pp > 1 and (stages.layout is not None or stages.embedding or stages.loss):
         raise UsageError(
-            "megatron-core's MambaModel deals layers to stages by their number alone",
+            "megatron-core's MambaModel splits layers into stages only by their number",
             fqn=mixer,
-            expected="no layout of the pipeline, and neither embedding nor loss counted as a layer",
+            expected="no pipeline layout, and neither embedding nor loss counted in the stages",
             hint="use --decoder-first-pipeline-num-layers N and --decoder-last-pipeline-num-layers N instead",
         )
 
@@ -441,7 +439,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
     if heads and (heads % tp or (args.get("group_query_attention") and groups and groups % tp and tp % groups)):
         raise UsageError(
             "attention does not divide among the tensor parallel ranks",
-            expected="heads that --tp divides, and query groups that it divides or that divide it",
+            expected="heads divisible by --tp, and query groups divisible by --tp or dividing it",
             found=f"{heads} heads, {groups} query groups, tp {tp}",
             hint="another --tp",
         )
@@ -462,7 +460,10 @@ def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_l
     try:
         return even.check()
     except UsageError as error:
-        error.hint = "--pp and --vpp that divide the layers, or --decoder-first-pipeline-num-layers and its like"
+        error.hint = (
+            "use another --pp or --vpp, or set --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers"
+        )
         raise
 
 

@@ -85,10 +85,10 @@ def to_write(
         if name in ("args", "grad_scaler", EXTRA, *own) or name in per_rank:
             continue
         if name == FP8:
-            dropped.append(f"FP8 state of {pluralize(len(value), 'module')}: its scales begin anew")
+            dropped.append(f"FP8 state ({pluralize(len(value), 'module')}): its scales start over")
         elif name in state.per_rank:
             advice = f"; {without_random}" if name == RANDOM else ""
-            dropped.append(f"{name} of {pluralize(len(value), 'rank')}: the layout is another one{advice}")
+            dropped.append(f"{name} from {pluralize(len(value), 'rank')}: the layout differs{advice}")
         elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
             dropped.append(f"training state {name}")
         else:
@@ -99,9 +99,7 @@ def to_write(
             else:
                 kept[name] = value
     if model.checkpoint.facts_of(MegatronFacts).bridge and "args" not in own:
-        dropped.append(
-            "run_config.yaml and train_state.pt: Megatron-LM's arguments have of them what they have a name for"
-        )
+        dropped.append("run_config.yaml and train_state.pt: only settings with a Megatron-LM argument are kept")
     if state.grad_scaler is not None and not model.has_optimizer:
         dropped.append("training state grad_scaler")
     return kept, dropped

@@ -46,7 +46,7 @@ class Megatron(Format):
             raise UsageError(
                 "Megatron-LM has no adapters in this format",
                 path=checkpoint.path,
-                hint="the formats megatron-dist, as Megatron-Bridge loads it, and peft have a place for an adapter",
+                hint="use the formats megatron-dist (loaded by Megatron-Bridge) or peft for an adapter",
             )
         from converters.megatron.write import lay_out
 

@@ -70,7 +70,7 @@ def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] =
     """Raise NotFoundError unless the run's optimizer is in `kinds`, which have a known layout."""
     if (kind := _kind(args)) not in kinds:
         raise NotFoundError(
-            f"the states of Megatron's optimizer {kind!r} are not read from this layout",
+            f"reading states from Megatron's optimizer {kind!r} in this layout is not supported",
             path=path,
             expected=f"--optimizer {' or '.join(kinds)}",
             found=f"--optimizer {kind}",
@@ -180,7 +180,7 @@ def check_alike(
         lacking = [role for role in roles if kind(fqn, role) in expected and (fqn, role) not in held]
         if lacking:
             raise CorruptError(
-                "a parameter lacks a state that others have of the same optimizer",
+                "a parameter lacks a state, but others with the same optimizer have it",
                 path=path,
                 fqn=fqn,
                 expected=", ".join(lacking),
@@ -201,7 +201,7 @@ def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
     said = (
         "parameter was frozen, or its states were" if len(bare) == 1 else "parameters were frozen, or their states were"
     )
-    return (f"{len(bare)} {said} lost, which Megatron's files do not tell apart: {named}",)
+    return (f"{len(bare)} {said} lost (Megatron's files don't tell): {named}",)
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ class MegatronOptimizer:
         self.args = model.args
         if (kind := _kind(self.args)) not in self.kinds:
             raise LossError(
-                f"the states of Megatron's optimizer {kind!r} are not written in this layout",
+                f"writing states for Megatron's optimizer {kind!r} in this layout is not supported",
                 path=model.checkpoint.path,
                 expected=f"--optimizer {' or '.join(self.kinds)}",
                 found=f"--optimizer {kind}",
-                hint="formats that hold no optimizer (hf) take the weights",
+                hint="convert only the weights, to a format without optimizer states (hf)",
             )
         self.distributed = bool(self.args.get("use_distributed_optimizer", True))
         trained = (fqn for fqn, choice in model.chosen.items() if choice.tensor.role != BUFFER)
@@ -271,7 +271,7 @@ class MegatronOptimizer:
         for fqn, states in self.states.items():
             if self.is_distributed(self.has(fqn)) and set(states) != set(ADAM):
                 raise LossError(
-                    "Megatron's distributed optimizer has places for Adam's states of every parameter, and no others",
+                    "Megatron's distributed optimizer holds only Adam's states, for every parameter",
                     fqn=fqn,
                     expected=", ".join(ADAM),
                     found=", ".join(states) or "none",

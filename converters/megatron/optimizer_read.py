@@ -56,15 +56,15 @@ def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> O
     if all(file.content.get("optimizer") is None for file in files):
         if any(Path(file.path).with_name(DISTRIBUTED).exists() for file in files):
             reading.notes.append(
-                f"{DISTRIBUTED} is not read: {MODEL} records no optimizer, and without its param groups nothing tells "
-                "which parameters the states belong to"
+                f"{DISTRIBUTED} is ignored: {MODEL} records no optimizer, and its param groups are needed to "
+                "assign the states to parameters"
             )
         return found
     for file in files:
         content = file.content.get("optimizer")
         if content is None:
             raise CorruptError(
-                "the file of a rank has no optimizer, and others have one", path=file.path, rank=file.rank.number
+                "a rank's file has no optimizer, but other ranks have one", path=file.path, rank=file.rank.number
             )
         _RankOptimizers(reading, found, file, content if isinstance(content, list) else [content]).read()
     held = {key: (parts[0][0], reading.natives[key[0]]) for key, parts in reading.parts.items()}
@@ -104,7 +104,7 @@ class _RankOptimizers:
         outer = content if isinstance(content, Mapping) else {}
         inner = outer.get("optimizer", outer.get("optimizer_state_dict", outer))
         if not isinstance(inner, Mapping) or not isinstance(inner.get("param_groups"), list):
-            raise CorruptError("this is no optimizer of Megatron", path=self.file.path, expected="param_groups")
+            raise CorruptError("this is not a Megatron optimizer", path=self.file.path, expected="param_groups")
         return inner, outer
 
     def _members(self) -> list[list[Trained]]:
@@ -125,7 +125,7 @@ class _RankOptimizers:
         if len(groups) != len(self.contents):
             check_kind(self.reading.args, self.file.path)
             raise CorruptError(
-                "the file has another number of optimizers than a model of this kind",
+                "the file's optimizer count doesn't fit the model",
                 path=self.file.path,
                 rank=self.file.rank.number,
                 expected=len(groups),
@@ -135,7 +135,7 @@ class _RankOptimizers:
 
     def _by_group(self, groups: Sequence[Any], trained: Sequence[Trained]) -> list[list[Trained]]:
         if not all(isinstance(group, Mapping) for group in groups):
-            raise CorruptError("a param group is no dict", path=self.file.path)
+            raise CorruptError("a param group is not a dict", path=self.file.path)
         if len(groups) == 1:
             return [list(trained)]
         return [
@@ -146,7 +146,7 @@ class _RankOptimizers:
     def _note_tensor(self, one: Trained, role: str, value: Any) -> None:
         if not isinstance(value, StoredTensor) or value.shape != one.local.stored.shape:
             raise CorruptError(
-                f"the optimizer's {role!r} is not that of the parameter in its place",
+                f"the optimizer's {role!r} doesn't fit its parameter",
                 path=self.file.path,
                 rank=self.file.rank.number,
                 fqn=one.local.name,
@@ -160,7 +160,7 @@ class _RankOptimizers:
 
     def _misfit(self, what: str, expected: Any, found: Any, path: str | None = None) -> CorruptError:
         return CorruptError(
-            f"{what} of the optimizer does not fit the model's parameters",
+            f"{what} in the optimizer does not fit the model's parameters",
             path=path or self.file.path,
             rank=self.file.rank.number,
             expected=expected,
@@ -190,7 +190,7 @@ class _RankOptimizers:
         for ones, values in zip(by_group, masters, strict=False):
             halves = [one for one in ones if one.local.stored.dtype.itemsize == 2]
             if len(values) != len(halves):
-                raise self._misfit("a group of masters", len(halves), len(values))
+                raise self._misfit("a group with masters", len(halves), len(values))
             for one, value in zip(halves, values, strict=True):
                 self._note_tensor(one, MASTER, value)
 
@@ -199,7 +199,7 @@ class _RankOptimizers:
         path = Path(self.file.path).with_name(DISTRIBUTED)
         if not path.is_file():
             raise CorruptError(
-                "the distributed optimizer's file of a rank is missing: it has a part of every state",
+                "a rank's distributed optimizer file is missing: it has a part of every state",
                 path=path,
                 rank=self.file.rank.number,
                 expected=DISTRIBUTED,
@@ -209,7 +209,7 @@ class _RankOptimizers:
         states = content if isinstance(content, list) else [content]
         if len(states) != len(self.contents):
             raise CorruptError(
-                "the file has another number of optimizers than the one beside it",
+                f"{DISTRIBUTED} and {MODEL} hold different numbers of optimizers",
                 path=path,
                 rank=self.file.rank.number,
                 expected=len(self.contents),
@@ -222,7 +222,7 @@ class _RankOptimizers:
         if state is None:
             if number == 0 and self.file.rank.in_stage < self.reading.grid.tp:
                 raise CorruptError(
-                    "a rank's file lacks the state of its parameters",
+                    "a rank's file lacks its parameters' optimizer state",
                     path=path,
                     rank=self.file.rank.number,
                     found="None",
@@ -239,7 +239,7 @@ class _RankOptimizers:
 
     def _read_buffer(self, path: str, vp: int, members: Sequence[Trained], flat: Mapping[str, Extent]) -> None:
         if _PARAM not in flat:
-            raise CorruptError("a buffer of the distributed optimizer has no parameters", path=path, expected=_PARAM)
+            raise CorruptError("a distributed optimizer buffer has no parameters", path=path, expected=_PARAM)
         numels = [one.local.stored.extent.numel for one in members]
         length = flat[_PARAM].numel
         everything = sum(local.stored.extent.numel for local in self.file.chunks[vp])

@@ -54,7 +54,7 @@ from converters.names.megatron.model.splits import (
 )
 
 #: Reader's note that keeps the writer from assigning optimizer states to wrong parameters.
-OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
+OTHER_ORDER = "the model's modules are in a different order than in megatron-core 0.16"
 _WRAPPERS = re.compile(r"^(?:module\.)+")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")
@@ -144,7 +144,7 @@ class MegatronReading:
     def load(self, path: Path) -> Mapping[Any, Any]:
         root = self.sources.root(path)
         if not isinstance(root, Mapping | list | type(None)):
-            raise CorruptError("this is no checkpoint of Megatron", path=path, found=type(root).__name__)
+            raise CorruptError("this is not a Megatron checkpoint", path=path, found=type(root).__name__)
         return root  # type: ignore[return-value]
 
     def add(self, local: LocalTensor, role: str, extent: Extent, path: str, rank: Rank) -> None:
@@ -201,7 +201,7 @@ def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
     """Raise LossError for a language model named as part of a larger model whose other tensors are missing."""
     if in_larger and not any(map(is_outside_language_model, fqns)):
         raise LossError(
-            "a language model that is part of a larger model, and of the rest nothing is here that has a name known",
+            "this language model belongs to a larger model, but no other known tensors are here",
             path=folder,
             expected="visual., vision_model., vision_tower. or multi_modal_projector. beside language_model.",
         )
@@ -212,10 +212,10 @@ def refuse_two_blocks(names: Collection[str], path: Path) -> None:
     found = next((name for name in names if name.startswith(ENCODER)), None)
     if found is not None and any(name.startswith("decoder.") for name in names):
         raise NotFoundError(
-            "a model of megatron-core with an encoder and a decoder (T5Model) is not read",
+            "a megatron-core model with an encoder and a decoder (T5Model) is not supported",
             path=path,
             fqn=found,
-            expected="those of GPTModel (embedding., decoder., mtp., output_layer.), or of BertModel (encoder. alone)",
+            expected="GPTModel's names (embedding., decoder., mtp., output_layer.), or BertModel's (only encoder.)",
         )
 
 
@@ -224,10 +224,10 @@ def check_encoder(names: Collection[str], path: Path) -> None:
     found = next((name for name in names if name.startswith(ENCODER)), None)
     if found is not None and "binary_head.weight" not in names:
         raise NotFoundError(
-            "a BertModel of megatron-core without its head for pairs of sentences is not read",
+            "a megatron-core BertModel without its sentence-pair head is not supported",
             path=path,
             fqn=found,
-            expected="binary_head., as without --bert-no-binary-head",
+            expected="binary_head. (from a run without --bert-no-binary-head)",
         )
 
 
@@ -236,10 +236,11 @@ def _model_file(folder: Path, name: str) -> Path:
     if not path.is_file():
         if (folder / name / "model_rng.pt").is_file():
             raise NotFoundError(
-                "this layout of Megatron-LM (before 2023: model_rng.pt beside optim.pt) is not read", path=folder / name
+                "Megatron-LM's layout from before 2023 (model_rng.pt beside optim.pt) is not supported",
+                path=folder / name,
             )
         raise CorruptError(
-            "the file of a rank is missing: it has a part of every tensor",
+            "a rank's file is missing: it has a part of every tensor",
             path=folder / name,
             rank=name,
             expected=MODEL,
@@ -253,7 +254,7 @@ def _recorded_grid(reading: MegatronReading, names: Sequence[str]) -> Grid:
     if not reading.args:
         if parts != {1}:
             raise CorruptError(
-                "the file records no arguments, and so nothing says which axes the folders' numbers count",
+                "the file records no arguments, so the axes numbered in the folder names are unknown",
                 path=reading.folder / names[0] / MODEL,
                 expected="args",
             )
@@ -279,7 +280,7 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
     left_over = [name for name in names if name not in expected]
     if missing:
         raise CorruptError(
-            "the folder of a rank is missing: it has a part of every tensor",
+            "a rank's folder is missing: it has a part of every tensor",
             path=reading.folder / missing[0],
             rank=", ".join(missing[:8]),
             expected=f"{pluralize(len(expected), 'folder')} for {_describe(reading.grid)}",
@@ -313,7 +314,7 @@ def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path
         said.setdefault(content.get("iteration"), f"{path.parent.name}: {content.get('iteration')}")
     if len(said) > 1:
         raise CorruptError(
-            "ranks of different iterations in one folder",
+            "ranks from different iterations in one folder",
             path=reading.folder,
             expected="the same iteration in every file",
             found=", ".join(said.values()),
@@ -324,7 +325,7 @@ def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path
         other = [name for name in _AGREED if args.get(name) != reading.args.get(name)]
         if args and (grid != reading.grid or other):
             raise CorruptError(
-                "ranks of different runs in one folder",
+                "ranks from different runs in one folder",
                 path=path,
                 rank=rank.number,
                 expected=_describe(reading.grid) if not other else f"{other[0]} {reading.args.get(other[0])!r}",
@@ -349,11 +350,11 @@ def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, An
         in_order = number // num_in_stage == rank.pp or args.get("use_tp_pp_dp_mapping")
         if number % grid.tp != rank.tp or not in_order:
             raise CorruptError(
-                "the file of a rank records that another rank wrote it",
+                "another rank wrote this rank's file (args.rank)",
                 path=path,
                 rank=rank.number,
-                expected=f"one of TP rank {rank.tp}" + (f" and PP rank {rank.pp}" if grid.pp > 1 else ""),
-                found=f"args.rank {number} of {world_size}, which is TP rank {number % grid.tp}"
+                expected=f"a file from TP rank {rank.tp}" + (f" and PP rank {rank.pp}" if grid.pp > 1 else ""),
+                found=f"args.rank {number} (world size {world_size}): TP rank {number % grid.tp}"
                 + (f" and PP rank {number // num_in_stage}" if grid.pp > 1 else ""),
                 hint="were files exchanged, or one copied over another?",
             )
@@ -364,19 +365,19 @@ def _check_version(reading: MegatronReading, content: Mapping[Any, Any]) -> None
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
         raise NotFoundError(
-            "this version of Megatron-LM's checkpoints is not read: query, key and value in another order",
+            "this Megatron-LM checkpoint version is not supported: it orders query, key and value differently",
             path=reading.folder,
             expected="checkpoint_version 2.0 or 3.0",
             found=f"checkpoint_version {version}",
-            hint="load and save it with Megatron-LM, which reorders them",
+            hint="load and save it with Megatron-LM to reorder them",
         )
     if has_qkv_in_blocks(reading.args):
         raise NotFoundError(
-            "what Megatron-DeepSpeed wrote since December 2024 (commit 676a482c) is not read: the rows of a rank's "
-            "query_key_value are all queries, its keys, its values",
+            "Megatron-DeepSpeed checkpoints since December 2024 (commit 676a482c) are not supported: a rank's "
+            "query_key_value rows are all queries, then keys, then values",
             path=reading.folder,
-            expected="rows by head, or by group of heads",
-            found="the argument ds_sequence_parallel_fpdt, which that version records",
+            expected="rows by head, or by head group",
+            found="the argument ds_sequence_parallel_fpdt, recorded by this version",
         )
 
 
@@ -423,7 +424,7 @@ def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys:
         names = [name for key in keys for name in _flat_names(content[key])]
         numbers = [int(m[1]) for name in names if (m := _LAYER_NUMBER.match(name))]
         return Stages(max(numbers, default=-1) + 1)
-    raise CorruptError("the file does not record the number of layers", path=reading.folder, expected="args.num_layers")
+    raise CorruptError("the file records no layer count", path=reading.folder, expected="args.num_layers")
 
 
 def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
@@ -470,13 +471,13 @@ class _Chunk:
                 continue
             if not isinstance(value, StoredTensor):
                 what = type(value).__name__
-                raise CorruptError("an entry of the model is no tensor", path=self.path, fqn=name, found=what)
+                raise CorruptError("a model entry is not a tensor", path=self.path, fqn=name, found=what)
             if match := _GROUPED_GEMM.fullmatch(name):
                 yield LocalTensor(name, value, tuple(self._grouped_gemm(match, value)), True)
                 continue
             canonical = self._canonical(name)
             if is_expert(canonical) and not self.num_experts:
-                raise CorruptError("the file records no number of experts", path=self.path, expected="args.num_experts")
+                raise CorruptError("the file records no expert count", path=self.path, expected="args.num_experts")
             canonical, shared = self._shared(canonical)
             yield LocalTensor(
                 name, value, (self._held_pieces(name, canonical, value.shape),), is_expert(canonical), shared
@@ -487,7 +488,7 @@ class _Chunk:
         found = {int(m[1]) for name in self.state if (m := _LAYER_NUMBER.match(name))}
         if found != set(range(len(layers))):
             dealt = (
-                f"{pluralize(len(layers), 'layer')} ({layers.start} to {layers.stop - 1} of the model)"
+                f"{pluralize(len(layers), 'layer')} ({layers.start} to {layers.stop - 1} in the model)"
                 if layers
                 else "none"
             )
@@ -508,7 +509,7 @@ class _Chunk:
         """Record Transformer Engine's `_extra_state`: this rank's FP8 scaling, or nothing."""
         canonical = self._canonical(name)
         if not is_empty(value):
-            self.reading.notes.append(f"FP8 state of a module is left out: {canonical}")
+            self.reading.notes.append(f"FP8 state is left out: {canonical}")
         self.reading.extra[canonical] = None
 
     def _shared(self, name: str) -> tuple[str, bool]:

@@ -38,9 +38,9 @@ def refuse_gathered(args: Mapping[str, Any], path: str | Path) -> None:
     """Raise NotFoundError if gathered masters are remainders."""
     if are_gathered(args):
         raise NotFoundError(
-            "the masters are stored as 16 bits of each, in fp32, which megatron-core itself cannot load",
+            "only 16 bits per master are stored, in fp32; megatron-core itself can't load this",
             path=path,
-            expected="a run without --use-precision-aware-optimizer, or saved as dp_reshardable (torch_dist)",
+            expected="a run without --use-precision-aware-optimizer, or saved in torch_dist's dp_reshardable form",
             hint="to read the weights here, save them with --no-save-optim",
         )
 
@@ -56,7 +56,7 @@ def with_masters(
         weight = tensors.get((fqn, WEIGHT))
         if weight is None or (weight.dtype, weight.shape) != (BFLOAT16, tensor.shape):
             raise CorruptError(
-                "the lower halves of a master are there without the parameter that has the upper ones",
+                "a master's lower halves lack the parameter with the upper halves",
                 path=path,
                 fqn=fqn,
                 expected=f"bfloat16 {list(tensor.shape)}",

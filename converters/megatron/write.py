@@ -39,9 +39,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     files: list[TargetFile] = []
     if model.has_optimizer and checkpoint.facts_of(MegatronFacts).own_module_order:
         raise LossError(
-            f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone",
+            f"{OTHER_ORDER}, and the optimizer identifies parameters only by their order",
             path=checkpoint.path,
-            hint="convert the weights alone, by way of hf",
+            hint="convert the weights alone: to hf first, then to this format",
         )
     optimizer = RankOptimizers(model) if model.has_optimizer else None
     per_rank = _per_rank(model)
@@ -122,9 +122,7 @@ def _megatron_notes(model: MegatronModel, layout: Layout, optimizer: RankOptimiz
     if optimizer is None:
         yield from describe(model.chosen, model.checkpoint, layout.dtype)
     elif optimizer.distributed and next(bucket_sizes(model.args, 0, 0, 1)) is not None:
-        yield Brief(
-            "the distributed optimizer's buckets are those of the recorded --ddp-bucket-size and data parallel size"
-        )
+        yield Brief("the distributed optimizer's buckets follow the recorded --ddp-bucket-size and data parallel size")
     wide = [c for c in model.chosen.values() if c.dtype not in CAST_SOURCES]
     if wide:
-        yield f"Megatron does not train the dtype of {pluralize(len(wide), 'tensor')}: {wide[0].dtype}"
+        yield f"Megatron doesn't train in {wide[0].dtype}, the dtype of {pluralize(len(wide), 'tensor')}"

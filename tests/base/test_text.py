@@ -19,10 +19,10 @@ VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{na
 #: Texts other than a single number: several numbers, `all`, or a kind.
 NO_NUMBERS = {
     *("{', '.join(map(str, counts.values()))} experts", "{', '.join(map(str, recorded))} experts"),
-    *("{', then '.join(ranks)} ranks", "{'with' if slot else 'without'} such names", "{_listed(counts)} ranks"),
+    *("{', then '.join(ranks)} ranks", "{'with' if slot else 'without'} these names", "{_listed(counts)} ranks"),
     *("{_runs(row.stages)} layers", "{_stored(beside)} weights", "{_stored(cast)} weights", "{kind} files"),
     *("{_stored(exact)} masters", "{_stored(rounded)} masters", "{pluralize(len(names), 'tensor')} that files"),
-    *("{count} names", "{have} no elements", "{reading.args.get('optimizer')} steps"),
+    *("{count} names", "{have} no elements"),
     *("{short(nbytes)} bytes", "{short(numel)} elements"),
 }
 #: Limits, and numbers from a file, perhaps with another type.

@@ -143,7 +143,7 @@ def test_megatron(megatron: Path, ranks: tuple[str, str], how: object) -> None:
     folder = next(megatron.rglob("mp_rank_00_000")).parent
     assert ckpt("inspect", megatron).code == 0
     (exchange if how is exchange else copy)(*(folder / f"mp_rank_{rank}" / "model_optim_rng.pt" for rank in ranks))
-    refused(megatron, "another rank wrote it", "args.rank")
+    refused(megatron, "another rank wrote this rank's file", "args.rank")
 
 
 def test_a_copy_where_megatron_records_no_rank(megatron: Path) -> None:

@@ -44,7 +44,7 @@ def test_masters_are_whole_again(home: Path, saved: dict[str, Held]) -> None:
 def test_a_plain_optimizer_loads_them(home: Path, saved: dict[str, Held]) -> None:
     done = ckpt("convert", "auto", "megatron-dist", home / "buckets run", "-o", home / "out", "--world-size", "4")
     assert done.code == 0, done.err
-    assert "without --use-precision-aware-optimizer alone" in done.err
+    assert "only without --use-precision-aware-optimizer" in done.err
     target = Job("plain", 4, f"{DISTRIBUTED} --no-load-rng", ep=2, load=home / "out", engine=True)
     assert run([target], home / "loaded")["plain"].tensors == saved["buckets"].tensors
 
@@ -52,9 +52,9 @@ def test_a_plain_optimizer_loads_them(home: Path, saved: dict[str, Held]) -> Non
 def test_what_is_gathered_is_left_out_or_refused(home: Path, saved: dict[str, Held]) -> None:
     read = api.open(home / "gathered run")
     assert {role for _, role in read.tensors} == {"weight", "buffer"}
-    assert any("are 16 bits of each" in note for note in read.notes)
+    assert any("have only 16 bits" in note for note in read.notes)
     done = ckpt("inspect", home / "torch run")
-    assert done.code == 3 and "16 bits of each" in done.err
+    assert done.code == 3 and "only 16 bits per master" in done.err
 
 
 def test_megatron_loads_its_own_buckets_and_not_what_it_gathered(home: Path, saved: dict[str, Held]) -> None:

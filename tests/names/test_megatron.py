@@ -364,7 +364,7 @@ class TestHybrids:
     @pytest.mark.parametrize(("architecture", "impl"), [("qwen3_next", "local"), ("nemotron_h", "local")])
     def test_layers_of_megatron_cores_own_are_refused(self, architecture: str, impl: str) -> None:
         there = to_namespace(hub_of(config_of(architecture)), MEGATRON, Layout())
-        with pytest.raises(LossError, match="Transformer Engine's alone"):
+        with pytest.raises(LossError, match="only with Transformer Engine"):
             describe_model(there, Layout(transformer_impl=impl))
 
     def test_mamba_has_no_chunks(self) -> None:
@@ -382,7 +382,7 @@ class TestHybrids:
         there = to_namespace(hub_of(config_of("nemotron_h")), MEGATRON, Layout())
         layouts = ({"pipeline_model_parallel_layout": "Ettt|tL"}, {"account_for_loss_in_pipeline_split": True})
         for layout, pp in zip(layouts, (2, 5), strict=True):
-            with pytest.raises(UsageError, match="by their number alone"):
+            with pytest.raises(UsageError, match="only by their number"):
                 describe_model(there, Layout(pp=pp, **layout))
         assert describe_model(there, Layout(pp=2, decoder_first_pipeline_num_layers=1)).stages.first == 1
 
@@ -397,7 +397,7 @@ class TestHybrids:
         self, architecture: str, sizes: dict[str, Any], named: str
     ) -> None:
         there = to_namespace(hub_of(config_of(architecture, **sizes)), MEGATRON, Layout(tp=3))
-        with pytest.raises(UsageError, match="whole heads and groups") as caught:
+        with pytest.raises(UsageError, match="packed layer's heads or groups") as caught:
             describe_model(there, Layout(tp=3))
         assert named in str(caught.value.found)
 

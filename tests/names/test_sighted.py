@@ -312,7 +312,7 @@ def test_a_tower_of_megatron_cores_own_layers_is_refused(tmp_path: Path) -> None
 def test_a_language_model_without_its_other_modules_is_refused(tmp_path: Path) -> None:
     state = {"language_model.embedding.word_embeddings.weight": torch.zeros(4, 2)}
     state |= {f"{LAYER}.linear_qkv.weight": torch.zeros(6, 2)}
-    with pytest.raises(LossError, match="part of a larger model"):
+    with pytest.raises(LossError, match="belongs to a larger model"):
         api.open(_file_of(state, tmp_path), "megatron")
 
 
@@ -339,7 +339,7 @@ def test_a_resume_keeps_the_optimizers_states(model_type: str, tmp_path: Path) -
         assert len(keys) > 100
         for fqn, role in keys:
             assert raw(back[fqn, role][...]) == raw(source[fqn, role][...]), (fqn, role)
-    with pytest.raises(LossError, match="in another order"):  # torch_dist keys have no order
+    with pytest.raises(LossError, match="in a different order"):  # torch_dist keys have no order
         written(api.open(dist), "megatron", tmp_path / "no")
 
 

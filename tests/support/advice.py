@@ -122,7 +122,7 @@ KINDS = (
             r"^for example ckpt convert\b|^ckpt convert \S+ \S+|^\d+GB or\b|^-o$",
             r"\bchoose another place\b|\blocal path is given as it is\b|^fewer workers\b|, writes elsewhere$",
             r"^check the path; a model of the Hub is given as ORG/NAME$",
-            r"^(?:--)?pp and (?:--)?vpp that divide|^(?:--)?pp times (?:--)?vpp is",
+            r"^use another (?:--)?pp or (?:--)?vpp|^(?:--)?pp times (?:--)?vpp is",
             r"^without them, one adapter is merged after the other$|^keep the ep_size of the source\b",
             r"\bmerge_lora PATH|`ckpt merge-lora PATH`|^the adapter of .* fits: ckpt merge-lora\b",
             r"\bleave [a-z_]+(?:=True)? out\b",

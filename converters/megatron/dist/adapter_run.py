@@ -82,7 +82,7 @@ def without_optimizer(reading: DistReading) -> Optimizers:
     """Return no optimizer for an adapter. Remove its states from `reading`, with a note."""
     states = [key for key in reading.placed if key[1] not in MODEL_ROLES]
     if states or reading.flat or reading.common.get("optimizer"):
-        reading.notes.append("the optimizer of the adapter is not read: no other trainer has a place for it")
+        reading.notes.append("the adapter's optimizer is not read: no other trainer has a place for it")
     for key in states:
         del reading.placed[key]
     reading.flat.clear()
@@ -107,18 +107,18 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = Non
     others = [fqn for fqn, _ in checkpoint.tensors if parse_name(fqn) is None]
     if others:
         raise LossError(
-            "the checkpoint holds an adapter and other tensors of the model",
+            "the checkpoint holds an adapter and other model tensors",
             path=folder,
             fqn=others[0],
-            expected=f"the factors of an adapter alone, as {trainer.name} saves them without modules_to_save",
+            expected=f"only the adapter's factors, saved by {trainer.name} without modules_to_save",
             found=f"{pluralize(len(others), 'other tensor')}",
         )
     path = trainer.config_of(folder)
     if not path.is_file():
         raise NotFoundError(
-            "the config of the run is missing, and nothing else tells the adapter's alpha or its class",
+            "the run's config is missing, so the adapter's alpha and class are unknown",
             path=path.parent,
-            expected=f"{path.name}, as {trainer.name} writes it",
+            expected=f"{path.name}, written by {trainer.name}",
         )
     run = trainer.read(confined(path.parent, path.name))
     if trainer is _NEMOS:
@@ -126,10 +126,10 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = Non
     checkpoint = trainer.in_order(checkpoint, run)
     if (slot is not None) != (run.kind == MULTI):
         raise CorruptError(
-            "the run's config and its files do not agree on whether it has several adapters",
+            "the run's config and its files disagree about having several adapters",
             path=path,
             expected=f"names with `.adapters.` in them for {MULTIS_CLASS}, and for no other class",
-            found=f"{CLASSES.get(run.kind, MULTIS_CLASS)}, {'with' if slot else 'without'} such names",
+            found=f"{CLASSES.get(run.kind, MULTIS_CLASS)}, {'with' if slot else 'without'} these names",
         )
     if slot is not None:
         checkpoint, run = cut_to_rank(checkpoint, run, slot)
@@ -146,7 +146,7 @@ def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
     """Raise UsageError for adapters of experts: NeMo's were never compared with its model's results."""
     for fqn, _ in checkpoint.tensors:
         if (parsed := parse_name(fqn)) is not None and parsed[0].is_expert:
-            raise UsageError("NeMo's adapters of experts are not read", path=path, fqn=fqn)
+            raise UsageError("NeMo's expert adapters are not supported", path=path, fqn=fqn)
 
 
 def read_run(path: Path) -> AdapterRun:
@@ -188,15 +188,13 @@ def _run_of_class(
     kind = next((one for one in kinds if target == f"{package}.{one}.{classes[one]}"), None)
     if kind is None:
         raise UsageError(
-            "adapters of this class are not read",
+            "this adapter class is not supported",
             path=path,
-            expected=" or ".join(classes[one] for one in kinds) + f", as `_target_` of `{of_adapter}`",
+            expected=" or ".join(classes[one] for one in kinds) + f" in `{of_adapter}._target_`",
             found=target or "no adapter",
         )
     if unknown := sorted(f"{name}: {value!r}" for name, value in peft.items() if value and name not in _KNOWN):
-        raise UsageError(
-            "the run recorded something of its adapter that is not known here", path=path, found=", ".join(unknown)
-        )
+        raise UsageError("the run's config has unknown adapter settings", path=path, found=", ".join(unknown))
     _refuse_blocks(path, model)
     fields = _Sections(path, sections)
     dim, expert_dim = fields.count(of_adapter, "dim"), None
@@ -206,8 +204,8 @@ def _run_of_class(
     etp = fields.count(of_model, "expert_tensor_parallel_size", tp)
     if peft.get(OUTER) and etp > 1:
         raise UsageError(
-            "adapters that experts share a factor of are read of expert tensor parallel size 1 alone: Megatron-Bridge "
-            "does not cut the factors of single experts",
+            "adapters with a factor shared by experts are supported only for expert tensor parallel size 1: "
+            "Megatron-Bridge doesn't cut single experts' factors",
             path=path,
             found=f"{OUTER} and expert_tensor_parallel_size {etp}",
         )
@@ -250,7 +248,7 @@ def read_swifts_run(path: Path) -> AdapterRun:
     for name, plain in (("tuner_type", "lora"), ("lora_bias", "none"), ("modules_to_save", [])):
         if content.get(name) not in (plain, None):
             raise UsageError(
-                "of ms-swift's adapters only LoRA's two factors are read", path=path, found=f"{name}: {content[name]!r}"
+                "only plain LoRA adapters from ms-swift are supported", path=path, found=f"{name}: {content[name]!r}"
             )
     unknown = {
         name: value
@@ -261,17 +259,17 @@ def read_swifts_run(path: Path) -> AdapterRun:
         and not is_off(value)
     }
     for name, value in unknown.items():
-        raise UsageError(
-            "ms-swift recorded a setting of the adapter that is unknown here", path=path, found=f"{name}: {value!r}"
-        )
+        raise UsageError("ms-swift recorded an unknown adapter setting", path=path, found=f"{name}: {value!r}")
     if content.get("expert_tensor_parallel_size") not in (1, None):
-        raise UsageError("ms-swift trains no adapter so", path=path, found="expert_tensor_parallel_size above 1")
+        raise UsageError(
+            "ms-swift doesn't train adapters with this setting", path=path, found="expert_tensor_parallel_size above 1"
+        )
     if content.get("use_rslora"):
         raise UsageError(
-            "nothing records how this adapter was scaled: with PEFT 0.19 and later ms-swift passes over use_rslora",
+            "this adapter's scaling is unknown: with PEFT 0.19 and later, ms-swift ignores use_rslora",
             path=path,
             found="use_rslora: true",
-            hint="set it to false in args.json; where PEFT was older, also lora_alpha to what it is times the root of "
+            hint="set it to false in args.json; for older PEFT, also multiply lora_alpha by the square root of "
             "lora_rank",
         )
     _refuse_blocks(path, content)
@@ -325,7 +323,7 @@ class _Sections:
 
     def _fault(self, section: str, name: str, expected: str, found: object) -> CorruptError:
         return CorruptError(
-            f"{name} of the run's {section} is wrong", path=self.path, expected=expected, found=repr(found)
+            f"invalid {name} in the run's {section}", path=self.path, expected=expected, found=repr(found)
         )
 
 
@@ -393,10 +391,10 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
     cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
     if len(cuts) not in expected:
         raise CorruptError(
-            "the adapter was saved by another number of tensor parallel ranks than its run's config says",
+            "the adapter's tensor parallel size doesn't match its run's config",
             path=run.path,
             fqn=tensor.fqn,
-            expected=f"{pluralize(expected[0], 'part')} of rows, of {pluralize(tp_of(name, run), 'rank')}",
+            expected=f"{pluralize(expected[0], 'row part')} from {pluralize(tp_of(name, run), 'rank')}",
             found=pluralize(len(cuts), "part"),
         )
     return len(cuts)
@@ -406,7 +404,7 @@ def _halves(fqn: str, rows: int, size: int) -> RowRuns:
     """Return the row order with the first halves of all ranks' parts first, then the second halves."""
     if rows % (2 * size):
         raise UsageError(
-            "the rows of the factor do not divide among the tensor parallel ranks",
+            "the factor's rows do not divide among the tensor parallel ranks",
             fqn=fqn,
             expected=f"a multiple of {2 * size}",
             found=f"{pluralize(rows, 'row')}",

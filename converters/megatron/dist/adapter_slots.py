@@ -46,7 +46,7 @@ class AdapterSlot:
                 return cls(number, rank, int(alpha) if alpha == int(alpha) else alpha)
         raise UsageError(
             "--adapter-slot takes a slot with its rank and its alpha",
-            expected="SLOT:RANK:ALPHA, as 1:8:16",
+            expected="SLOT:RANK:ALPHA, for example 1:8:16",
             found=text or "nothing",
         )
 
@@ -69,14 +69,14 @@ def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> 
         first = max(known, key=lambda number: _rank(held[number]) > 0)
         example = f"{first}:{_rank(held[first])}:ALPHA"
         raise UsageError(
-            "the run holds the adapters of MultiLoRA, and Megatron-Bridge does not save the alpha that a slot has"
+            "this run holds MultiLoRA adapters, and Megatron-Bridge doesn't save a slot's alpha"
             if slot is None
             else f"the run has no slot {slot.number}",
             path=folder,
-            expected="one of its slots, with the rank and the alpha that it was claimed with",
+            expected="a slot in this run, with its own rank and alpha",
             found=f"{MULTIS_CLASS}, with {found}",
-            hint=f"convert and merge-lora take slot {first} by --adapter-slot {example}; its alpha is what "
-            "`init_adapter_slot` was given",
+            hint=f"use --adapter-slot {example} with convert or merge-lora for slot {first}, with the alpha "
+            "given to `init_adapter_slot`",
         )
     tensors = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
@@ -94,7 +94,7 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
     """
     if slot.rank > run.dim:
         raise UsageError(
-            f"no slot of this run has rank {slot.rank}",
+            f"no slot in this run has rank {slot.rank}",
             path=run.path,
             expected=f"a rank up to {run.dim}",
             found=f"--adapter-slot {slot.number}:{slot.rank}:{slot.alpha}",
@@ -104,7 +104,7 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
     for fqn, shape in shapes.items():
         if shape[_axis(fqn)] != run.dim:
             raise CorruptError(
-                "a factor has not the rank that the run's config says",
+                "a factor's rank doesn't match the run's config",
                 path=run.path,
                 fqn=fqn,
                 expected=f"rank {run.dim}",
@@ -117,7 +117,7 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
     factors = [*checkpoint.parameters.values()]
     if (rank := _rank(factors)) != slot.rank:
         raise UsageError(
-            f"slot {slot.number} has not the rank that was asked for",
+            f"slot {slot.number} doesn't have the requested rank",
             path=checkpoint.path,
             expected=f"rank {slot.rank}",
             found=_described(slot.number, factors),
@@ -157,7 +157,7 @@ def _described(number: int, factors: Iterable[Tensor]) -> str:
     """Describe a slot by its factors."""
     held = [*factors]
     is_idle = not any(_last(one) for one in held if one.fqn.endswith(OUT))
-    return f"slot {number} of rank {_rank(held)}" + (" (its second factors are zero: not trained)" if is_idle else "")
+    return f"slot {number}: rank {_rank(held)}" + (" (its second factors are zero: not trained)" if is_idle else "")
 
 
 def _last(factor: Tensor) -> int:

@@ -48,9 +48,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     assert known is not None
     if known.kind not in CLASSES:
         raise UsageError(
-            "an adapter under ms-swift's names is not written as it is",
+            "an adapter with ms-swift's names can't be written directly",
             path=checkpoint.path,
-            hint="ckpt convert megatron-dist peft, and that to megatron-dist",
+            hint="run `ckpt convert megatron-dist peft` first, then convert its output to megatron-dist",
         )
     options = layout.read(MegatronOptions)
     tp = options.tp or known.tp
@@ -58,16 +58,16 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         raise UsageError("DoRA is written for tensor parallel size 1", path=checkpoint.path, hint="--tp 1")
     if known.expert_dim not in (None, known.dim):
         raise UsageError(
-            "adapters of experts are written with the rank of the others",
+            "expert adapters and other adapters must have the same rank",
             path=checkpoint.path,
             expected=f"rank {known.dim}",
             found=f"rank {known.expert_dim} (normalize_moe_lora)",
-            hint="`ckpt convert megatron-dist peft` has a rank for each layer",
+            hint="use `ckpt convert megatron-dist peft`: it has a rank for each layer",
         )
     run = replace(known, tp=tp, ep=options.ep or known.ep, etp=options.etp or (options.tp or known.etp))
     if run.shares_outer and run.etp > 1:
         raise UsageError(
-            "adapters that experts share a factor of are written for expert tensor parallel size 1",
+            "adapters with a factor shared by experts need expert tensor parallel size 1",
             path=checkpoint.path,
             hint="--etp 1",
         )
@@ -87,14 +87,14 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         TargetFile.of_bytes(f"{folder}/{RUN_CONFIG}", json.dumps(_config(run, chosen), indent=2).encode()),
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    what = f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"
+    what = f"Megatron-Bridge {CLASSES[run.kind]} for any pipeline parallel size"
     notes: list[str] = [Brief(what)]
     if any(is_of_ranks(*_parsed(fqn), run) for fqn in chosen):
-        notes = [f"{what} and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"]
+        notes = [f"{what}, and only for tensor parallel size {run.tp} (--tp): linear_fc1's rows follow it"]
     if run.etp > 1 and any(_parsed(fqn)[0].is_expert for fqn in chosen):
         notes.append(
-            f"with expert tensor parallel size {run.etp} Megatron-Bridge computes something else than an adapter of "
-            "experts says (Megatron-Bridge#5634): --etp 1 for a run without"
+            f"with expert tensor parallel size {run.etp}, Megatron-Bridge computes expert adapters differently "
+            "(Megatron-Bridge#5634); use --etp 1 for a run without it"
         )
     return Target(
         files, dropped=tuple(training_left_out(checkpoint)), notes=(*notes, *describe(chosen, checkpoint, layout.dtype))
@@ -131,9 +131,9 @@ def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
         one = _Members(chosen[next(iter(fqns.values()))].tensor.shape, fqns)
         if len(fqns) != prod(one.sizes) or len({chosen[fqn].tensor.shape for fqn in fqns.values()}) > 1:
             raise LossError(
-                "layers are not adapted alike: tensors of all layers are stored as one",
+                "layers have different adapters, but one stored tensor holds all layers",
                 fqn=key,
-                expected=f"{pluralize(prod(one.sizes), 'tensor')} of one shape",
+                expected=f"{pluralize(prod(one.sizes), 'tensor')} with one shape",
                 found=f"{pluralize(len(fqns), 'tensor')}",
             )
         members[key] = one

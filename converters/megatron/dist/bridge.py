@@ -98,7 +98,7 @@ def read_bridge_run(folder: Path) -> BridgeRun | None:
         return None
     if not has_config or not has_state:
         raise NotFoundError(
-            "a file of Megatron-Bridge's is missing, and it does not go on without it as the run would",
+            "a Megatron-Bridge file is missing, and without it Megatron-Bridge resumes differently",
             path=folder,
             expected=f"{RUN_CONFIG} and {TRAIN_STATE}",
             found=f"{TRAIN_STATE if has_state else RUN_CONFIG} alone",
@@ -108,7 +108,7 @@ def read_bridge_run(folder: Path) -> BridgeRun | None:
     model = config.get("model")
     if not isinstance(model, Mapping) or any(name not in model for name in _SIZES):
         raise CorruptError(
-            "this is not the config of a run of Megatron-Bridge",
+            "this is not a Megatron-Bridge run config",
             path=path,
             expected=f"`model` with {', '.join(_SIZES)}",
         )
@@ -126,7 +126,7 @@ def _counters(path: Path) -> dict[str, int]:
         count = read_scalar(value.extent) if isinstance(value, StoredTensor) else None
         if type(count) is not int or count < 0:
             raise CorruptError(
-                "this is not the state of a run of Megatron-Bridge", path=path, expected=f"{name}: a number",
+                "this is not a Megatron-Bridge training state", path=path, expected=f"{name}: a number",
                 found=type(value).__name__ if count is None else repr(count),
             )  # fmt: skip
         found[name] = count
@@ -152,7 +152,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     if layers not in _USUAL:
         if by_stages:
             raise LossError(
-                "the optimizer's buffers follow the order of a layer's modules, which is not known of these layers",
+                "the optimizer's buffers follow the module order, but these layers' module order is unknown",
                 path=path,
                 expected=f"transformer_layer_spec: one of {', '.join(_USUAL)}",
                 found=layers,
@@ -225,11 +225,11 @@ def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
             return found
     if needed:
         raise CorruptError(
-            "the layout of the pipeline is not recorded as a text, and the optimizer's buffers follow it",
+            "the pipeline layout is not recorded in text form, but the optimizer's buffers follow it",
             path=path,
             expected="pipeline_model_parallel_layout like 'Et*3|t*4|t*3L'",
             found=repr(stated),
-            hint="write it into the file as it is in the recipe",
+            hint="write the recipe's layout into the file",
         )
     return None
 
@@ -247,7 +247,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
         raise CorruptError(
             "the training state is from a different step than the checkpoint",
             path=Path(run.folder) / TRAIN_STATE,
-            expected=f"step {iteration}, as in the common state",
+            expected=f"step {iteration}, from the common state",
             found=f"step {run.counters['step']}",
         )
     model: Mapping[str, Any] = run.config["model"]
@@ -256,7 +256,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
             raise CorruptError(
                 "the run's config describes another model than the tensors",
                 path=Path(run.folder) / RUN_CONFIG,
-                expected=f"{name} {found}, as the tensors have it",
+                expected=f"{name} {found}, from the tensors",
                 found=f"{name} {stated}",
             )
 
@@ -291,7 +291,8 @@ def note_on_config(run: BridgeRun) -> str | None:
     if not isinstance(hub, str):
         return None
     return (
-        f"the run began from {hub} ({RUN_CONFIG}, hf_model_id): for the Hub's names --config takes that id or a folder"
+        f"the run started from {hub} ({RUN_CONFIG}, hf_model_id); for the Hub's names, give this id or a folder "
+        "to --config"
     )
 
 
@@ -342,7 +343,7 @@ def notes_on(run: BridgeRun, model: MegatronModel) -> Iterator[str]:
     if stated.get("sequence_parallel") and now.tp == 1:
         changed.append("sequence_parallel=False")
     if stated.get("pipeline_dtype") is None and now.pp > 1:
-        changed.append("pipeline_dtype, which the run had no need of")
+        changed.append("pipeline_dtype (unset in this run)")
     if changed:
         said = ", ".join(f"model.{one}" for one in changed)
-        yield f"go on with {said}: Megatron-Bridge takes its own config, and {RUN_CONFIG} only records it"
+        yield f"resume with {said}: Megatron-Bridge uses its own config, and {RUN_CONFIG} only records it"

@@ -53,10 +53,10 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         is_adapter = has_adapter(fqn for fqn, _ in reading.placed)
         if not is_adapter and (path / NEMOS_BASE).is_file():
             raise NotFoundError(
-                "this is an adapter of NeMo 2, whose names in torch_dist files are not known",
+                "NeMo 2 adapters in torch_dist files are not supported: their names are unknown",
                 path=path,
                 found=f"{NEMOS_BASE} beside the weights",
-                hint="NeMo's own llm.export_ckpt(path, target='hf-peft') makes a PEFT folder of it",
+                hint="use NeMo's own llm.export_ckpt(path, target='hf-peft') to make a PEFT folder",
             )
         bridge = None if is_adapter or reading.args or is_nemo(path) else _read_bridges(reading)
         optimizers = without_optimizer(reading) if is_adapter else read_optimizer(reading)

@@ -64,13 +64,13 @@ class MegatronDist(Format):
             other = find_iteration(path, tag, has_megatrons_keys)
             if other is not None and other != path and is_iterations_name(other.name):
                 raise NotFoundError(
-                    "PyTorch's distributed checkpoint without megatron-core's files, and without names that "
-                    "Megatron-LM writes with --ckpt-format torch_dcp or fsdp_dtensor",
+                    "this PyTorch distributed checkpoint has no megatron-core files, and no names from "
+                    "Megatron-LM's --ckpt-format torch_dcp or fsdp_dtensor",
                     path=other,
                     expected=f"{COMMON} or {BACKENDS}, or model.decoder.layers. in the metadata",
-                    hint=f"{BACKENDS} is written last: was it saved, and copied, to its end? Otherwise load and save "
-                    "it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as dcp, under the names "
-                    "that it has",
+                    hint=f"{BACKENDS} is written last: did the save or copy finish? Otherwise load and save it "
+                    "with Megatron-LM, --ckpt-format torch_dist; or use the format dcp to read the folder "
+                    "with its own names",
                 )
         return found
 
@@ -90,9 +90,7 @@ class MegatronDist(Format):
         if form == TORCH_DIST:
             return write.lay_out(checkpoint, layout)
         if checkpoint.is_adapter:
-            raise UsageError(
-                f"an adapter is not written as {form}", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}"
-            )
+            raise UsageError(f"{form} can't hold an adapter", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}")
         if form == NEMO:
             return nemo.lay_out(checkpoint, layout)
         return plain_write.lay_out(checkpoint, layout, form)
@@ -108,7 +106,7 @@ def _nemos(path: Path) -> Path | None:
     found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]
     if not known and len(found) > 1:
         raise NotFoundError(
-            "there are several checkpoints of NeMo 2 here, and nothing records which one is meant",
+            "this folder holds several NeMo 2 checkpoints",
             path=path,
             expected="one of them",
             found=", ".join(sorted(folder.parent.name for folder in found)),

@@ -143,7 +143,7 @@ class _SavedState:
 
     def unexpected_entry(self, key: str, expected: str) -> CorruptError:
         return CorruptError(
-            "an entry is not what Megatron-FSDP stores there", path=self.metadata.path, fqn=key, expected=expected
+            "unexpected entry in a Megatron-FSDP checkpoint", path=self.metadata.path, fqn=key, expected=expected
         )
 
 
@@ -152,11 +152,11 @@ def _refuse_flat(metadata: Metadata) -> None:
     for path in metadata.steps:
         if len(path) == 1 and (key := str(path[0])).startswith(f"{_MODEL}."):
             raise NotFoundError(
-                "names of the state dict are not nested as Megatron-FSDP has them",
+                "the state dict's names are not nested in Megatron-FSDP's way",
                 path=metadata.path,
                 fqn=key,
-                hint="was this made of a torch_dist checkpoint? convert that one, or a later save of the training; "
-                "as dcp it is read under the names that it has",
+                hint="was this made from a torch_dist checkpoint? Convert the original, or a later save; or "
+                "use the format dcp to read the folder with its own names",
             )
 
 
@@ -166,7 +166,7 @@ def value_of(reading: DistReading, found: Any) -> Any:
         return found
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
         raise CorruptError(
-            "a tensor of the training state is not stored in one piece", path=reading.folder, fqn=found.entry.key
+            "a training state tensor is not stored in one piece", path=reading.folder, fqn=found.entry.key
         )
     return StoredTensor(found.placed[0][1])
 
@@ -182,7 +182,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
     kinds, spelling = layer_kinds(own), Spelling.of_names(own)
     if (hybrid := next((bare for bare in own if packed(bare) or packed(bare.rpartition(".")[0])), None)) is not None:
         raise NotFoundError(
-            "packed layers, of gated delta nets or Mamba's mixers, are not read from what Megatron-FSDP saves",
+            "packed layers (gated delta nets, Mamba's mixers) are not supported in Megatron-FSDP checkpoints",
             fqn=hybrid,
             hint="load and save it with Megatron-LM, --ckpt-format torch_dist",
         )
@@ -200,7 +200,7 @@ def _note_model(stored: _SavedState) -> None:
     for key, path, tensor in stored.under(_MODEL):
         name = stored.names.get(str(path[1])) if len(path) == 2 else None
         if name is None or not is_models(name.name) or not isinstance(tensor, FoundTensor):
-            raise stored.unexpected_entry(key, "a tensor of embedding., decoder., mtp. or output_layer.")
+            raise stored.unexpected_entry(key, "a tensor in embedding., decoder., mtp. or output_layer.")
         if name in found:
             raise CorruptError("two keys name the same tensor", path=stored.metadata.path, fqn=key)
         found[name] = tensor
@@ -215,8 +215,8 @@ def _note_model(stored: _SavedState) -> None:
         _note(stored, name, role, tensor)
     if not reading.args:
         reading.notes.append(
-            "no arguments of Megatron-LM are recorded: parameters are taken for weights in the dtype that they have "
-            "here, which in mixed precision is that of the masters"
+            "no Megatron-LM arguments are recorded: all parameters become weights in their stored dtype (in "
+            "mixed precision, the masters' dtype)"
         )
 
 
@@ -238,7 +238,7 @@ def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
         return 1
     if not stored.reading.args:
         raise LossError(
-            "gate and up rows are stored by tensor parallel rank, and nothing records how many of these there were",
+            "gate and up rows are stored by tensor parallel rank, but the number of ranks is not recorded",
             path=stored.metadata.path,
             fqn=fqn,
             expected="args",
@@ -250,7 +250,7 @@ def _by_halves(stored: _SavedState, tensor: FoundTensor, size: int) -> Iterator[
     """Reorder rows stored as gate and up of the first of `size` ranks, then of the second, and so on."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
-        raise stored.unexpected_entry(tensor.entry.key, f"rows that divide by twice {size} tensor parallel ranks")
+        raise stored.unexpected_entry(tensor.entry.key, f"rows divisible by twice {size} tensor parallel ranks")
     for box, extent in tensor.placed:
         start, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
         for block in range(start // each, -(-stop // each)):
@@ -280,7 +280,7 @@ def check_layers(reading: DistReading) -> None:
     number = _recorded_number(reading, "num_layers") or max(found, default=-1) + 1
     if not _are_all(found, number):
         raise LossError(
-            "layers of the model are missing: stages of a pipeline save theirs under the same names",
+            "model layers are missing: pipeline stages save theirs under the same names",
             path=reading.folder,
             expected=f"{pluralize(number, 'layer')}",
             found=f"{pluralize(len(found), 'layer')}",
@@ -304,13 +304,13 @@ def _check_experts(reading: DistReading) -> None:
                 fqn=f"{before}*{after}",
                 expected=f"{pluralize(count, 'expert')}",
                 found=f"{pluralize(len(numbers), 'expert')}",
-                hint="save with megatron-core 0.16 or later, whose names number experts over all ranks",
+                hint="save with megatron-core 0.16 or later: it numbers experts across all ranks",
             )
     legacy = next((fqn for fqn, _ in reading.placed if _LEGACY_EXPERTS.search(fqn)), None)
     if legacy is not None and _recorded_number(reading, "expert_model_parallel_size") not in (None, 1):
         raise LossError(
-            "the experts of one expert parallel rank stand for those of all: megatron-core numbers no weights of "
-            "the legacy grouped GEMM",
+            "only one expert parallel rank's experts are stored: megatron-core doesn't number the legacy "
+            "grouped GEMM's weights",
             path=reading.folder,
             fqn=legacy,
             hint="--expert-model-parallel-size 1, or another --ckpt-format",
@@ -323,7 +323,7 @@ def _check_sinks(reading: DistReading) -> None:
     for (fqn, _), (shape, _) in reading.shapes.items():
         if fqn.endswith(_SINKS) and heads and shape != (heads,):
             raise LossError(
-                "attention sinks of one tensor parallel rank stand for those of all",
+                "only one tensor parallel rank's attention sinks are stored",
                 path=reading.folder,
                 fqn=fqn,
                 expected=[heads],
@@ -341,7 +341,7 @@ def _note_random_states(stored: _SavedState) -> None:
     if not places or None in places.values():
         raise stored.unexpected_entry(_RNG, "(0, 0)")
     if grid.ep > 1:
-        reading.notes.append("random state is left out: of ranks that share experts only one's is stored")
+        reading.notes.append("random state is left out: ranks sharing experts stored only one rank's state")
         return
     reading.objects[_RNG] = {
         ObjectKey(_RNG, (int(match[1]), int(match[2])), (grid.pp, grid.tp)): states[name]
@@ -362,7 +362,7 @@ def _note_states(stored: _SavedState, found: Optimizers) -> None:
                 _note_state(stored, found, key, stored.names[str(path[2])], str(path[3]), leaf)
             elif len(path) < 4 or path[1] != _GROUPS:
                 raise NotFoundError(
-                    "the optimizer's state is stored in a way that is not read",
+                    "this optimizer state layout is not supported",
                     path=stored.metadata.path,
                     fqn=key,
                     expected=f"{_STATES}.<parameter>.<name>, {_GROUPS}.<parameter>.<option>",
@@ -379,7 +379,7 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
         return
     if tensor.entry.dtype not in (FLOAT32, BFLOAT16):
         raise NotFoundError(
-            "a state of this dtype needs scales or remainders that are stored nowhere",
+            "this state's dtype needs scales or remainders, but they are not stored",
             path=stored.metadata.path,
             fqn=key,
             expected="float32 or bfloat16",
@@ -388,14 +388,14 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
         )
     role = MASTER if state == _MASTER_STATE else state
     if role in (WEIGHT, BUFFER) or (role == MASTER and name.name in stored.masters):
-        raise stored.unexpected_entry(key, "the name of a state")
+        raise stored.unexpected_entry(key, "a state's name")
     if tensor.entry.shape == shape:
         _note(stored, name, role, tensor)
     elif shape is not None and name.half is not None and tensor.entry.shape == name.shape(shape):
         _note(stored, replace(name, half=None), role, tensor, copy=name.half)
     else:
         raise CorruptError(
-            "an optimizer's tensor has not the shape of its parameter",
+            "an optimizer tensor's shape doesn't match its parameter",
             path=stored.metadata.path,
             fqn=key,
             expected="no tensor without a parameter" if shape is None else list(shape),
@@ -409,7 +409,7 @@ def _note_groups(stored: _SavedState, found: Optimizers) -> None:
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})
         if not isinstance(nested, Mapping) or nested.keys() & options.keys():
-            raise stored.unexpected_entry(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
+            raise stored.unexpected_entry(f"{_OPTIMIZER}.{_GROUPS}.{name}", "a param group's options")
         options.update(nested)
     for group in with_same_options({stored.names[str(name)].name: own for name, own in stored.options.items()}):
         options = {option: plain(value) for option, value in group.options.items()}

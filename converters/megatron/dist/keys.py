@@ -167,7 +167,7 @@ def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dic
         sections = packed(name)
         if missing := [section for section in sections if section not in held]:
             raise CorruptError(
-                "a section of a packed layer's rows is missing", fqn=name, expected=", ".join(sections), found=missing
+                "a packed layer lacks a row section", fqn=name, expected=", ".join(sections), found=missing
             )
         sizes = [shapes[held[section]][keys[held[section]].num_dims] for section in sections]
         for number, section in enumerate(sections):

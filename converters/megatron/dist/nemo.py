@@ -71,7 +71,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         TargetFile.of_bytes(f"{WEIGHTS}/{BACKENDS}", json.dumps(write.KIND).encode()),
         *_copied(folder),
     )
-    notes = [f"NeMo 2, for its RestoreConfig, with the context of {folder.parent}"]
+    notes = [f"NeMo 2, for its RestoreConfig, with the context from {folder.parent}"]
     notes += describe(model.chosen, checkpoint, layout.dtype)
     untold = replace(checkpoint, state=replace(checkpoint.state, args=None))  # the context has them
     without = [*training_left_out(untold), *run_files_left_out(checkpoint)]
@@ -86,12 +86,12 @@ def _context(checkpoint: Checkpoint) -> Path:
             if (folder / IO).is_file() and (folder / MODEL).is_file():
                 return folder
     raise UsageError(
-        "NeMo 2 loads a model by its own Python classes and their arguments, and there is nothing here that says them",
+        "NeMo 2 builds a model from its own Python classes and their arguments, but they are missing here",
         path=checkpoint.path,
         expected=f"{CONTEXT}/{IO} and {CONTEXT}/{MODEL}",
         found="no folder with both",
-        hint=f"--config takes the {CONTEXT} of a checkpoint of NeMo's, such as llm.import_ckpt makes of the base, "
-        "with the config.json beside",
+        hint=f"--config takes the {CONTEXT} folder from a NeMo checkpoint (llm.import_ckpt makes one from the "
+        "base model), with config.json beside it",
     )
 
 

@@ -85,7 +85,7 @@ def read_optimizer(reading: DistReading) -> Optimizers:
     """
     if reading.sharding not in _KNOWN:
         raise NotFoundError(
-            "the distributed optimizer's state is stored in a way that is not read",
+            "this distributed optimizer layout is not supported",
             path=reading.folder,
             expected=", ".join(str(name) for name in _KNOWN[1:]),
             found=reading.sharding,
@@ -140,7 +140,7 @@ def _refuse_transposed(reading: DistReading) -> None:
     legacy = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
     if args.get("moe_grouped_gemm") and legacy and reading.sharding == "fully_sharded_model_space":
         raise NotFoundError(
-            "the optimizer's state of experts in the legacy grouped GEMM is stored transposed, which is not read",
+            "the optimizer's transposed state for experts in the legacy grouped GEMM is not supported",
             path=reading.folder,
             hint="save it with megatron-core 0.15, --dist-ckpt-optim-fully-reshardable",
         )
@@ -170,9 +170,9 @@ def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimi
         members = list(_members(reading, trained, group, len(groups) == 1 and not is_of_matrices(reading.args)))
         if not claimed.isdisjoint(members):
             raise NotFoundError(
-                "which parameters are in which param group is not recorded, and does not follow from their options",
+                "the parameters in each param group are not recorded, and can't be derived from the groups' options",
                 path=reading.folder,
-                expected="groups that weight decay, experts, a decoupled learning rate and the optimizer tell apart",
+                expected="groups with different weight decay, experts, decoupled learning rate or optimizer",
                 found=f"{pluralize(len(groups), 'group')}",
                 hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
             )
@@ -232,14 +232,14 @@ def _read_buffers(reading: DistReading) -> None:
     """Add the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
     if not reading.args:
         raise LossError(
-            "the optimizer's state is stored as buffers of each rank, and nothing records the ranks",
+            "the optimizer's state is stored in buffers by rank, but the ranks are not recorded",
             path=reading.folder,
             expected="args in the common state, or Megatron-Bridge's run_config.yaml",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
     if beside := next((fqn for fqn, _ in reading.placed if is_outside_language_model(fqn)), None):
         raise NotFoundError(
-            "the optimizer's state is stored as buffers, in the order of modules that are not Megatron's own",
+            "the optimizer's buffers follow the module order, but this module is not Megatron's own",
             path=reading.folder,
             fqn=beside,
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
@@ -259,7 +259,7 @@ def _read_buffers(reading: DistReading) -> None:
         places = buffer.places(stored, reading.args)
         if places is None:
             expected = f"{pluralize(sum(one.numel for one in buffer.members), 'element')} and gaps"
-            raise _misfit(reading, expected, f"buckets of {stored.lengths}")
+            raise _misfit(reading, expected, f"bucket sizes {stored.lengths}")
         for one, (bucket, start) in zip(buffer.members, places, strict=True):
             for state, elements in stored.buckets[bucket].items():
                 role = MASTER if state in MASTERS else state
@@ -287,7 +287,7 @@ def _buckets(reading: DistReading) -> dict[_Name, _StoredBuffer]:
     for key, tensor in reading.flat.items():
         match = _BUCKET.fullmatch(key)
         if match is None or len(tensor.entry.shape) != 1:
-            raise CorruptError("this is no bucket of the distributed optimizer", path=reading.folder, fqn=key)
+            raise CorruptError("this is not a distributed optimizer bucket", path=reading.folder, fqn=key)
         name = int(match["number"] or 0), int(match["group"]), int(match["buffer"])
         placed = sorted(tensor.placed, key=lambda part: part[0].offsets)
         found.setdefault(name, {}).setdefault(int(match["bucket"]), {})[match["state"]] = placed
@@ -381,7 +381,7 @@ def _pieces(one: ChunkTensor, chunks: Placed, start: int) -> Iterator[tuple[Box,
 
 def _misfit(reading: DistReading, expected: object, found: object) -> CorruptError:
     return CorruptError(
-        "the distributed optimizer's buffers are not those of this model on the recorded ranks",
+        "the distributed optimizer's buffers don't fit this model on the recorded ranks",
         path=reading.folder,
         expected=expected,
         found=found,
@@ -404,15 +404,15 @@ def _drop_shifted(reading: DistReading) -> bool:
     if is_remainder:
         _leave_out(
             reading,
-            f"the masters of {pluralize(len(shifted), 'parameter')} ({shifted[0]}, ...) are 16 bits of each, which "
-            "megatron-core itself cannot load: --use-precision-aware-optimizer with fully_reshardable",
+            f"the masters of {pluralize(len(shifted), 'parameter')} ({shifted[0]}, ...) have only 16 bits; "
+            "megatron-core itself can't load them (--use-precision-aware-optimizer with fully_reshardable)",
         )
         return True
     _leave_out(
         reading,
-        f"the masters of {pluralize(len(shifted), 'parameter')} ({shifted[0]}, ...) are not what "
-        "their weights were rounded from; megatron-core up to 0.19.0 shifts them when there are several buckets and "
-        "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)",
+        f"the masters of {pluralize(len(shifted), 'parameter')} ({shifted[0]}, ...) don't round to their "
+        "weights; with several buckets and fully_reshardable, megatron-core up to 0.19.0 shifts them "
+        "(NVIDIA/Megatron-LM#5077)",
     )
     return True
 
@@ -426,7 +426,7 @@ def _drop_unknown(reading: DistReading, contents: Sequence[Mapping[Any, Any]]) -
     named = any(isinstance(group, Mapping) and group.get("optimizer") for group in groups)
     if not groups or (is_known(reading.args) and (named or not is_of_matrices(reading.args))):
         return False
-    _leave_out(reading, f"which parameters --optimizer {reading.args.get('optimizer')} steps is not known")
+    _leave_out(reading, f"the parameters stepped by --optimizer {reading.args.get('optimizer')} are unknown")
     return True
 
 

@@ -12,8 +12,8 @@ class SlotOptions:
     """Options for MultiLoRA runs. None fits every other run."""
 
     adapter_slot: str | None = option(
-        "The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
+        "MultiLoRA adapter to use: slot, rank and alpha, for example 1:8:16.",
         metavar="SLOT:RANK:ALPHA",
-        applies_to="a run of Megatron-Bridge's MultiLoRA",
+        applies_to="a Megatron-Bridge MultiLoRA run",
         absent="there are no slots with several adapters here",
     )

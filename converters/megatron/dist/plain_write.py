@@ -56,7 +56,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
     requested = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
     if requested:
         raise UsageError(
-            f"{form} is written as one tensor parallel rank, stage and expert parallel rank holds it",
+            f"{form} needs tensor, pipeline and expert parallel size 1",
             expected="sizes of 1",
             found=", ".join(f"--{name} {value}" for name, value in requested.items()),
             hint="leave these out, or --ckpt-format torch_dist",
@@ -75,7 +75,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
     per_rank = {} if random is None else {RANDOM: random}
     kept, dropped = to_write(model, per_rank, *of_torch_dist, without_random=without)
     if form == FSDP_DTENSOR and model.has_optimizer and checkpoint.state.grad_scaler is not None:
-        dropped.append("training state grad_scaler: Megatron-FSDP saves none, and the loss scale begins anew")
+        dropped.append("training state grad_scaler: Megatron-FSDP doesn't save it, so the loss scale starts over")
     writing = Writing(model.args["world_size"], f"{folder}/")
     write = _torch_dcp if form == TORCH_DCP else _fsdp_dtensor
     writing.add_all(write(model, chunk, random))
@@ -94,9 +94,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
     )
     notes: list[str] = [Brief(f"Megatron, {form}: for any number of ranks")]
     if form == FSDP_DTENSOR and not model.args.get("swiglu") and GATED in map(model.sections, model.chosen):
-        notes.append(
-            "only for TP 1: Megatron-FSDP has the rows of a gated MLP that is no SwiGLU by tensor parallel rank"
-        )
+        notes.append("only for TP 1: without SwiGLU, Megatron-FSDP stores a gated MLP's rows by tensor parallel rank")
     return Target(files, dropped=tuple(dropped), notes=tuple(notes))
 
 
@@ -133,19 +131,20 @@ def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tupl
     """Yield the state dict's leaves under torch's FSDP2. Raise LossError if a required entry is missing."""
     if not model.has_optimizer or random is None:
         raise LossError(
-            "Megatron-LM loads torch_dcp only with optimizer and random states, whatever it is told",
+            "Megatron-LM always needs optimizer and random states to load torch_dcp",
             path=model.checkpoint.path,
-            expected="an optimizer's states, and random states of one stage and one tensor parallel rank",
-            found="no optimizer" if not model.has_optimizer else "no such random states",
+            expected="optimizer states, and random states from one stage and one tensor parallel rank",
+            found="no optimizer" if not model.has_optimizer else "no matching random states",
             hint="--ckpt-format torch_dist",
         )
     if model.checkpoint.facts_of(MegatronFacts).own_module_order:
         raise LossError(
-            f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone", hint="--ckpt-format torch_dist"
+            f"{OTHER_ORDER}, and the optimizer identifies parameters only by their order",
+            hint="--ckpt-format torch_dist",
         )
     if model.tied:
         raise LossError(
-            "Megatron-LM's --use-torch-fsdp2 is for models whose output layer is not the embedding",
+            "Megatron-LM's --use-torch-fsdp2 needs a model with untied embeddings",
             path=model.checkpoint.path,
             hint="--ckpt-format torch_dist",
         )

@@ -100,7 +100,7 @@ class DistReading:
         known = self.shapes.setdefault(key, (shape, dtype))
         if known != (shape, dtype):
             raise CorruptError(
-                f"keys hold parts of different tensors under one name ({key[1]})",
+                f"keys hold different tensors under one name ({key[1]})",
                 path=self.folder,
                 fqn=key[0],
                 expected=f"{known[1]} {list(known[0])}",
@@ -151,7 +151,7 @@ class DistReading:
             self.data.add_file(str(path))
             stored = torchfile.read(confined(self.folder, COMMON)).root
         if not isinstance(stored, Mapping):
-            raise CorruptError("this is no common state of Megatron", path=path, found=type(stored).__name__)
+            raise CorruptError("this is not a Megatron common state", path=path, found=type(stored).__name__)
         return stored
 
     def read_objects(self, values: Mapping[str, Any]) -> None:
@@ -160,7 +160,7 @@ class DistReading:
         for key, value in values.items():
             parsed = ObjectKey.parse(key)
             if parsed is None or not isinstance(value, list) or len(value) != 1:
-                raise CorruptError("a value is not stored as Megatron stores it", path=self.folder, fqn=key)
+                raise CorruptError("a value is not stored in Megatron's form", path=self.folder, fqn=key)
             if not parsed.key.endswith(_EXTRA):
                 self.objects.setdefault(parsed.key, {})[parsed] = value[0]
             elif not is_empty(value[0]):
@@ -178,8 +178,8 @@ class DistReading:
             self.data.add_file(str(self.folder / COMMON))
         kept = {key.removeprefix(prefix): leaf for key, leaf in found.items() if key.startswith(prefix)}
         self.notes.append(
-            f"a checkpoint of NeMo {release}: its training state is left out, "
-            f"{pluralize(len(found) - len(kept), 'item')} beside the model's and {COMMON}"
+            f"NeMo {release} checkpoint: its training state is left out "
+            f"({pluralize(len(found) - len(kept), 'item')} besides the model and {COMMON})"
         )
         return kept
 
@@ -202,7 +202,7 @@ class DistReading:
                 for name, inner, place in one.parts(shape, box, extent):
                     if name not in by_name:
                         raise CorruptError(
-                            "a part of a tensor lies outside it", path=self.folder, fqn=key, expected=shape, found=box
+                            "a part lies outside its tensor", path=self.folder, fqn=key, expected=shape, found=box
                         )
                     by_name[name].append((inner, place))
             for name, parts in by_name.items():
@@ -219,7 +219,7 @@ class DistReading:
                 "the tensor's dims don't match its key",
                 path=self.folder,
                 fqn=key,
-                expected=f"{pluralize(count, 'dim')} of layers and experts, and the tensor's own",
+                expected=f"{pluralize(count, 'dim')} for the layers and experts, and the tensor's own",
                 found=list(shape),
             )
 
@@ -238,10 +238,10 @@ class DistReading:
         part = tuple(full // n for full, n in zip(shape, parts, strict=True)) if fits else ()
         if not fits or prod(part) != numel:
             raise CorruptError(
-                "an optimizer's tensor has not the shape of its parameter",
+                "an optimizer tensor's shape doesn't match its parameter",
                 path=self.folder,
                 fqn=found.entry.key,
-                expected=f"{list(shape)}, or parts of it flattened",
+                expected=f"{list(shape)}, or its flattened parts",
                 found=list(stored),
             )
         for box, extent in found.placed:
@@ -280,11 +280,11 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
     strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
     if strangers:
         raise CorruptError(
-            "a tensor is neither of a GPT model nor of its optimizer",
+            "a tensor belongs neither to a GPT model nor to its optimizer",
             path=metadata.path,
             fqn=strangers[0],
             expected="embedding., decoder., mtp., output_layer., optimizer.",
-            found=f"{pluralize(len(strangers), 'key')} of this kind",
+            found=f"{pluralize(len(strangers), 'unexpected key')}",
         )
     return reading
 
@@ -303,7 +303,7 @@ def _check_backends(folder: Path) -> None:
         return
     said = read_json(confined(folder, BACKENDS), max_bytes=1 << 16)
     if not isinstance(said, dict) or not isinstance(said.get("sharded_backend"), str):
-        raise CorruptError("this is no description of a checkpoint's backends", path=path, expected="sharded_backend")
+        raise CorruptError("this file doesn't name the checkpoint's backend", path=path, expected="sharded_backend")
     if said["sharded_backend"] != "torch_dist" or said.get("sharded_backend_version", 1) != 1:
         raise NotFoundError(
             "another backend wrote this checkpoint",

@@ -60,10 +60,10 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReadi
             continue
         if len(path) != 2 or not is_models(name := str(path[1])) or not isinstance(leaf, FoundTensor):
             raise CorruptError(
-                "an entry is not what Megatron-LM stores there",
+                "unexpected entry in a Megatron-LM checkpoint",
                 path=metadata.path,
                 fqn=".".join(map(str, path)),
-                expected="a tensor of embedding., decoder., mtp. or output_layer.",
+                expected="a tensor in embedding., decoder., mtp. or output_layer.",
             )
         tensors[name] = leaf
     kinds, spelling = layer_kinds(tensors), Spelling.of_names(tensors.keys())
@@ -90,7 +90,7 @@ def _read_optimizer(
     inner = outer.get(_OPTIMIZER, outer)
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise CorruptError("this is no optimizer of Megatron", path=reading.folder, expected="param_groups")
+        raise CorruptError("this is not a Megatron optimizer", path=reading.folder, expected="param_groups")
     order = [name for name in in_order(tensors) if not name.endswith(BUFFERS)]
     masters = outer.get(_MASTERS, [])
     for number, group in enumerate(groups):
@@ -100,15 +100,15 @@ def _read_optimizer(
         ids, held = group.get("params"), masters[number] if number < len(masters) else []
         if isinstance(ids, list) and len(ids) < len(ones):
             raise LossError(
-                "parameters were frozen, and no file records which: states have numbers alone",
+                "frozen parameters are not recorded: the file's states have only numbers",
                 path=reading.folder,
-                expected=f"states of all {pluralize(len(ones), 'parameter')}",
-                found=f"those of {len(ids)}",
-                hint="save it with --ckpt-format torch_dist, whose states have names",
+                expected=f"states for all {pluralize(len(ones), 'parameter')}",
+                found=f"states for {len(ids)}",
+                hint="save it with Megatron-LM, --ckpt-format torch_dist, to keep the states' names",
             )
         if not isinstance(ids, list) or len(ids) != len(ones) or len(held) not in (0, len(halves)):
             raise CorruptError(
-                "a param group of the optimizer does not fit the model's parameters",
+                "a param group does not fit the model's parameters",
                 path=reading.folder,
                 expected=f"{pluralize(len(ones), 'parameter')}, {pluralize(len(halves), 'master')}",
                 found=f"{len(ids) if isinstance(ids, list) else ids} parameters, {pluralize(len(held), 'master')}",
@@ -129,7 +129,7 @@ def _note(reading: DistReading, found: Optimizers, fqn: str, role: str, value: A
         found.states.agree([fqn], role, number, path=reading.folder)
     else:
         raise CorruptError(
-            f"the optimizer's {role!r} is not that of the parameter in its place",
+            f"the optimizer's {role!r} doesn't fit its parameter",
             path=reading.folder,
             fqn=fqn,
             expected=list(shape),
@@ -141,9 +141,9 @@ def _check_ranks(reading: DistReading) -> None:
     """Raise LossError unless the arguments record a single tensor-parallel rank."""
     if not reading.args or (size := Grid.recorded(reading.args, reading.folder).tp) != 1:
         raise LossError(
-            "the parts of one tensor parallel rank may stand for those of all: torch_dcp has them under the same names",
+            "torch_dcp may hold only one tensor parallel rank's parts: all ranks use the same names",
             path=reading.folder,
-            expected="args that record --tensor-model-parallel-size 1",
+            expected="args with --tensor-model-parallel-size 1",
             found=f"{size} tensor parallel ranks" if reading.args else "no args",
             hint="load and save it with Megatron-LM, --ckpt-format torch_dist",
         )

@@ -155,7 +155,7 @@ class ModelTensors:
         (dtype, *others), (shape, *other_shapes) = dtypes, shapes
         if others or other_shapes or len(members) != prod(sizes):
             raise LossError(
-                "tensors that are stored as one are not alike, or not there for every layer and expert",
+                "tensors stored together differ, or are missing for some layers or experts",
                 fqn=key,
                 expected=f"{pluralize(prod(sizes), 'tensor')}, {dtype} {list(shape)}",
                 found=f"{len(members)}, with {len(others)} other dtypes and {len(other_shapes)} other shapes",
@@ -308,16 +308,14 @@ def _dist_notes(
     model: MegatronModel, layout: Layout, keys: KeyWriter, optimizer: MegatronOptimizer | None
 ) -> Iterator[str]:
     form = "layers in one tensor" if keys.stacked else "layers one by one"
-    yield Brief(
-        f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
-    )
+    yield Brief(f"Megatron for any parallel sizes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}")
     if any(map(model.blocks.of, model.chosen)):
         sizes = f"expert TP {model.grid.etp}, TP {model.grid.tp}"
-        yield f"gate and up rows of experts alternate in blocks: Megatron-LM loads them right with {sizes} alone"
+        yield (f"the experts' gate and up rows alternate in blocks: Megatron-LM loads them correctly only with {sizes}")
     if are_gathered(model.args) and optimizer is not None:
         yield (
-            "megatron-core loads these masters without --use-precision-aware-optimizer alone: with it, it asks for 16 "
-            "bits of each, and loads such from dp_reshardable and the same ranks only"
+            "megatron-core loads these masters only without --use-precision-aware-optimizer: with it, "
+            "megatron-core expects 16 bits per master, and only from dp_reshardable and the same ranks"
         )
     if optimizer is None:
         yield from describe(model.chosen, model.checkpoint, layout.dtype)

@@ -129,5 +129,5 @@ def _forget(run: Path, lost: Callable[[str], bool], most: int | None = None) -> 
 def _is_damaged(run: Path, *words: str) -> None:
     result = ckpt("check", run)
     said = result.out + result.err
-    assert result.code == 4 and "lacks a state that others have of the same optimizer" in said, said
+    assert result.code == 4 and "lacks a state, but others with the same optimizer have it" in said, said
     assert [word for word in words if word not in said] == []

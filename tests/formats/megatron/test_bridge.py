@@ -90,7 +90,7 @@ def test_every_bit_is_what_the_ranks_held() -> None:
 def test_inspect_and_check_know_all_files() -> None:
     shown = commands.ckpt("inspect", RUN)
     assert shown.code == 0 and "TP 2 x PP 1 x EP 1 x DP 2 on 4 ranks" in shown.out and "not read" not in shown.out
-    assert "the run began from someone/tiny-llama" in shown.out
+    assert "the run started from someone/tiny-llama" in shown.out
     assert commands.ckpt("check", RUN, "--bytes").code == 0
 
 
@@ -128,7 +128,7 @@ def test_what_is_written_is_a_run_of_megatron_bridge(
 def test_the_user_is_told_what_to_set(tmp_path: Path) -> None:
     done = commands.ckpt("convert", "auto", "megatron-dist", RUN, "-o", tmp_path / "out", "--tp", "1")
     assert done.code == 0 and "model.tensor_model_parallel_size=1" in done.err
-    assert "rng_state of 2 ranks" in done.err and "rng.seed" in done.err
+    assert "rng_state from 2 ranks" in done.err and "rng.seed" in done.err
 
 
 def test_resume_converts_for_other_ranks_alone(run: Path) -> None:

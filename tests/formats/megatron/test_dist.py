@@ -158,7 +158,7 @@ def test_keys_of_sections_of_a_packed_layer() -> None:
     extent = Extent.contiguous("f", 0, FLOAT32, (1,))
     assert list(key.parts((2,), Box((1,), (1,)), extent)) == [(key.name, Box((9,), (1,)), extent)]
     del names["decoder.layers.0.mixer.conv1d.bias.B"]
-    with pytest.raises(CorruptError, match="section of a packed layer") as caught:
+    with pytest.raises(CorruptError, match="packed layer lacks a row section") as caught:
         with_rows({name: TensorKey.parse(name) for name in names}, names)
     assert "B" in str(caught.value.found)
 
@@ -253,7 +253,7 @@ def _other_args(**args: Any) -> Callable[[Path], None]:
 
 ZARR = json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
 FAULTS = {
-    "no common state": (_remove("common.pt"), 4, "common.pt"),
+    "not a Megatron common state": (_remove("common.pt"), 4, "common.pt"),
     "no data file": (_remove("__1_0.distcp"), 4, "a data file is missing"),
     "no metadata": (_remove(".metadata"), 4, "the metadata is missing"),
     "a hole": (_without_chunk, 4, "part of a tensor is stored nowhere"),
@@ -322,7 +322,7 @@ def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
     common = torch.load(path, weights_only=False)
     args = common.pop("args")
     torch.save(common, path)
-    with pytest.raises(LossError, match="buffers of each rank"):
+    with pytest.raises(LossError, match="buffers by rank"):
         ckpt.open(tmp_path / "run")
     args.tensor_model_parallel_size = 1
     torch.save({**common, "args": args}, path)
@@ -330,7 +330,7 @@ def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
         ckpt.open(tmp_path / "run")
     args.expert_tensor_parallel_size = 1
     torch.save({**common, "args": args}, path)
-    with pytest.raises(CorruptError, match="not those of this model"):
+    with pytest.raises(CorruptError, match="don't fit this model"):
         ckpt.open(tmp_path / "run")
 
 

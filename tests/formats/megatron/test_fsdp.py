@@ -130,7 +130,7 @@ def test_without_arguments(tmp_path: Path) -> None:
     """Megatron-Bridge keeps its configuration in a separate file, so nothing identifies the masters."""
     checkpoint = ckpt.open(saved(tmp_path, DENSE, bare=True))
     assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == {(*DENSE, "weight"): raw(FC2)}
-    assert any("no arguments" in note for note in checkpoint.notes)
+    assert any("no Megatron-LM arguments" in note for note in checkpoint.notes)
 
 
 FC2_STATE = "decoder__layers__0__mlp__linear_fc2__weight"
@@ -142,9 +142,9 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], i
         6,
         "experts are missing",
     ),
-    "stages that overwrite each other": (DENSE, None, {"num_layers": 2}, 6, "layers of the model are missing"),
+    "stages that overwrite each other": (DENSE, None, {"num_layers": 2}, 6, "model layers are missing"),
     "layers without a number": (DENSE, None, {"num_layers": "x"}, 4, "num_layers is no number"),
-    "layers without end": (DENSE, None, {"num_layers": 10**12}, 6, "layers of the model are missing"),
+    "layers without end": (DENSE, None, {"num_layers": 10**12}, 6, "model layers are missing"),
     "experts without a number": (
         {**DENSE, f"{LAYER}mlp.experts.local_experts.0.linear_fc2.weight": FC2},
         None,
@@ -157,25 +157,25 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], i
         None,
         {"expert_model_parallel_size": 2},
         6,
-        "of one expert parallel rank",
+        "only one expert parallel rank's experts",
     ),
     "sinks of one rank": (
         {**DENSE, f"{LAYER}self_attention.core_attention.softmax_offset": torch.zeros(4)},
         None,
         {"num_attention_heads": 8},
         6,
-        "attention sinks of one tensor parallel rank",
+        "only one tensor parallel rank's attention sinks",
     ),
     "a packed layer": (
         {**DENSE, f"{LAYER}self_attention.in_proj.weight": FC2},
         None,
         {},
         3,
-        "not read from what Megatron-FSDP saves",
+        "not supported in Megatron-FSDP checkpoints",
     ),
     "half a layer": ({**DENSE, f"{LAYER}mlp.linear_fc1.weight_w": GATE}, None, {}, 4, "part of a tensor is stored"),
     "gate and up rows of who knows which rank": (GATED, None, {"bare": True}, 6, "tensor parallel rank"),
-    "another model's": ({**DENSE, "vision.weight": FC2}, None, {}, 4, "not what Megatron-FSDP stores there"),
+    "another model's": ({**DENSE, "vision.weight": FC2}, None, {}, 4, "unexpected entry in a Megatron-FSDP checkpoint"),
     "remainders": (
         DENSE,
         states(**{FC2_STATE: {"master_param": torch.zeros(3, 4, dtype=torch.int16)}}),
@@ -183,10 +183,22 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], i
         3,
         "scales or remainders",
     ),
-    "two masters": (DENSE, states(**{FC2_STATE: {"master_param": FC2}}), {}, 4, "the name of a state"),
-    "a state of another shape": (DENSE, states(**{FC2_STATE: {"exp_avg": FC2[:2]}}), {}, 4, "shape of its parameter"),
+    "two masters": (DENSE, states(**{FC2_STATE: {"master_param": FC2}}), {}, 4, "a state's name"),
+    "a state of another shape": (
+        DENSE,
+        states(**{FC2_STATE: {"exp_avg": FC2[:2]}}),
+        {},
+        4,
+        "shape doesn't match its parameter",
+    ),
     "a state of no parameter": (DENSE, states(output_layer__weight={"exp_avg": FC2}), {}, 4, "without a parameter"),
-    "an optimizer of another kind": (DENSE, {"param_groups": [{"lr": 0.1}]}, {}, 3, "in a way that is not read"),
+    "an optimizer of another kind": (
+        DENSE,
+        {"param_groups": [{"lr": 0.1}]},
+        {},
+        3,
+        "optimizer state layout is not supported",
+    ),
 }
 
 

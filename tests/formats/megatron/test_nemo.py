@@ -73,7 +73,7 @@ def test_the_model_is_read_wherever_one_points(run: Path) -> None:
         checkpoint = ckpt.open(path)
         assert (checkpoint.format, checkpoint.path) == ("megatron-dist", str(step / "weights"))
         assert {key: content(one) for key, one in checkpoint.tensors.items()} == expected
-        assert any("NeMo 2: its training state is left out" in note for note in checkpoint.notes)
+        assert any("NeMo 2 checkpoint: its training state is left out" in note for note in checkpoint.notes)
 
 
 def test_the_hub_gets_what_megatron_lm_would_have_given(run: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_nothing_is_resumed(run: Path) -> None:
 
 def test_several_are_not_guessed_among(run: Path) -> None:
     shutil.copytree(run / "checkpoints" / NAME, run / "checkpoints" / "model--step=1")
-    with pytest.raises(NotFoundError, match="several checkpoints of NeMo 2") as caught:
+    with pytest.raises(NotFoundError, match="several NeMo 2 checkpoints") as caught:
         ckpt.open(run)
     assert NAME in str(caught.value.hint)
     assert ckpt.open(run / "checkpoints" / "model--step=1").format == "megatron-dist"
@@ -105,7 +105,7 @@ def test_an_adapter_of_unknown_names_is_refused(run: Path, tmp_path: Path) -> No
     for command in (("convert", "auto", "peft"), ("merge-lora",)):
         done = commands.ckpt(*command, run, "-o", tmp_path / "out")
         assert (done.code, (tmp_path / "out").exists()) == (NotFoundError.exit_code, False)
-        assert "an adapter of NeMo 2" in done.err and "target='hf-peft'" in done.err
+        assert "NeMo 2 adapters" in done.err and "target='hf-peft'" in done.err
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def first(tmp_path: Path) -> Path:
 def test_an_unpacked_archive_of_nemo_1_is_read(place: str, first: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     done = commands.ckpt("convert", first / place, "hf", "-o", tmp_path / "hub", "--config", tmp_path / "config.json")
-    assert done.code == 0 and "a checkpoint of NeMo 1" in done.err, done.err
+    assert done.code == 0 and "NeMo 1 checkpoint" in done.err, done.err
     known = {key: content(one) for key, one in ckpt.open(NEMO / "model").tensors.items()}
     assert {key: content(one) for key, one in ckpt.open(first / place).tensors.items()} == known
     assert commands.ckpt("check", first / place).code == 0

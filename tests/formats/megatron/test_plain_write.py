@@ -91,14 +91,14 @@ def test_weights_alone_become_parameters_in_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "layout", "error", "said"),
     [
-        (RUN, {"ckpt_format": "torch_dcp", "tp": 2}, UsageError, "as one tensor parallel rank"),
-        (RUN, {"ckpt_format": "fsdp_dtensor", "ep": 2}, UsageError, "expert parallel rank"),
-        (FSDP2, {"ckpt_format": "torch_dcp"}, LossError, "only with optimizer and random states"),
+        (RUN, {"ckpt_format": "torch_dcp", "tp": 2}, UsageError, "tensor, pipeline and expert parallel size 1"),
+        (RUN, {"ckpt_format": "fsdp_dtensor", "ep": 2}, UsageError, "expert parallel size 1"),
+        (FSDP2, {"ckpt_format": "torch_dcp"}, LossError, "always needs optimizer and random states"),
         (
             FIXTURES / "megatron-bridge" / "canonical-tp2",
             {"ckpt_format": "torch_dcp"},
             UsageError,
-            "an adapter is not written",
+            "can't hold an adapter",
         ),
     ],
 )

@@ -272,10 +272,10 @@ def test_legacy_models(name: str, tmp_path: Path) -> None:
     ckpt.plan(checkpoint, "megatron", Layout(tp=1, pp=1)).run(tmp_path / "out")
     assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out")).equal
     _edit(run, lambda state, file: setattr(state["args"], "ds_sequence_parallel_fpdt", False))
-    with pytest.raises(NotFoundError, match="what Megatron-DeepSpeed wrote since"):
+    with pytest.raises(NotFoundError, match="Megatron-DeepSpeed checkpoints since"):
         ckpt.open(run)
     _edit(run, lambda state, file: state.update(checkpoint_version=1.0))
-    with pytest.raises(NotFoundError, match="query, key and value in another order"):
+    with pytest.raises(NotFoundError, match="orders query, key and value differently"):
         ckpt.open(run)
 
 
@@ -283,7 +283,7 @@ def test_legacy_models(name: str, tmp_path: Path) -> None:
 def test_modules_in_another_order(tmp_path: Path) -> None:
     """Weights are read in the stored order. An optimizer would get other parameters' states, so none is written."""
     run = _copy("llama", tmp_path)
-    with pytest.raises(LossError, match="knows parameters by their order alone"):
+    with pytest.raises(LossError, match="identifies parameters only by their order"):
         ckpt.plan(replace(ckpt.open(run), facts=MegatronFacts(own_module_order=True)), "megatron", Layout(tp=1))
 
     def turn(state: dict[str, Any], file: Path) -> None:
@@ -305,7 +305,7 @@ def test_state_of_fp8_is_listed(tmp_path: Path) -> None:
         state["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.ones(8, dtype=torch.uint8)
 
     _edit(run, scale)
-    assert any("FP8 state of a module is left out" in note for note in ckpt.open(run).notes)
+    assert any("FP8 state is left out" in note for note in ckpt.open(run).notes)
 
 
 # -- faults --------------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_an_optimizer_that_no_file_of_a_model_records_is_said_to_be_left(tmp_pat
     assert not read_optimizers(reading, [file]).groups and reading.notes == []
     (tmp_path / DISTRIBUTED).touch()
     assert not read_optimizers(reading, [file]).groups
-    assert len(reading.notes) == 1 and "distrib_optim.pt is not read" in reading.notes[0]
+    assert len(reading.notes) == 1 and "distrib_optim.pt is ignored" in reading.notes[0]
 
 
 #: Fault in a run with TP 2 and PP 2, exit code, and required words in the message.
@@ -406,8 +406,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
         ("mp_rank_01_001", DISTRIBUTED),
     ),
     "a rank too many": (_extra_rank, 4, ("mp_rank_02_001", "4 folders")),
-    "ranks of different iterations": (_other_iteration, 4, ("different iterations", "mp_rank_01_000: 3")),
-    "ranks of different runs": (
+    "ranks from different iterations": (_other_iteration, 4, ("different iterations", "mp_rank_01_000: 3")),
+    "ranks from different runs": (
         lambda run: _edit(run, _args("hidden_size", 41), f"*/mp_rank_01_001/{MODEL}"),
         4,
         ("different runs", "hidden_size", "41"),
@@ -424,7 +424,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
         ("rank folders", "PP 1"),
     ),
     "norms that differ between ranks": (_other_norm, 4, ("linear_qkv.layer_norm_weight", "[3]")),
-    "a layer missing": (_one_layer_less, 4, ("2 layers (2 to 3 of the model)", "1 layer")),
+    "a layer missing": (_one_layer_less, 4, ("2 layers (2 to 3 in the model)", "1 layer")),
     "a buffer too short": (_shorter_buffer, 4, ("mp_rank_00_001/distrib_optim.pt", "elements")),
     "an optimizer before May 2024": (_old_optimizer, 3, ("before May 2024",)),
     "a tensor without a rule": (_unknown_tensor, 6, ("adapter.weight",)),

@@ -48,16 +48,16 @@ def test_every_bit_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_lower_halves_alone_are_damage(tmp_path: Path) -> None:
     lower = stored(tmp_path / "m", MASTER, torch.zeros(SHAPE, dtype=torch.int16))
-    with pytest.raises(CorruptError, match="without the parameter"):
+    with pytest.raises(CorruptError, match="lack the parameter"):
         remainders.with_masters(lower, tmp_path)
     other = stored(tmp_path / "w", WEIGHT, torch.zeros(SHAPE))
-    with pytest.raises(CorruptError, match="without the parameter"):
+    with pytest.raises(CorruptError, match="lack the parameter"):
         remainders.with_masters(lower | other, tmp_path)
 
 
 def test_only_masters_in_fp32_of_a_model_in_bf16_are_cut(tmp_path: Path) -> None:
     aware = {"use_precision_aware_optimizer": True, "bf16": True}
-    with pytest.raises(NotFoundError, match="16 bits of each"):
+    with pytest.raises(NotFoundError, match="only 16 bits per master"):
         remainders.refuse_gathered(aware, tmp_path)
     for args in ({"bf16": True}, aware | {"bf16": False}, aware | {"main_params_dtype": torch.float16}):
         remainders.refuse_gathered(args, tmp_path)

@@ -44,11 +44,11 @@ MODEL = {f"{LAYER}self_attention.linear_proj.weight": torch.ones(3, 4), f"{LAYER
 @pytest.mark.parametrize(
     ("model", "args", "error", "said"),
     [
-        (MODEL, {"tensor_model_parallel_size": 2}, LossError, "parts of one tensor parallel rank"),
+        (MODEL, {"tensor_model_parallel_size": 2}, LossError, "only one tensor parallel rank's parts"),
         (MODEL, None, LossError, "no args"),
-        (MODEL, {"num_layers": 2}, LossError, "layers of the model are missing"),
-        ({**MODEL, "frozen": True}, {}, LossError, "parameters were frozen"),
-        ({**MODEL, "vision.weight": torch.ones(2)}, {}, CorruptError, "not what Megatron-LM stores there"),
+        (MODEL, {"num_layers": 2}, LossError, "model layers are missing"),
+        ({**MODEL, "frozen": True}, {}, LossError, "frozen parameters are not recorded"),
+        ({**MODEL, "vision.weight": torch.ones(2)}, {}, CorruptError, "unexpected entry in a Megatron-LM checkpoint"),
     ],
 )
 def test_faults(
