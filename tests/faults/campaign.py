@@ -48,7 +48,8 @@ PARTS: dict[str, tuple[Stream, float]] = {
     "a store in which requests fail": (stores, 0.01),
 }
 _FEWEST_KINDS = 5  # minimum number of kinds to disprove a claim
-_PER_TURN = _FEWEST_KINDS  # cases per sample and turn: enough kinds for each sample
+_PER_TURN = _FEWEST_KINDS  # cases per sample and turn
+_MOST_TURNS = 20  # turns added for a claim and format with too few kinds
 _ENOUGH = 10_000  # cases: a larger campaign has all kinds
 
 
@@ -60,6 +61,8 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     #: Kinds by disproved claim and format.
     claims: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    #: Classes and samples that disproved them.
+    origins: dict[tuple[str, str], set[tuple[str, str]]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, ending: Ending) -> None:
         name, fault = ending
@@ -77,10 +80,11 @@ class Report:
                 both.claims.setdefault(claim, Counter()).update(kinds)
         return both
 
-    def add_claimed(self, name: str, case: Outcome) -> None:
+    def add_claimed(self, name: str, sample: Sample, case: Outcome) -> None:
         self.add(name, case.what, case.ending)
         for claim in case.claims:
             self.claims.setdefault((claim, case.format), Counter())[case.kind] += 1
+            self.origins.setdefault((claim, case.format), set()).add((name, sample.name))
 
     def check_claims(self) -> None:
         """Record an error if a whole campaign disproves a claim in too few ways."""
@@ -201,15 +205,18 @@ def campaigns(folder: Path, seed: int, num_cases: int, num_processes: int) -> Re
     places = [folder / str(number) for number in range(num_processes)]
     for place in places:
         place.mkdir()
-    jobs = [(place, f"{seed}.{place.name}", round(num_cases / num_processes)) for place in places]
+    jobs = [(place, f"{seed}.{place.name}", round(num_cases / num_processes), num_cases >= _ENOUGH) for place in places]
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         report = sum(pool.starmap(campaign, jobs, chunksize=1), Report())
     report.check_claims()
     return report
 
 
-def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
-    """Run about `num_cases` cases in an empty `folder`. Equal seeds give equal cases."""
+def campaign(folder: Path, seed: int | str, num_cases: int, is_whole: bool = False) -> Report:
+    """Run about `num_cases` cases in an empty `folder`. Equal seeds give equal cases.
+
+    A whole campaign adds cases until each claim is disproved in enough ways for each format.
+    """
     import torch  # noqa: F401  # which some conversions ask about a model, and which takes longer than they may
     import transformers  # noqa: F401
 
@@ -245,19 +252,32 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
             left = round(part * num_cases)
             turns = itertools.cycle(random.sample(samples, k=len(samples)))
             while left > 0:
-                sample = next(turns)
-                signal.alarm(_PATIENCE)
-                try:
-                    for _ in itertools.islice(add_some(sample, place, random), min(_PER_TURN, left)):
-                        signal.alarm(_PATIENCE)
-                        left -= 1
-                except (Exception, _Over) as error:
-                    what = f"{type(error).__name__}: {error}"
-                    report.add(kind, f"{sample.name}: the case behind the last one", ("", what))
-                    left -= 1
-                    shutil.rmtree(place)
-                    place.mkdir()
+                left -= _add_turn(report, kind, add_some, next(turns), place, random, most=min(_PER_TURN, left))
+        named = {sample.name: sample for sample in samples}
+        for pair, origins in [*report.origins.items()] if is_whole else []:
+            for kind, name in itertools.islice(itertools.cycle(sorted(origins)), _MOST_TURNS):
+                if len(report.claims[pair]) >= _FEWEST_KINDS:
+                    break
+                _add_turn(report, kind, streams_of[kind][0], named[name], place, random, most=_PER_TURN)
     return report
+
+
+def _add_turn(
+    report: Report, kind: str, add_some: Adding, sample: Sample, place: Path, random: Random, *, most: int
+) -> int:
+    """Add at most `most` cases of a kind. Return their number, with a case that fails."""
+    count = 0
+    signal.alarm(_PATIENCE)
+    try:
+        for _ in itertools.islice(add_some(sample, place, random), most):
+            signal.alarm(_PATIENCE)
+            count += 1
+    except (Exception, _Over) as error:
+        report.add(kind, f"{sample.name}: the case behind the last one", ("", f"{type(error).__name__}: {error}"))
+        count += 1
+        shutil.rmtree(place)
+        place.mkdir()
+    return count
 
 
 def _told(stream_of: Stream, kind: str, report: Report) -> Adding:
@@ -271,7 +291,7 @@ def _told(stream_of: Stream, kind: str, report: Report) -> Adding:
 def _claimed(make: Maker, kind: str, report: Report) -> Adding:
     def add(sample: Sample, place: Path, random: Random) -> Iterator[None]:
         for case in lies(make, sample, place, random):
-            yield report.add_claimed(kind, case)
+            yield report.add_claimed(kind, sample, case)
 
     return add
 
