@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ from ckpt.move.json_files import parse_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.runs.model_files import CONFIG, RUN_PATTERNS, companions, find_config
+from ckpt.runs.file_table import TRAINING_STATE, fits, is_of
+from ckpt.runs.model_files import CONFIG, companions, find_config
 from ckpt.runs.search import MANIFEST
 
 #: Suffixes for configs, tokenizers, templates and code.
 _SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".py", ".spm", ".tiktoken", ".txt", ".vocab", ".yaml")
-#: Reports, licenses and run files. They may differ between two copies.
+#: Reports and licenses. Like run files, they may differ between two copies.
 _PASSED = (
-    *RUN_PATTERNS,
     MANIFEST,
     "*.index.json",
     "*_results.json",
@@ -92,7 +91,7 @@ def _model_files(side: Checkpoint, folder: Path) -> Iterator[str]:
         return
     opened = {file.path for file in side.files}
     for name in names_in(folder):
-        is_passed = any(fnmatch.fnmatchcase(name, pattern) for pattern in _PASSED)
+        is_passed = is_of(name, *TRAINING_STATE) or fits(name, _PASSED)
         if name.endswith(_SUFFIXES) and not is_passed and str(folder / name) not in opened:
             yield name
 

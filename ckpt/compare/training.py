@@ -8,7 +8,6 @@ bytes and shown as a digest.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from ckpt.move.json_files import read_object
 from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor, Whole
+from ckpt.runs.file_table import fits
 from ckpt.runs.model_files import run_files
 from ckpt.state.positions import sequences_seen
 
@@ -139,7 +139,7 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
     folders = [Path(folder) for folder in checkpoint.run_folders]
     folders += [folder / "random_states" / Path(checkpoint.path).name for folder in folders]
     for name in run_files(map(str, folders)):
-        if any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE):
+        if fits(name, _BESIDE):
             found[name] = read(confined(next(one for one in folders if (one / name).is_file()), name)).root
     for folder in folders:
         record = f"records/step-{state.step}.json"

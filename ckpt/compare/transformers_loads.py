@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 from ckpt.base.errors import NotFoundError, UsageError, printable, shown
 from ckpt.base.results import Returned
 from ckpt.base.text import pluralize
+from ckpt.runs.file_table import GENERATION
 from ckpt.runs.model_files import CONFIG, read_config
 
-GENERATION = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Special token ids. Each must be a row in the embedding.
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

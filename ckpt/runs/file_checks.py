@@ -11,8 +11,8 @@ from ckpt.containers.weights import MAX_INDEX
 from ckpt.move.files import confined, is_broken_link
 from ckpt.move.json_files import MAX_JSON, parse_json
 from ckpt.move.source import read_file
+from ckpt.runs.file_table import TORCH_SUFFIXES
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 #: Zip archive signature.
 ZIP = b"PK\x03\x04"
 

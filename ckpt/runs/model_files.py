@@ -6,7 +6,6 @@ optimizer, RNG, scripts) are never included.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
@@ -21,48 +20,12 @@ from ckpt.move.json_files import read_json, read_object
 from ckpt.move.listing import files_in, names_in
 from ckpt.plan.dtypes import DType
 from ckpt.runs.file_checks import carried_content
+from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.sentence_modules import settings
 
 CONFIG = "config.json"
+_COPIED = (FileKind.TOKENIZER, FileKind.PROCESSOR, FileKind.GENERATION, FileKind.QUANTIZATION)
 
-#: File name patterns that transformers 4 and 5 save next to the weights.
-PATTERNS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-)
-#: Files with a quantizer's method and settings, and the method's name.
-QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-#: Files with the whole run's training state, from HF Trainer (transformers/trainer.py) and Accelerate
-#: (accelerate/utils/constants.py, `checkpointing.py`).
-SHARED_RUN_PATTERNS = (
-    "trainer_state.json",
-    "training_args.bin",
-    "scheduler*.pt",
-    "scheduler*.bin",
-    "scaler*.pt",
-    "sampler*.bin",
-    "dl_state_dict*.bin",
-    "custom_checkpoint_*.pkl",
-    "meta.pt",  # Lightning's loops, callbacks and hyperparameters next to its DCP files (strategies/fsdp.py)
-)
-#: The same, plus per-rank and optimizer files. A weights target omits all and reports it.
-RUN_PATTERNS = (*SHARED_RUN_PATTERNS, "rng_state*.pth", "random_states_*.pkl", "optimizer.pt", "optimizer.bin")
 #: Folder with named chat templates (transformers 5).
 TEMPLATES = "additional_chat_templates"
 
@@ -95,7 +58,7 @@ def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
     """Return the names of files in `folders` with training state, sorted, except the paths in `read`."""
     found = [Path(folder) / name for folder in folders if Path(folder).is_dir() for name in names_in(Path(folder))]
     names = {path.name for path in found if str(path) not in read}
-    return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
+    return sorted(name for name in names if is_of(name, *TRAINING_STATE))
 
 
 def companions(folders: Iterable[Path]) -> dict[str, bytes]:
@@ -126,11 +89,7 @@ def _content(folder: Path, name: str) -> bytes:
 
 
 def _plain_files(folder: Path) -> Iterator[str]:
-    yield from (
-        name
-        for name in files_in(folder)
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*PATTERNS, *QUANTIZATION_FILES))
-    )
+    yield from (name for name in files_in(folder) if is_of(name, *_COPIED))
 
 
 def _templates(folder: Path) -> Iterator[str]:

@@ -21,9 +21,9 @@ from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, ComputesIn
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
+from ckpt.runs.file_table import TRAINING_ARGS
 from ckpt.runs.model_files import CONFIG
 
-TRAINING_ARGS = "training_args.bin"
 _MAX_ARGUMENTS = 16 << 20  # maximum bytes; training arguments take a few kB
 _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 

@@ -15,7 +15,8 @@ from ckpt.base.text import pluralize
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
 from ckpt.plan.model_config import config_parts
-from ckpt.runs.model_files import CONFIG, QUANTIZATION_FILES
+from ckpt.runs.file_table import FILES, FileKind
+from ckpt.runs.model_files import CONFIG
 
 #: mlx-lm's key in config.json.
 _MLX = "quantization"
@@ -66,8 +67,8 @@ def _config_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def _folder_quantization(folder: Path) -> Quantization | None:
     folder = folder.parent if folder.is_file() else folder
-    for name, method in QUANTIZATION_FILES.items():
-        if (folder / name).is_file():
+    for name, method, kind in FILES:
+        if kind is FileKind.QUANTIZATION and (folder / name).is_file():
             recorded = read_object(confined(folder, name), "the quantization config")
             return Quantization(str(recorded.get("quant_method") or method).lower(), recorded, name)
     return None

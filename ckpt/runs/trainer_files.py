@@ -6,7 +6,6 @@ Names follow HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_opti
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +20,9 @@ from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
 from ckpt.runs.file_checks import carried_content
+from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.model_files import (
     CONFIG,
-    QUANTIZATION_FILES,
-    RUN_PATTERNS,
-    SHARED_RUN_PATTERNS,
     companion_folders,
     companions,
     corrected_config,
@@ -37,15 +34,9 @@ from ckpt.runs.steps import TRAINER_STATE
 
 #: Files found only in HF Trainer or Accelerate steps.
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
-#: DeepSpeed's scripts next to its files, useless for other engines.
-DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-#: Files for the whole run. `training_args.bin` is a pickle with program objects, copied as bytes.
-_SHARED = (*SHARED_RUN_PATTERNS, "adapter_config.json", *DEEPSPEED_SCRIPTS)
 #: Random states by rank. With one process, HF Trainer's has no number.
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
-#: The checkpoint's weights again, in another format.
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "adapter_model.*")
 _MAX_FILE = 64 << 20
 
 
@@ -69,7 +60,7 @@ def model_files(
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
     if plain or not checkpoint.uncast:
-        found = {name: content for name, content in found.items() if name not in QUANTIZATION_FILES}
+        found = {name: content for name, content in found.items() if not is_of(name, FileKind.QUANTIZATION)}
     path, config = find_config(folders), checkpoint.config
     notes: list[str] = []
     if path is not None:
@@ -107,8 +98,7 @@ def run_companions(
     found: dict[str, bytes] = {}
     names = files_in(home)
     for name in names:
-        unwanted = not deepspeed and name in DEEPSPEED_SCRIPTS
-        if not unwanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
+        if is_of(name, FileKind.RUN, FileKind.ADAPTER) or (deepspeed and is_of(name, FileKind.SCRIPT)):
             found[name] = content_of(home, name)
     states = [state for state in map(_random_state, names) if state is not None]
     for state in states:
@@ -133,7 +123,7 @@ def run_files(checkpoint: Checkpoint) -> list[Path]:
     """Return the run's files with training state, copied by `run_companions`."""
     if (home := _home(checkpoint)) is None:
         return []
-    return [home / name for name in files_in(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]
+    return [home / name for name in files_in(home) if is_of(name, *TRAINING_STATE)]
 
 
 def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
@@ -196,7 +186,7 @@ def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> It
     gone = sorted(state.rank for state in states if state.rank >= num_ranks)
     if gone:
         yield f"random states of {_span(gone)}: a run of {num_ranks} has no such ranks"
-    weights = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
+    weights = [name for name in names if is_of(name, FileKind.WEIGHTS)]
     if weights:
         yield f"{', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}: a second copy of the weights"
 

@@ -7,7 +7,6 @@ files there are reported, but not other steps, other models and run files.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from ckpt.containers.safetensors import read_header
 from ckpt.move.listing import entries_in, names_in
 from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.runs.model_files import PATTERNS, RUN_PATTERNS, SHARED_RUN_PATTERNS
+from ckpt.runs.file_table import TENSOR_SUFFIXES, TRAINING_STATE, FileKind, fits, is_of
 from ckpt.runs.steps import ANY_STEP, RECORDS, is_step
 
 #: File kinds without tensors: texts, tokenizers, pictures.
@@ -33,34 +32,25 @@ _NO_TENSORS = (
     *("*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.vocab"),
     *("LICENSE*", "NOTICE*", "README*", "Makefile", "Dockerfile"),
 )
-#: Files that frameworks write into a checkpoint, handled by `convert` or useless elsewhere.
-_BY_PRODUCTS = (
-    *PATTERNS,
-    *SHARED_RUN_PATTERNS,  # HF Trainer, Accelerate, TRL and Axolotl
-    *RECORDS,
-    "rng_state*.pth",  # transformers/trainer.py, `_save_rng_state`
-    "rng.pt",  # slime, rank 0's `rng_state`
-    "random_states_*.pkl",  # accelerate/checkpointing.py, `save_accelerator_state`
-    "events.out.tfevents.*",  # torch/utils/tensorboard
+#: Kinds of files that `convert` handles or that are useless elsewhere.
+_HARMLESS = (
+    FileKind.TOKENIZER,
+    FileKind.PROCESSOR,
+    FileKind.GENERATION,
+    FileKind.RUN,
+    FileKind.RANK,
+    FileKind.RECORD,
+    FileKind.LOG,
 )
-_HARMLESS = (*_NO_TENSORS, *_BY_PRODUCTS)
-#: Data positions that verl and EasyR1 save next to a step's models.
-_DATA_POSITION = ("data.pt", "dataloader*.pt")
-#: HF Trainer's and Accelerate's optimizer file. Weights-only formats have no place for it.
-_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 #: Complete models from transformers, PEFT, Accelerate and Mistral. Shards have numbers.
 _WEIGHTS = re.compile(
     r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
-#: Reported files without the run's tensors: data positions and counters from Megatron-LM and Megatron-Bridge
-#: (training/checkpointing.py in both), and the same model in other programs' formats.
+#: Reported kinds of files without the run's tensors.
 _NAMED = {
-    **dict.fromkeys(("train_dataloader_dprank*.pt", "*train_state.pt"), "the run's place in its data, without tensors"),
-    **dict.fromkeys(
-        ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.tflite", "rust_model.*"),
-        "a file of another program's",
-    ),
+    FileKind.COUNTER: "the run's place in its data, without tensors",
+    FileKind.FOREIGN: "a file of another program's",
 }
 #: Names for training state parts: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
@@ -70,7 +60,6 @@ _STATE = re.compile(
 #: Names for parts that engines write by rank, layer or shard.
 _OF_A_RANK = re.compile(r"(?:^|[^a-z])rank[_-]?\d|_states\b|shard|\d-of-\d")
 _OF_TENSORS = (".safetensors", ".distcp")
-_TENSOR_FILES = (*_OF_TENSORS, ".pt", ".pth", ".bin", ".ckpt")
 #: A zip's first record, and the magic number in torch's older files (torch/serialization.py, `MAGIC_NUMBER`).
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
@@ -158,7 +147,7 @@ def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
             entry for entry in _listed(folder, "") if entry.name != inner and str(folder / entry.name) not in opened
         ]
         files = [one for one in entries if one.size is not None and not _WEIGHTS.fullmatch(one.name)]
-        files = [one for one in files if not _fits(one.name, (*_DATA_POSITION, *_OPTIMIZER))]
+        files = [one for one in files if not is_of(one.name, FileKind.DATA_POSITION, FileKind.OPTIMIZER)]
         for one in judged(files, (), partial(_ends_in, folder)):
             if one.kind == STATE and not _is_copy(folder / one.name, checkpoint):
                 yield NotRead(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
@@ -189,7 +178,7 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
     """Judge a listing like `not_read`, given the opened names. `ends` returns a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
-    weights_alone = bool(models) and not {*_OPTIMIZER} & {*opened}
+    weights_alone = bool(models) and not any(is_of(name, FileKind.OPTIMIZER) for name in opened)
     for entry in listing:
         name, base = entry.name, _base(entry.name)
         if name in opened or base.startswith("."):
@@ -197,8 +186,8 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
         if entry.size is None:
             if name not in used and (folder := _unread_folder(name)) is not None:
                 yield folder
-        elif not _fits(base, _HARMLESS) and (entry.size or not base.endswith(".distcp")):  # a rank without items
-            if weights_alone and name in _OPTIMIZER:
+        elif not _is_harmless(base) and (entry.size or not base.endswith(".distcp")):  # a rank without items
+            if weights_alone and is_of(name, FileKind.OPTIMIZER):
                 yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
             else:
                 yield _other_weights(name, models) or NotRead(name, *_kind_of_file(base, partial(ends, name)))
@@ -211,7 +200,7 @@ def is_named_like_state(name: str) -> bool:
 
 def holds_tensors(name: str) -> bool:
     """Return True for a tensor file's name, unless the file is a by-product of training."""
-    return name.endswith(_TENSOR_FILES) and not _fits(_base(name), _HARMLESS)
+    return name.endswith(TENSOR_SUFFIXES) and not _is_harmless(_base(name))
 
 
 def stray_names(folder: Path) -> list[str]:
@@ -234,9 +223,9 @@ def is_of_a_run(name: str, is_weights: bool) -> str | None:
         if ANY_STEP.fullmatch(part) or (is_named_like_state(part) and not is_weights):
             return "/".join(parts[:depth]) + "/"
     base = parts[-1]
-    if _fits(base, (*RUN_PATTERNS, *RECORDS)):
+    if is_of(base, *TRAINING_STATE, FileKind.RECORD):
         return name
-    is_models = is_weights or _WEIGHTS.fullmatch(base) or _fits(base, (*_NO_TENSORS, *_NAMED))
+    is_models = is_weights or _WEIGHTS.fullmatch(base) or fits(base, _NO_TENSORS) or is_of(base, *_NAMED)
     return name if not is_models and is_named_like_state(base) else None
 
 
@@ -263,8 +252,8 @@ def _base(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _fits(base: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(base, pattern) for pattern in patterns)
+def _is_harmless(base: str) -> bool:
+    return fits(base, _NO_TENSORS) or is_of(base, *_HARMLESS)
 
 
 def _unread_folder(name: str) -> NotRead | None:
@@ -291,7 +280,7 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
 
 
 def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
-    if known := next((why for pattern, why in _NAMED.items() if _fits(base, [pattern])), None):
+    if known := next((why for kind, why in _NAMED.items() if is_of(base, kind)), None):
         return OTHER, known
     if is_named_like_state(base):
         return STATE, "it is named like training state"

@@ -44,6 +44,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from ckpt.runs.file_table import GENERATION
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import CONFIG, companions, dump_config
 from ckpt.runs.model_files import read_config as read_model_config
@@ -135,7 +136,7 @@ class Peft(Format):
         beside = [
             TargetFile.of_bytes(name, content)
             for name, content in companions(map(Path, checkpoint.folders)).items()
-            if name not in (CONFIG, "generation_config.json")
+            if name not in (CONFIG, GENERATION)
         ]
         written = {choice.key for name, choice in chosen.items() if name not in why}
         reasons = {chosen[name].key: reason for name, reason in why.items()}

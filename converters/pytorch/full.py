@@ -26,7 +26,6 @@ decide.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,9 +76,10 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.precision import Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
+from ckpt.runs.file_table import TORCH_SUFFIXES, TRAINING_STATE, fits, is_of
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.half_checkpoints import optimizer_alone
-from ckpt.runs.model_files import RUN_PATTERNS, read_config
+from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of, numbered, optimizers_fit
 from ckpt.runs.steps import enclosing_folders, trainer_step
 from ckpt.runs.trainer_files import run_companions
@@ -100,12 +100,10 @@ STATE = "training_state.pt"
 #: Names used by frameworks and scripts, in search order.
 _FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
 _SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 #: Rank files; a torch file beside them is not part of a full checkpoint.
 _OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
-#: Torch files other than full state dicts: other formats' and a run's.
+#: Torch files from other formats, besides a run's own.
 _OTHERS = (
-    *RUN_PATTERNS,
     STATE,
     "*model_states.pt",
     "*optim_states.pt",
@@ -226,7 +224,7 @@ def _is_weights_name(name: str) -> bool:
         return True
     if SHARD.fullmatch(name):
         return False
-    return name.endswith(_SUFFIXES) and not any(fnmatch.fnmatch(name, pattern) for pattern in _OTHERS)
+    return name.endswith(TORCH_SUFFIXES) and not is_of(name, *TRAINING_STATE) and not fits(name, _OTHERS)
 
 
 def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
@@ -252,7 +250,7 @@ def _weights_in(folder: Path) -> str | list[str] | None:
         return None
     if FSDP_MODEL in names:
         return FSDP_MODEL
-    is_of_ranks = any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _OF_RANKS)
+    is_of_ranks = any(fits(name, _OF_RANKS) for name in names)
     if is_of_ranks or _SHARDED in entries or names.intersection(_SAFETENSORS):
         return None
     is_adapter = bool(_ADAPTER & names)

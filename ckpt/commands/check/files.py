@@ -31,7 +31,8 @@ from ckpt.move.files import is_broken_link
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
-from ckpt.runs.file_checks import TORCH_SUFFIXES, ZIP, check_file, has_checked_suffix, is_unread
+from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
+from ckpt.runs.file_table import TORCH_SUFFIXES
 
 #: A file is missing, empty or truncated; a file contradicts itself; a file can't be read.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"

@@ -10,7 +10,6 @@ renamed back.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -46,7 +45,8 @@ from ckpt.plan.model_config import config_parts
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.runs.model_files import CONFIG, PATTERNS, TEMPLATES, companions, dump_config
+from ckpt.runs.file_table import FileKind, is_of
+from ckpt.runs.model_files import CONFIG, TEMPLATES, companions, dump_config
 from ckpt.runs.omitted_content import training_left_out
 from ckpt.runs.steps import run_at
 from ckpt.state.naming import to_namespace
@@ -70,7 +70,6 @@ _MAX_STEPS = 8
 #: Path part for a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Patterns for tokenizer files next to a model's weights.
-_TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "processor" not in p)
 
 
 @dataclass(frozen=True)
@@ -1099,7 +1098,7 @@ def _with_config(target: Target, changed: Callable[[Mapping[str, Any]], dict[str
 
 
 def _is_tokenizer(name: str) -> bool:
-    return name.startswith(TEMPLATES) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _TOKENIZER)
+    return name.startswith(TEMPLATES) or is_of(name, FileKind.TOKENIZER)
 
 
 def _with_tokenizer(target: Target, adapter: Adapter) -> Target:

@@ -10,7 +10,8 @@ from ckpt.base.errors import UsageError
 from ckpt.base.text import HUB_ID
 from ckpt.commands.push.card import CARD
 from ckpt.move.source import read_file
-from ckpt.runs.precision import TRAINING_ARGS, read_training_args
+from ckpt.runs.file_table import TRAINING_ARGS
+from ckpt.runs.precision import read_training_args
 from ckpt.runs.steps import enclosing_folders, run_at
 
 _MAX_CARD = 4 << 20

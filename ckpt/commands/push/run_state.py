@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ckpt import api
 from ckpt.base.errors import CkptError, LossError
+from ckpt.runs.file_table import TORCH_SUFFIXES
 from ckpt.runs.opening import has_optimizer, holds_optimizer
 from ckpt.runs.unread_files import is_of_a_run
 
 #: Torch suffixes: these files may hold an optimizer next to the model.
-_TORCH_FILES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".pkl")
+_TORCH_FILES = (*TORCH_SUFFIXES, ".tar", ".pkl")
 _MAX_OPENED = 100
 _MAX_SHOWN = 8
 

@@ -44,6 +44,7 @@ from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import unread_files
 from ckpt.runs.file_checks import check_carried
+from ckpt.runs.file_table import TENSOR_SUFFIXES
 from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.models import models_of, name_of, save_around, sibling_models
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
@@ -63,9 +64,6 @@ T = TypeVar("T")
 _MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
 #: Largest copy in bytes to check in full before it is used again. In larger ones, tensor data is not read.
 _AFFORDABLE = 4_000_000_000
-
-#: Tensor file suffixes.
-_OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
 
 def say_on_stderr(line: str) -> None:
@@ -217,7 +215,7 @@ def _has_saved(path: Path) -> bool:
     The recorded step may be lost, and training must not restart without a word.
     """
     named = any(recorded_step(path / name) for name in RECORDS)
-    return named or any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
+    return named or any(file.suffix in TENSOR_SUFFIXES for file in path.rglob("*"))
 
 
 # -- all processes together --------------------------------------------------------------------------------------------
