@@ -81,7 +81,7 @@ def test_another_base_is_refused(adapter: Path, tmp_path: Path) -> None:
     save_file(Layers().state_dict(), tmp_path / "other/model.safetensors")
     done = ckpt("merge-lora", adapter, "--base", tmp_path / "other", "-o", tmp_path / "out")
     assert (done.code, (tmp_path / "out").exists()) == (LossError.exit_code, False)
-    assert "which rows this adapter's factors are for is not known" in done.err
+    assert "unknown rows for this adapter's factors" in done.err
 
 
 @needs_sklearn

@@ -85,7 +85,7 @@ def test_names_of_the_file_become_those_in_memory(
     found = base_names.in_memory(adapter_of([file[key] for key in inner], memory), memory)
     assert {parse_name(fqn).module for fqn in found.factors} == set(inner.values())
     assert all(found.config.former[name] == old for old, name in moved.items())
-    assert "has names of another release" in found.notes[0]
+    assert "names from another transformers release" in found.notes[0]
 
 
 @pytest.mark.parametrize(

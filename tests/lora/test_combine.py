@@ -83,7 +83,7 @@ def test_an_rslora_adapter_alone_stays_what_it_is(combination: str, tmp_path: Pa
     [
         (["--adapter-weights", "1"], "needs one weight for each adapter"),
         (["--adapter-weights", "a,b"], "takes numbers"),
-        (["--adapter-weights", "1,1", "--combination", "sum"], "no such combination"),
+        (["--adapter-weights", "1,1", "--combination", "sum"], "unknown combination"),
         (["--adapter-weights", "1,1", "--combination", "ties"], "needs --density"),
         (["--adapter-weights", "1,1", "--combination", "dare_ties", "--density", "0.5"], "give a --seed"),
         (["--combination", "linear"], "go with --adapter-weights"),

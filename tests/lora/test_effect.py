@@ -56,7 +56,7 @@ def test_a_target_that_is_rounded_away_is_named_and_fp32_keeps_it(
     linear: Path, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter = with_factors(linear, tmp_path / "adapter", Q_PROJ, 1e-9)
-    line = f"{Q_PROJ}: not changed, though its factors are not zero: all that they add is rounded away in bfloat16"
+    line = f"{Q_PROJ}: not changed, although its factors are not zero: the whole change is rounded away in bfloat16"
     assert line in merged(adapter, bases["llama"], tmp_path / "out").err
     assert line in merged(adapter, bases["llama"], tmp_path / "quiet", "-q").err
     told = json.loads(merged(adapter, bases["llama"], tmp_path / "json", "--json").out)["targets"]
@@ -70,7 +70,7 @@ def test_an_untrained_adapter_is_said_to_have_changed_nothing(
     adapter = with_factors(linear, tmp_path / "adapter", "", 0.0)
     for options in ((), ("-q",)):
         outcome = merged(adapter, bases["llama"], tmp_path / f"out{options}", *options)
-        assert "nothing was changed: every target has the weights of the base" in outcome.err
+        assert "nothing was changed: every target equals the base" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_rows_that_two_adapters_replace_are_the_later_ones_and_it_is_said(
     of_tokens = [one for one in done.effects.targets if one.target == "model.embed_tokens"]
     assert [(one.is_changed, one.is_nothing) for one in of_tokens] == [(True, False), (is_other, not is_other)]
     again = "1 trained row" if is_other else "2 trained rows"
-    told = f"{again} of model.embed_tokens.weight from {adapters[1]}, in place of those of an adapter before it"
+    told = f"{again} of model.embed_tokens.weight from {adapters[1]} replace an earlier adapter's"
     assert told in str(done) and "rounded away" not in str(done)
     rows = next(t for name, t in load_file(adapters[1] / "adapter_model.safetensors").items() if "trainable" in name)
     found = weights(tmp_path / "out")["model.embed_tokens.weight"]

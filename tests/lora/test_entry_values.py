@@ -244,7 +244,7 @@ def test_modules_without_tensors_are_not_proved(adapters: dict[str, Path], base:
     checked = ckpt("check", missing)
     assert checked.code == 0 and "names norm" in checked.out and "every part" not in checked.out, checked.out
     merged = ckpt("merge-lora", missing, "--base", base, "-o", tmp_path / "out")
-    assert merged.code == CorruptError.exit_code and "modules_to_save names norm" in merged.err, merged.err
+    assert merged.code == CorruptError.exit_code and "modules_to_save has norm" in merged.err, merged.err
     whole = trained("LORA", tmp_path / "whole", modules_to_save=["norm"])
     heads = edited(whole, tmp_path / "heads", modules_to_save=["norm", "score", "classifier"])
     assert toolkit.check(whole).whole and "norm" not in str(toolkit.check(heads))

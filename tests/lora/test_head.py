@@ -164,7 +164,7 @@ def test_a_head_that_was_not_saved_is_refused(reward: Path, tmp_path: Path) -> N
     adapter = without_head(reward, tmp_path / "adapter")
     refused = ckpt("merge-lora", adapter, "--base", reward / "base", "-o", tmp_path / "out")
     assert refused.code == 6 and "tensor: score.weight" in refused.err
-    assert "give the LlamaForSequenceClassification that was trained on with --base" in refused.err
+    assert "give the LlamaForSequenceClassification from training with --base" in refused.err
 
 
 def test_a_layer_that_was_drawn_at_random_is_missed_or_taken(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_an_unknown_model_is_merged_if_the_order_of_layers_does_not_matter(
             ours = load_file(out / "model.safetensors")
             assert ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
         else:
-            assert (done.code, out.exists()) == (2, False) and "transformers does not know this base" in done.err
+            assert (done.code, out.exists()) == (2, False) and "transformers doesn't know this base" in done.err
 
 
 @pytest.mark.parametrize("kind", UNTOLD)
@@ -141,7 +141,7 @@ def test_several_adapters_in_turn(bases: dict[str, Path], tmp_path: Path) -> Non
     assert compare(tmp_path / "peft", tmp_path / "merged", base)[0] == len(weights(base))
     done = ckpt("merge-lora", second, first, "--base", base, "--accept-base", "-o", tmp_path / "out")
     assert (done.code, (tmp_path / "out").exists()) == (2, False)
-    assert "brings its own copy of this parameter, and one before it changes it" in done.err
+    assert "contains its own copy of this parameter, and an earlier adapter changes it" in done.err
 
 
 def test_peft_computes_with_as_many_threads_as_the_process(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_memory_is_checked_before_anything_is_loaded(
         patch.setattr("ckpt.commands.merge_lora.loaded_model.available_memory", lambda: 1000)
         done = ckpt(*command)
         assert (done.code, (tmp_path / "out").exists()) == (StorageError.exit_code, False)
-        assert "too little memory" in done.err and "found: 1.00 kB available" in done.err
+        assert "not enough memory" in done.err and "found: 1.00 kB available" in done.err
         needed = re.search(r"expected: about (.*)", done.err)
         assert needed is not None
         assert ckpt("verify", bases["qwen2"], bases["qwen2"], "--adapter", adapter).code == StorageError.exit_code
@@ -198,7 +198,7 @@ def test_verify_compares_every_bit(kind: str, bases: dict[str, Path], tmp_path: 
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "ckpt-manifest.json").unlink()
     done = ckpt("verify", bases["qwen2"], out, "--adapter", adapter)
-    assert done.code == 1 and "q_proj.weight: not what the adapter makes of it" in done.out
+    assert done.code == 1 and "q_proj.weight: differs from the adapter's result" in done.out
 
 
 def test_a_layer_to_which_nothing_is_added_is_told_from_one_that_is_rounded_away(
@@ -241,8 +241,8 @@ def test_a_kind_that_the_tables_do_not_have_is_merged_by_peft(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("NEWKIND", "the installed PEFT does not know this kind of adapter"),
-        ("PREFIX_TUNING", "PEFT does not merge this kind of adapter"),
+        ("NEWKIND", "the installed PEFT doesn't know this adapter type"),
+        ("PREFIX_TUNING", "PEFT can't merge this adapter type"),
         ("LILY", "PEFT does not merge this adapter: This method is not supported for Lily"),
     ],
 )

@@ -291,7 +291,7 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
         assert all(same(found[name], expected[name]) for name in expected)
         result = ckpt("merge-lora", run, "-v")
         assert result.code == 0, result.err
-        assert "the base is the model that the checkpoint itself holds" in result.err
+        assert "using the base model in the checkpoint itself" in result.err
         folder = run.with_name(f"{run.name}-merged")
         merged = model.merge_and_unload()
         theirs, ours = merged.state_dict(), weights(folder)
@@ -344,7 +344,7 @@ def test_a_quantized_base_is_refused(method: str, bases: dict[str, Path], tmp_pa
     (base / "config.json").write_text(json.dumps(config))
     result = ckpt("merge-lora", saved, "--base", base, "-o", tmp_path / "out")
     assert result.code == UsageError.exit_code, result.err
-    assert "this weight of the base is quantized" in result.err
+    assert "can't merge an adapter into a quantized base weight" in result.err
     assert method in result.err
     assert "full-precision" in result.err
     assert ("--dequantize" in result.err) == (method != "gptq")  # the hint works

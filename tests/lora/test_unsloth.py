@@ -131,9 +131,9 @@ def test_unsloths_mark_may_be_in_the_model_card_alone(tag: str, code: int, tmp_p
 
 def test_a_record_that_is_overruled_is_named(tmp_path: Path) -> None:
     command = ("merge-lora", GROUPED, RANK_MAJOR, "--base", BASE, "--accept-base", "-o", tmp_path / "out", "--dry-run")
-    assert "otherwise than" not in ckpt(*command).out
+    assert "than recorded" not in ckpt(*command).out
     outcome = ckpt(*command, "--expert-layout", "unsloth")  # the second adapter's config differs
-    note = "4 adapters of stacked experts read otherwise than their config records"
+    note = "4 adapters for stacked experts read in another layout than recorded"
     assert outcome.code == 0 and note in outcome.out, outcome.out
 
 
@@ -148,7 +148,7 @@ def test_a_stopped_merge_does_not_go_on_in_another_layout(tmp_path: Path) -> Non
 
 def test_in_python(tmp_path: Path) -> None:
     adapter = edited(GROUPED, tmp_path / "adapter", **UNRECORDED)
-    with pytest.raises(UsageError, match="how Unsloth packed") as refused:
+    with pytest.raises(UsageError, match="unknown layout for Unsloth's experts") as refused:
         package.merge_lora(adapter, tmp_path / "out", base=BASE, accept_base=True)
     assert "expert_layout='unsloth'" in str(refused.value)
     package.merge_lora(adapter, tmp_path / "out", base=BASE, accept_base=True, expert_layout="unsloth")

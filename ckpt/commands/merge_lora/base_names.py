@@ -49,7 +49,7 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
         name = fqn if fqn not in moved else _with_module(fqn, moved[fqn], by_module[moved[fqn]])
         factors[name] = replace(factor, fqn=name)
     old, name = next(iter(by_module.items()))
-    note = f"the adapter has names of another release of transformers or of its trainer, such as {old} for {name}"
+    note = f"the adapter uses names from another transformers release or trainer, for example {old} for {name}"
     config = replace(adapter.config, former={**adapter.config.former, **former})
     return replace(adapter, config=config, factors=factors, notes=(*adapter.notes, note))
 

@@ -105,7 +105,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     missing = [name for name in result.missing_keys if ".lora_" in name]
     if result.unexpected_keys or missing:
         raise LossError(
-            "PEFT has no place for a part of this adapter in the model as transformers 5 has it",
+            "the adapter doesn't fit this model in transformers 5",
             path=adapter.path,
             fqn=(result.unexpected_keys or missing)[0],
         )
@@ -132,12 +132,12 @@ def _check(
             "--adapter-weights needs one weight for each adapter", expected=len(adapters), found=len(weights)
         )
     if combination not in COMBINATIONS:
-        raise UsageError("there is no such combination", expected=" ".join(COMBINATIONS), found=combination)
+        raise UsageError("unknown combination", expected=" ".join(COMBINATIONS), found=combination)
     prunes = combination.startswith(("ties", "dare", "magnitude"))
     if prunes != (density is not None):
         raise UsageError(f"--combination {combination} " + ("needs --density" if prunes else "takes no --density"))
     if density is not None and not 0 < density <= 1:
-        raise UsageError("--density is above 0 and at most 1", found=density)
+        raise UsageError("--density must be above 0 and at most 1", found=density)
     if combination.startswith("dare") != (seed is not None):
         raise UsageError(
             f"--combination {combination} " + ("drops at random: give a --seed" if seed is None else "takes no --seed")

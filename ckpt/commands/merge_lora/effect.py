@@ -89,7 +89,7 @@ class Effects:
     def lines(self) -> Iterator[str]:
         """Yield the counts, then the warnings."""
         if self.targets:
-            why = "nothing was to be added: a factor is zero, or trained rows are those that were there"
+            why = "nothing was to be added: a factor is zero, or trained rows equal the base's"
             zero = f"; to {self.num_zero} {why}" if self.num_zero else ""
             yield f"changed the weights of {self.num_changed} of {pluralize(len(self.targets), 'target')}{zero}"
         yield from self.warnings()
@@ -99,14 +99,14 @@ class Effects:
         for one in self.lost[:_SHOWN]:
             of = f" of {printable(one.adapter)}" if self.num_adapters > 1 else ""
             yield (
-                f"{printable(one.target)}{of}: not changed, though its factors are not zero: all that they add is "
+                f"{printable(one.target)}{of}: not changed, although its factors are not zero: the whole change is "
                 f"rounded away in {one.dtype}"
             )
         if len(self.lost) > _SHOWN:
             more = pluralize(len(self.lost) - _SHOWN, "more target")
-            yield f"and {more} without a change, although the factors are not zero"
+            yield f"and {more} without a change, although their factors are not zero"
         if self.targets and not self.num_changed:
-            yield "nothing was changed: every target has the weights of the base"
+            yield "nothing was changed: every target equals the base"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def empty_model(
     if model is None and of_shapes is not None:
         model = of_shapes(shapes)
     if model is None:
-        raise UsageError("this takes a model that transformers knows, and the base is none", path=base.path)
+        raise UsageError("transformers doesn't know the base model", path=base.path)
     dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # keyed by the original parameter: tied parameters stay tied
     for path, module in model.named_modules():
@@ -130,8 +130,7 @@ class EmptyModel:
         for module in square & self.adapted:
             if others - {recorded}:
                 raise UsageError(
-                    "which class a square layer is of is not known: the base has layers of another one than the "
-                    "adapter's config tells of",
+                    "unknown class for a square layer: other layers contradict the adapter's config",
                     path=self.adapter.path,
                     fqn=module,
                     expected=recorded,

@@ -159,7 +159,7 @@ def open_adapter(
     with translate_os_errors(path):
         if not path.exists():
             expected = "a folder, or a Hub id in the local cache"
-            raise NotFoundError("no such adapter", path=where, expected=expected, hint=unknown_hint(where))
+            raise NotFoundError("adapter not found", path=where, expected=expected, hint=unknown_hint(where))
         checkpoint = to_namespace(_with_config_of(_open(path, config, tag, options or {}), base, base_config), OWN)
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
@@ -186,7 +186,7 @@ def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[st
     if given is None:
         return raw, ()
     if peft_rules.release_of({"peft_version": given}) is None:
-        raise UsageError("--peft-version takes a release of PEFT", expected="0.13, 0.18.1 or another one", found=given)
+        raise UsageError("--peft-version needs a PEFT release", expected="0.13, 0.18.1 or another one", found=given)
     if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may match either release
         return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
     return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
@@ -198,10 +198,10 @@ def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None
         return checkpoint
     if base is None:
         raise NotFoundError(
-            f"it needs the config.json of the adapter's base to turn {in_words(checkpoint.namespace)} into PEFT's",
+            f"the base's config.json is needed to turn {in_words(checkpoint.namespace)} into PEFT's",
             path=checkpoint.path,
-            expected="the model that it was trained on",
-            hint="--base takes its folder, or a Hub id",
+            expected="the adapter's base model",
+            hint="--base takes the model's folder, or a Hub id",
         )
     place = local(base)
     return replace(checkpoint, config=_model(place if place.exists() else cached_snapshot(base, None), config).config)
@@ -245,18 +245,15 @@ def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str,
             path=place,
             fqn=fqn,
             found=f"{count} of {pluralize(of, 'tensor')} of shape [0]",
-            hint="the sharded checkpoint that it was saved from still has them; give that",
+            hint="give the sharded checkpoint instead: it still has them",
         )
     if checkpoint is None:
         checkpoint = api.open(path, tag=tag, config=config, **options)
         names.check_is_no_others(checkpoint)
-        raise NotFoundError(
-            "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
-        )
+        raise NotFoundError("no LoRA adapter found", path=path, found=f"a checkpoint in {checkpoint.format} format")
     names.check_is_no_others(checkpoint)
     notes = [
-        f"the adapter file in {place} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
-        for place, *_ in empty
+        f"the adapter file in {place} is empty because of ZeRO-3; using its partitions instead" for place, *_ in empty
     ]
     return replace(checkpoint, notes=(*notes, *checkpoint.notes))
 
@@ -284,7 +281,7 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
         return None
     ties = {parse_name(alias).module: parse_name(owner).module for alias, owner in checkpoint.ties.items()}
     kept = {alias: owner for alias, owner in ties.items() if (owner, WEIGHT) in tensors or (owner, MASTER) in tensors}
-    notes = (Brief("the base is the model that the checkpoint itself holds"),)
+    notes = (Brief("using the base model in the checkpoint itself"),)
     return replace(checkpoint, tensors=tensors, ties=kept, notes=notes, state=TrainingState())
 
 
@@ -300,7 +297,7 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
     given = where or recorded
     if given is None:
         raise UsageError(
-            "the adapter does not say which model it was trained on",
+            "the adapter records no base model",
             path=adapter.config.path,
             hint="give it with --base",
         )
@@ -308,10 +305,10 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
     if not path.exists():
         if not is_repository(given):
             raise NotFoundError(
-                "the base model is not there",
+                "base model not found",
                 path=given,
                 found=None if where else f"base_model_name_or_path of {adapter.config.path}",
-                hint="; or, ".join(filter(None, ("give the folder of the base with --base", owner_hint(given)))),
+                hint="; or, ".join(filter(None, ("give the base's folder with --base", owner_hint(given)))),
             )
         try:
             path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
@@ -342,7 +339,7 @@ def check_one_base(adapters: Sequence[Adapter]) -> None:
                 path=path,
                 expected=f"{first}, as {where} has it",
                 found=base,
-                hint="--accept-base merges all the same",
+                hint="--accept-base merges anyway",
             )
 
 
@@ -350,18 +347,18 @@ def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
     """Raise UsageError if the config next to the adapter describes another model. Names and shapes could still fit."""
     if (differing := difference(adapter.config, base.config)) is not None:
         key, trained, given = differing
-        raise _other_base(base.path, f"{key} {trained}, as the config beside the adapter has it", f"{key} {given}")
+        raise _other_base(base.path, f"{key} {trained}, from the config next to the adapter", f"{key} {given}")
 
 
 def _other_base(path: str | Path, expected: str, found: str) -> UsageError:
-    what, hint = "this is not the base that the adapter was trained on", "--accept-base merges all the same"
+    what, hint = "the adapter was trained on another base", "--accept-base merges anyway"
     return UsageError(what, path=path, expected=expected, found=found, hint=hint)
 
 
 def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None:
     """Return a note if `path` may not be the recorded model. Raise UsageError if it certainly is not."""
     if config.base is None:
-        return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
+        return f"the adapter names no base; assuming it was trained on {given}"
     is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
     found = _hub_id(path) or (given if is_repository(given) else "")
     wanted = config.base + (f" at revision {config.revision}" if config.revision else "")
@@ -375,12 +372,12 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
         return None
     if found and _is_quantized(config.base) and not _is_quantized(found):
         return (
-            f"the adapter was trained on {config.base}, which is quantized, and {found} is taken as the same model in "
-            f"full precision; --base {config.base} --dequantize merges onto the very values that it was trained over"
+            f"the adapter was trained on the quantized {config.base}; assuming {found} is the same model in full "
+            f"precision; --base {config.base} --dequantize merges into the exact values from training"
         )
     if found:
-        return f"the adapter was trained on {config.base}, and {found} is taken as the same model in another precision"
-    return f"the adapter was trained on {config.base}; that {given} is the same model is taken on trust"
+        return f"the adapter was trained on {config.base}; assuming {found} is the same model in another precision"
+    return f"the adapter was trained on {config.base}; assuming {given} is the same model"
 
 
 def _model_name(repo_id: str) -> str:

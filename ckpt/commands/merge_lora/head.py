@@ -58,7 +58,7 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
         return TrainedBase(base)
     if quantized_parts(base):
         raise UsageError(
-            f"the adapter was trained on {cls.name}, and a head is added to plain floating point only",
+            f"can't add a head to a quantized base: the adapter was trained on {cls.name}",
             path=base.path,
             hint="give the full-precision model with --base"
             + ("; or --dequantize" if services.dequantizing.can_dequantize(base) else ""),
@@ -98,12 +98,12 @@ def _class_model(base: Checkpoint, adapter: Adapter, cls: ModelClassProtocol) ->
     missing = sorted(shapes.keys() - renamed.values() - set(taken))
     if missing:
         raise LossError(
-            f"the adapter was trained on {cls.name}, and a part of this model is in neither the adapter nor the base",
+            f"the adapter was trained on {cls.name}, and tensors are in neither the adapter nor the base",
             path=adapter.path,
             fqn=missing[0],
-            expected=f"{pluralize(len(shapes), 'tensor')}, as {cls.name} has",
+            expected=f"{pluralize(len(shapes), 'tensor')} in {cls.name}",
             found=f"{len(missing)} missing: {_first_of(missing)}",
-            hint=f"transformers drew it at random for training: give the {cls.name} that was trained on with --base",
+            hint=f"transformers initialized it randomly for training: give the {cls.name} from training with --base",
         )
     counts = model_dtypes(base, None)
     dtype = max(counts, key=lambda one: (counts[one], one.name), default=FLOAT32)

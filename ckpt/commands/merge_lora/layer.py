@@ -69,7 +69,7 @@ def merge_layer(
             recorded = [key for key in OF_PEFT if config.raw.get(key) is not None]
             if lacking := [key for key in recorded if getattr(made, key, None) is None]:
                 raise UsageError(
-                    "the installed PEFT does not know this kind of adapter", path=config.path, found=", ".join(lacking)
+                    "the installed PEFT doesn't know this adapter type", path=config.path, found=", ".join(lacking)
                 )
             wrapped = with_adapter(_alone(module, layer, parameters), made, state, config.path)
             merged = wrapped.merge_and_unload().get_submodule(module)
@@ -88,13 +88,13 @@ def check_installed(config: AdapterConfig) -> None:
     tuner = next((one for kind, one in PEFT_TYPE_TO_TUNER_MAPPING.items() if kind == config.kind), None)
     if made is None:
         raise UsageError(
-            "the installed PEFT does not know this kind of adapter",
+            "the installed PEFT doesn't know this adapter type",
             path=config.path,
             found=f"peft_type {config.kind!r}, peft {version('peft')}",
             hint="pip install -U peft",
         )
     if not hasattr(tuner, "merge_and_unload"):
-        raise UsageError("PEFT does not merge this kind of adapter", path=config.path, found=f"peft_type {config.kind}")
+        raise UsageError("PEFT can't merge this adapter type", path=config.path, found=f"peft_type {config.kind}")
     known = {field.name for field in dataclasses.fields(made)}
     entries = adapter_entries.relevant(config.raw) if config.kind in KINDS else adapter_entries.turned_on(config.raw)
     if lacking := [key for key in entries if key not in known]:
@@ -118,9 +118,9 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
         check_made_of_base(get_peft_model_state_dict(wrapped, save_embedding_layers=False), state, path)
     result = set_peft_model_state_dict(wrapped, dict(state))
     if result.unexpected_keys:
-        raise CorruptError("PEFT has no place for a tensor of this adapter", path=path, fqn=result.unexpected_keys[0])
+        raise CorruptError("PEFT doesn't expect a tensor in this adapter", path=path, fqn=result.unexpected_keys[0])
     if lacking := get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - state.keys():
-        raise CorruptError("the adapter lacks a tensor of this layer", path=path, fqn=min(lacking))
+        raise CorruptError("the adapter lacks a tensor in this layer", path=path, fqn=min(lacking))
     return wrapped
 
 
@@ -142,14 +142,14 @@ def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, tor
             why, found = "the projection that PEFT makes of this base", "another one"
         if why is not None:
             raise LossError(
-                "which rows this adapter's factors are for is not known: it was trained on another base, or on a "
-                "device that draws other random numbers, as GPUs do",
+                "unknown rows for this adapter's factors: it was trained on another base, or on a device with other "
+                "random numbers, for example a GPU",
                 path=path,
                 fqn=fqn,
                 expected=why,
                 found=found,
-                hint="in Python, on a device of the kind that it was trained on: PeftModel.from_pretrained, "
-                "merge_and_unload, save_pretrained",
+                hint="merge it in Python, on the same kind of device: PeftModel.from_pretrained, merge_and_unload, "
+                "save_pretrained",
             )
 
 

@@ -84,11 +84,11 @@ class LoadedModel(EmptyModel):
         available = available_memory()
         if available is not None and available < self.needed_memory:
             raise StorageError(
-                "PEFT merges this kind of adapter in the loaded model, and there is too little memory",
+                "not enough memory: PEFT merges this adapter type in the loaded model",
                 path=self.base.path,
                 expected=f"about {show_size(self.needed_memory)}",
                 found=f"{show_size(available)} available",
-                hint="run it on a machine with more memory; kinds that are merged layer by layer take less",
+                hint="run it on a machine with more memory; adapters merged layer by layer need less",
             )
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
@@ -96,10 +96,9 @@ class LoadedModel(EmptyModel):
         if needs_order(self.adapter.config):
             key, _ = _RECORDED.get(self.adapter.config.kind, ("", False))
             raise UsageError(
-                "PEFT merges this kind of adapter in the whole model, by the order of its layers, and transformers "
-                "does not know this base",
+                "transformers doesn't know this base, and PEFT merges this adapter type by the model's layer order",
                 path=self.base.path,
-                expected="a base whose config.json transformers knows",
+                expected="a base with a config.json known to transformers",
                 found=f"peft_type {self.adapter.config.kind}",
                 hint="merge it with PEFT in Python: merge_and_unload, save_pretrained"
                 + (f"; or save the adapter with {key}=True" if key else ""),
@@ -161,7 +160,7 @@ class LoadedModel(EmptyModel):
                     continue
                 if (before.shape, before.dtype) != (parameter.shape, parameter.dtype):
                     raise UsageError(
-                        "PEFT's merge changes the shape or the dtype of a parameter",
+                        "PEFT's merge changes a parameter's shape or dtype",
                         path=config.path,
                         fqn=name,
                         expected=f"{list(before.shape)} {before.dtype}",

@@ -92,10 +92,10 @@ class _Merged:
                 merged = self.noted.updated(self.fqn, self.dtype.name, self.source.load, self.updates)
         except (MemoryError, RuntimeError) as error:
             raise StorageError(
-                f"torch did not compute this tensor: {error}",
+                f"torch can't compute this tensor: {error}",
                 path=self.source.file or self.source.of.path,
                 fqn=self.fqn,
-                hint="--workers 1 takes the least memory",
+                hint="--workers 1 needs the least memory",
             ) from error
         return raw_bytes(merged).data
 
@@ -116,7 +116,7 @@ def plan(
     missing.
     """
     if find_spec("torch") is None:
-        raise UsageError("merging needs torch, which does the arithmetic", hint="pip install torch")
+        raise UsageError("merging needs torch", hint="pip install torch")
     layout = layout or Layout()
     try:
         return _plan(adapters, base, layout, resources or Resources(), notes, as_peft)
@@ -337,11 +337,11 @@ class _Merge:
                 missing = [module for module in missing if module in self._modules]
             if missing:
                 raise CorruptError(
-                    "the adapter lacks a module that was trained as a whole",
+                    "the adapter lacks a fully trained module",
                     path=adapter.path,
                     fqn=known[missing[0]],
-                    expected=f"its tensors, as modules_to_save names {name}",
-                    found="none of them",
+                    expected=f"its tensors, because modules_to_save has {name}",
+                    found="no tensors",
                 )
 
     def _add_by_layer(self, adapter: Adapter) -> None:
@@ -393,7 +393,7 @@ class _Merge:
         for owner, update in model.updates(placed):
             if owner not in placed.values() and (self._shared(owner) or owner in self.updates):
                 raise UsageError(
-                    "PEFT's merge changes a parameter that is shared or adapted twice", path=adapter.path, fqn=owner
+                    "PEFT's merge changes a shared or twice adapted parameter", path=adapter.path, fqn=owner
                 )
             self._update(owner, update)
 
@@ -411,15 +411,13 @@ class _Merge:
         is_rows = adapter.config.kind == TRAINABLE_TOKENS and owner == f"{module}.weight"
         if self._shared(owner) and not is_rows:
             raise UsageError(
-                "this kind of adapter is not merged into a weight that two layers share",
+                "can't merge this adapter type into a weight shared by two layers",
                 path=adapter.path,
                 fqn=owner,
-                hint="leave out --as-peft: it is then merged into its layer alone" if self.as_peft else None,
+                hint="leave out --as-peft to merge it into its own layer only" if self.as_peft else None,
             )
         if owner in self.updates:
-            raise UsageError(
-                "this kind of adapter is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner
-            )
+            raise UsageError("can't merge this adapter type into a weight adapted twice", path=adapter.path, fqn=owner)
         self.normed.add(owner)
         return owner
 
@@ -491,12 +489,12 @@ class _Merge:
                     self._untie(alias)
                 if adapter.config.init_changes_base and not self.as_peft and not self._has_own_base(adapter, owner):
                     raise UsageError(
-                        "the adapter's init changes the base weight, and a layer without this adapter shares it",
+                        "the adapter's init changes a base weight shared with an unadapted layer",
                         path=adapter.config.path,
                         fqn=owner,
                         expected="the changed base weight in the adapter (save_embedding_layers=True)",
                         found=f"init_lora_weights: {adapter.config.raw.get('init_lora_weights')!r}",
-                        hint="--as-peft writes what PEFT's merge_and_unload does",
+                        hint="--as-peft writes the same weights as PEFT's merge_and_unload",
                     )
 
     def _tie_copies(self, wanted: Set[str]) -> None:
@@ -565,14 +563,14 @@ class _Merge:
             untied = services.ties.untied_config(config, self.untied)
             if untied is None and not self.as_peft:
                 raise LossError(
-                    f"the adapter changes one of several tied weights, and no config unties those of "
-                    f"{config.get('model_type')} and computes the same",
+                    f"the adapter changes only one tied weight, and {config.get('model_type')} can't untie it without "
+                    "changing the model",
                     path=self.base.path,
                     fqn=next(iter(self.untied)),
-                    expected="a change of all tied weights",
-                    found=f"a change of one of {', '.join([self.base.ties[min(self.untied)], *sorted(self.untied)])}",
-                    hint="--as-peft adds the change to every tied weight, as PEFT's merge_and_unload does: that is not "
-                    "the model that was trained",
+                    expected="the same change to all tied weights",
+                    found=f"only one changed: {', '.join([self.base.ties[min(self.untied)], *sorted(self.untied)])}",
+                    hint="--as-peft changes every tied weight, like PEFT's merge_and_unload: the result is not the "
+                    "trained model",
                 )
             declared = services.ties.declared_ties
             for alias in declared(config).keys() - declared(untied or {**config, _TIE: False}).keys():
@@ -595,15 +593,15 @@ class _Merge:
                 raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
             self.shapes[owner], self.resized[owner] = factor.shape, factor.shape[0]
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
-            raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
+            raise UsageError("two adapters contain their own copy of this parameter", path=adapter.path, fqn=target)
         if owner in self.updates:  # an earlier adapter made them: an adapter's own updates follow its replacements
             if _is_saved_base_weight(fqn) and tied.is_equal(factor, self._stored(owner)):
                 return
             raise UsageError(
-                "an adapter brings its own copy of this parameter, and one before it changes it",
+                "an adapter contains its own copy of this parameter, and an earlier adapter changes it",
                 path=adapter.path,
                 fqn=target,
-                hint="that change would be lost: give this one first, if the other was trained on the copy",
+                hint="the change would be lost: give this adapter first if the other was trained on the copy",
             )
         if owner not in self.replaced or target != owner:  # PEFT loads a tied weight's alias last
             self.replaced[owner] = factor
@@ -695,7 +693,7 @@ class _Merge:
             _check_shape(adapter, b, (num_out, rank))
         if owner in self.updates and (magnitude is not None or owner in self.normed):
             raise UsageError(
-                "DoRA (or a kind that PEFT merges) is not merged onto a weight that is adapted twice",
+                "can't merge DoRA, or an adapter merged by PEFT, into a weight adapted twice",
                 path=adapter.path,
                 fqn=owner,
             )
@@ -717,14 +715,12 @@ class _Merge:
         owner = self._weight(adapter, module)
         if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
             raise UsageError(
-                "this kind of adapter is merged only into linear layers without a bias",
+                "this adapter type needs linear layers without a bias",
                 path=adapter.path,
                 fqn=module,
             )
         if owner in self.updates or owner in self.normed:
-            raise UsageError(
-                "this kind of adapter is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner
-            )
+            raise UsageError("can't merge this adapter type into a weight adapted twice", path=adapter.path, fqn=owner)
         self.normed.add(owner)
         a, b = parts[names.A], parts[names.B]
         transposed = self._is_transposed(adapter, module, self.shapes[owner], a, b)
@@ -811,7 +807,7 @@ class _Merge:
         if len(shape) == 3 and shape[-1] == shape[-2]:
             input_last = self._has_input_last(adapter, module, fqn)
         if not input_last and shape[0] == 1:
-            raise UsageError("PEFT does not merge into a single expert of this orientation", path=adapter.path, fqn=fqn)
+            raise UsageError("PEFT can't merge into a single expert in this orientation", path=adapter.path, fqn=fqn)
         if any(kind not in (names.A, names.B) for kind in parts):
             raise UsageError("a targeted parameter has neither DoRA nor a bias", path=adapter.path, fqn=fqn)
         by_expert = self._is_packed_by_expert(adapter, fqn, shape)
@@ -825,12 +821,12 @@ class _Merge:
         trained = adapter.config.has_input_last(is_transposed)
         if trained is None:
             raise UsageError(
-                "these experts are square, and PEFT 0.18, 0.19.0 and those since lay their factors differently",
+                "unknown factor layout: it differs between PEFT 0.18, 0.19.0 and later, and these experts are square",
                 path=adapter.config.path,
                 fqn=fqn,
-                expected="peft_version, the release that trained the adapter",
+                expected="peft_version, the release used for training",
                 found=repr(adapter.config.raw.get("peft_version")),
-                hint="--peft-version 0.18.1, 0.19.0, or 0.19.1 for all since",
+                hint="--peft-version 0.18.1, 0.19.0, or 0.19.1 for later releases",
             )
         if trained == is_transposed:
             self.by_release.append(fqn)
@@ -843,14 +839,14 @@ class _Merge:
         layout = adapter.config.expert_layout(fqn)
         if layout is None:
             raise UsageError(
-                "nothing records how Unsloth packed this adapter of experts: in its own way, in which versions before "
-                "2026.9.6 trained, or in PEFT's; merged in the other one, every expert gets columns of others",
+                "unknown layout for Unsloth's experts: before 2026.9.6 Unsloth used its own, and later PEFT's; "
+                "the wrong layout mixes columns between experts",
                 path=adapter.config.path,
                 fqn=fqn,
                 expected="lora_B_layout: grouped_by_expert or rank_major",
-                found="Unsloth's mark in auto_mapping or in README.md and no lora_B_layout, or several that differ",
-                hint="--expert-layout unsloth where a version before 2026.9.6 trained it; --expert-layout peft where a "
-                "later one did, or UNSLOTH_MOE_LORA_MERGED=1 was set",
+                found="Unsloth's mark in auto_mapping or README.md, and no lora_B_layout or different ones",
+                hint="--expert-layout unsloth if a version before 2026.9.6 trained it; --expert-layout peft if a later "
+                "version did, or if UNSLOTH_MOE_LORA_MERGED=1 was set",
             )
         if layout == "grouped_by_expert":
             self.by_expert.append(fqn)
@@ -916,10 +912,10 @@ class _Merge:
 
     def _unknown_layer(self, adapter: Adapter, module: str) -> UsageError:
         return UsageError(
-            "the shapes do not tell how the adapter lies in this layer, and its class is not known",
+            "unknown adapter layout in this layer: neither its shapes nor its class tell it",
             path=adapter.path,
             fqn=module,
-            hint="is transformers installed, and does the base have its config.json?",
+            hint="check if transformers is installed and the base has its config.json",
         )
 
     @cached_property
@@ -941,16 +937,16 @@ class _Merge:
     def _quantized(self, fqn: str) -> UsageError:
         method = services.quantization.quantized_weights(self.base).title
         return UsageError(
-            "this weight of the base is quantized, and an adapter is merged onto plain floating point only",
+            "can't merge an adapter into a quantized base weight",
             path=self.base.path,
             fqn=fqn,
             expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
             found=f"{self.chosen[fqn].dtype}, {method}",
             hint="give the full-precision model with --base"
             + (
-                "; or --dequantize, which merges onto the plain values of these weights"
+                "; or use --dequantize to merge into dequantized values"
                 if services.dequantizing.can_dequantize(self.base)
-                else ": weights of this quantization method can't be dequantized here"
+                else ": this quantization method can't be dequantized here"
             ),
         )
 
@@ -977,25 +973,25 @@ class _Merge:
     def notes(self) -> Iterator[str]:
         yield Brief(f"merged into {pluralize(len(self.updates), 'tensor')}")
         if whole := self.replaced.keys() - self.updates.keys():
-            yield f"{pluralize(len(whole), 'tensor')} taken from the adapter as a whole"
+            yield f"{pluralize(len(whole), 'tensor')} copied whole from the adapter"
         if self.by_expert:
-            yield f"{pluralize(len(self.by_expert), 'adapter')} of stacked experts read as Unsloth packed them"
+            yield f"{pluralize(len(self.by_expert), 'adapter')} for stacked experts read in Unsloth's layout"
         if self.overruled:
             adapters = pluralize(len(self.overruled), "adapter")
-            yield f"{adapters} of stacked experts read otherwise than their config records"
+            yield f"{adapters} for stacked experts read in another layout than recorded"
         yield from self.targets
         if self.by_release:
             experts = pluralize(len(self.by_release), "adapter")
-            yield f"{experts} of square experts merged as the PEFT that trained them does; since 0.19.1 it reads others"
+            yield f"{experts} for square experts merged in the training release's layout: PEFT 0.19.1 changed it"
         yield from self.noted.made_anew
         for num, fqn, path in self.rows_again:
-            yield f"{pluralize(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
+            yield f"{pluralize(num, 'trained row')} of {fqn} from {path} replace an earlier adapter's"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
         yield from tied.notes(self.noted.divided, self.noted.shared, as_peft=self.as_peft)
         if self.resized:
             rows = next(iter(self.resized.values()))
-            yield f"the vocabulary has {pluralize(rows, 'row')}, as in training, and {self._vocabulary} in the base"
+            yield f"the vocabulary has {pluralize(rows, 'row')}, as in training; the base has {self._vocabulary}"
 
 
 def _are_true(every: Iterable[Callable[[], bool]]) -> bool:
@@ -1049,14 +1045,14 @@ def _check_shape(adapter: Adapter, factor: Factor, expected: Shape) -> None:
 
 
 def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | None = None) -> LossError:
-    trained = f"it says that it was trained on {adapter.config.base!r}" if adapter.config.base else None
+    trained = f"its config says it was trained on {adapter.config.base!r}" if adapter.config.base else None
     return LossError(
         "the adapter does not fit this base",
         path=adapter.path,
         fqn=fqn,
         expected=expected,
         found=found,
-        hint=hint or trained or "give the model that it was trained on with --base",
+        hint=hint or trained or "give the model from training with --base",
     )
 
 
@@ -1082,7 +1078,7 @@ def _token_index(config: AdapterConfig, module: str) -> list[int]:
         if module == name or module.endswith(f".{name}"):
             return index
     raise CorruptError(
-        "the adapter's config does not tell which tokens were trained", path=config.path, fqn=module, found=repr(given)
+        "the adapter's config doesn't list the trained tokens", path=config.path, fqn=module, found=repr(given)
     )
 
 
@@ -1108,4 +1104,4 @@ def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
         return target
     files = [file for file in target.files if not _is_tokenizer(file.name)]
     files += [TargetFile.of_bytes(name, content) for name, content in found.items()]
-    return replace(target, files=tuple(files), notes=(*target.notes, Brief("the tokenizer is the adapter's")))
+    return replace(target, files=tuple(files), notes=(*target.notes, Brief("the tokenizer comes from the adapter")))

@@ -61,11 +61,11 @@ class Deviation:
     def __str__(self) -> str:
         name = printable(self.fqn)
         if self.is_base:
-            return f"{name}: the adapter changes it, and it has the bits of the base"
+            return f"{name}: the adapter changes it, but it equals the base"
         if not self.is_target:
-            return f"{name}: the adapter does not change it, and it is not what the base has: {self.what}"
-        off = "" if self.off is None else f"; it is off by {self.off:.2g} of what the adapter adds"
-        return f"{name}: not what the adapter makes of it: {self.what}{off}"
+            return f"{name}: the adapter doesn't change it, but it differs from the base: {self.what}"
+        off = "" if self.off is None else f"; off by {self.off:.2g} of the adapter's change"
+        return f"{name}: differs from the adapter's result: {self.what}{off}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +127,7 @@ class MergeReport(Returned):
             yield f"... and {len(self.deviations) - len(named)} more; -v lists them all"
         yield from (f"note: {printable(note)}" for note in self.notes)
         if self.deviations and all(one.is_rounded for one in self.deviations):
-            yield "note: so small a part is another order of adding or another rounding (a GPU, another dtype)"
+            yield "note: such small differences come from another order of additions or rounding (a GPU, another dtype)"
         yield from self.effects.lines()
         yield self.outcome
 
@@ -142,9 +142,9 @@ class MergeReport(Returned):
             )
         targets = [one for one in self.deviations if one.is_target]
         same = sum(one.is_base for one in targets)
-        of_base = f" ({same} of them with the bits of the base)" if same else ""
+        of_base = f" ({same} equal to the base)" if same else ""
         others = pluralize(len(self.deviations) - len(targets), "other tensor")
-        changed = f"{len(targets)} of the {self.num_targets} that the adapter changes{of_base}"
+        changed = f"{len(targets)} of {pluralize(self.num_targets, 'target')}{of_base}"
         return f"different: {changed}, {others} of {self.num_others}"
 
 
@@ -189,19 +189,19 @@ def verify_merge(
     requested |= {"base": fspath(base), "base_config": place, "accept_settings": accept_settings}
     found = [open_adapter(fspath(one), **requested) for one in several]
     if not found:
-        raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
+        raise UsageError("no adapter given", expected="a path, or several", found=repr(adapters))
     model, notes = _base(found[0], fspath(base), place)
     other = api.open(merged, format, tag=tag, config=config)
     found = without_ignored(found, model, ignore_files)
     dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
     if quantized_parts(model) and not quantized_parts(other):
         model = api.dequantized(model, dtype)
-        notes.append("the quantized weights of the base are compared by their plain values")
+        notes.append("quantized base weights are compared by their dequantized values")
     if dtype is not None:
-        notes.append(f"the base is taken in {dtype.name}, as the merged model has it")
+        notes.append(f"the base is read in {dtype.name}, the merged model's dtype")
     notes += unread_files.lines([one.to_json() for adapter in found for one in unread(adapter.checkpoint)])
     for entry, a, b in stated_otherwise(model.config, other.config):
-        notes.append(f"config.json of the merged model has {entry} {b!r}, and that of the base {a!r}")
+        notes.append(f"config.json has {entry} {b!r} in the merged model, and {a!r} in the base")
     layout = Layout(dtype, names="own")
     merge, as_peft = _planned(found, model, layout)
     made = merge.as_written()

@@ -50,14 +50,12 @@ class MergeSource(OptionGroup):
         str | PathLike[str] | None,
         Flag(
             metavar="FOLDER",
-            help="The folder with adapter_config.json, or the base's config.json, where it is not with the weights.",
+            help="The folder with adapter_config.json, or the base's config.json, if it is not next to the weights.",
             section=READ,
         ),
     ] = None
     tag: TagOption = None
-    accept_base: Annotated[
-        bool, Flag(help="Merge though the base is not the one that the adapter names.", section=READ)
-    ] = False
+    accept_base: Annotated[bool, Flag(help="Merge even if the adapter names another base.", section=READ)] = False
     expert_layout: ExpertLayoutOption = None
     peft_version: PeftVersionOption = None
     accept_settings: Annotated[
@@ -82,7 +80,7 @@ class Combining(OptionGroup):
             type=str,
             parse=parse_weights,
             metavar="W,...",
-            help="Weights by which several adapters become one.",
+            help="Weights for combining several adapters.",
             section=HOW,
         ),
     ] = None
@@ -104,12 +102,12 @@ class Combining(OptionGroup):
 class Merged(OptionGroup):
     """Options for the merged model."""
 
-    dtype: Annotated[Cast, Flag(help="Precision of the base that is merged into.", section=WRITTEN)] = "keep"
+    dtype: Annotated[Cast, Flag(help="Precision of the base for the merge.", section=WRITTEN)] = "keep"
     dequantize: DequantizeOption = False
     max_shard_size: ShardSizeOption = "5GB"
     names: NamesOption = "hub"
     as_peft: Annotated[
-        bool, Flag(help="Add a change of one of several tied weights to all of them, as PEFT's merge_and_unload.")
+        bool, Flag(help="Add the change in a tied weight to all its copies, like PEFT's merge_and_unload.")
     ] = False
 
 

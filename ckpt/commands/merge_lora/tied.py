@@ -59,18 +59,18 @@ def notes(divided: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[st
         changed = _in_words(modules)
         if as_peft:
             yield (
-                f"{changed} of {path}: the change went into every weight that is tied to it, as in PEFT's "
-                "merge_and_unload; the result is not the model that was trained"
+                f"{changed} of {path}: changed every weight tied to it, like PEFT's merge_and_unload; "
+                "the result is not the trained model"
             )
         else:
             yield (
-                f"{changed} of {path}: as trained, the weights that were tied to it do not change with it; --as-peft "
-                "writes what PEFT's merge_and_unload does"
+                f"{changed} of {path}: as trained, the weights tied to it stay unchanged; --as-peft changes them too, "
+                "like PEFT's merge_and_unload"
             )
     for path, modules in shared.items():
         yield (
             f"{_in_words(modules)} of {path}: as trained, their tied weight changes once; PEFT's merge_and_unload adds "
-            "the change once for each layer, and --as-peft writes that"
+            "the change once for each layer, and so does --as-peft"
         )
 
 

@@ -47,9 +47,7 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
     names = {Path(one.name).name for _, files in found for one in files}
     names |= {_file_name(factor) for adapter in adapters for factor in adapter.factors.values()}
     if unknown := sorted(set(ignored) - names):
-        raise UsageError(
-            "no file of this name is in an adapter's folder", found=unknown[0], expected=_first_names(names)
-        )
+        raise UsageError("no adapter folder has this file", found=unknown[0], expected=_first_names(names))
     for adapter, files in found if any(files for _, files in found) else ():
         for one in files:
             path = Path(one.name)
@@ -78,10 +76,10 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
     if names and all(name.startswith(_VALUE_HEAD) for name in names):
         where = "; TRL and LLaMA-Factory load it from a copy in the merged model's folder"
     raise LossError(
-        "a file next to the adapter holds trained weights that are not merged",
+        "a file next to the adapter holds trained weights, and merging would drop them",
         path=path,
         expected="trained weights in the adapter's own file",
-        found=f"{pluralize(len(names), 'tensor')}: {_first_names(names)}" if names else "tensors that no reader knows",
+        found=f"{pluralize(len(names), 'tensor')}: {_first_names(names)}" if names else "unreadable tensors",
         hint=f"--ignore-file {shlex.quote(path.name)} leaves it out{where}",
     )
 
