@@ -24,22 +24,22 @@ def resume(
         str | None,
         Flag(
             metavar="FORMAT",
-            help="The format that is loaded. [default: accelerate's setting, or the source's]",
+            help="The format to load. [default: accelerate's setting, or the source's]",
             complete="targets",
             section=READ,
         ),
     ] = None,
     world_size: Annotated[
-        int | None, replace(WORLD_SIZE, help="Ranks to go on with. [default: the launcher's, or the source's]")
+        int | None, replace(WORLD_SIZE, help="Number of ranks. [default: the launcher's, or the source's]")
     ] = None,
     tag: TagOption = None,
     config: ConfigOption = None,
-    dtype: Annotated[Cast, Flag(help="Precision of weights, where it is converted.", section=WRITTEN)] = "keep",
+    dtype: Annotated[Cast, Flag(help="Dtype for the weights if conversion is needed.", section=WRITTEN)] = "keep",
     model_only: Annotated[
         bool,
-        Flag(help="Go on from a model without an optimizer, where there is nothing else.", section=READ),
+        Flag(help="Continue from a model without an optimizer if there is nothing else.", section=READ),
     ] = False,
-    missing_ok: Annotated[bool, Flag(help="Print nothing where there is no checkpoint yet: the run begins.")] = False,
+    missing_ok: Annotated[bool, Flag(help="Print nothing if there is no checkpoint yet: the run begins.")] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     options: Mapping[str, Any],

@@ -32,7 +32,7 @@ def kept_folder(path: Path) -> Path:
     """Return the folder for copies of the run around `path`. It is hidden from searches for runs and steps."""
     run = run_root(Path(os.path.abspath(path)))
     if not run.name:
-        raise UsageError("there is no place beside the root folder", path=path, hint="give a folder in it")
+        raise UsageError("copies can't be kept next to the root folder", path=path, hint="give a folder in it")
     return run.with_name(f".{run.name}.ckpt-resume")
 
 

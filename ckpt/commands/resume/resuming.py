@@ -61,7 +61,7 @@ from ckpt.runs.trainer_files import run_files
 
 T = TypeVar("T")
 
-_MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
+_MODEL_ONLY = "--model-only continues from the model, with a new optimizer"
 #: Largest copy in bytes to check in full before it is used again. In larger ones, tensor data is not read.
 _AFFORDABLE = 4_000_000_000
 
@@ -152,9 +152,9 @@ def resume(
     now = caller()
     precision = now.dtype if dtype is None or dtype == "keep" else dtype
     if precision is not None and precision not in CASTABLE:
-        raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(precision))
+        raise UsageError("unknown dtype for weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(precision))
     if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-        raise UsageError("this is not a number of ranks", expected="an int of at least 1", found=f"{world_size=}")
+        raise UsageError("invalid rank count", expected="1 or more", found=f"{world_size=}")
     layout = Layout(
         CASTABLE[precision] if precision else None, world_size=world_size or now.world_size, options=options
     )
@@ -169,10 +169,10 @@ def resume(
             return None
         if group.size == 1 and os.environ.get("RANK", "0") != "0":
             raise UsageError(
-                "several processes were started, and they cannot agree on one that converts",
+                "several processes can't share one conversion without torch.distributed",
                 expected="an initialized torch.distributed",
-                hint="call ckpt.resume behind init_process_group (deepspeed.initialize, TrainingArguments), "
-                "or give the path that `ckpt resume` prints",
+                hint="call ckpt.resume after init_process_group (deepspeed.initialize, TrainingArguments), "
+                "or use the path from `ckpt resume`",
             )
         is_first = group.rank == 0
         with listed_once():
@@ -255,15 +255,15 @@ def _check_same_files(path: Path, group: Alone) -> None:
     if not lacking:
         return
     error: Any = StorageError(
-        "the nodes do not see the same files: the checkpoint lies on storage of single nodes",
+        "the nodes see different files: the checkpoint is on node-local storage",
         path=path,
         found="; ".join(
-            f"{host} (rank {', '.join(map(str, ranks))}) lacks {pluralize(len(names), 'file')}, as "
+            f"{host} (rank {', '.join(map(str, ranks))}) lacks {pluralize(len(names), 'file')}: "
             f"{', '.join(sorted(names)[:3])}"
             for (host, names), ranks in lacking.items()
         ),
-        hint="copy the files of all nodes to storage that they share, and give that path; where each rank loads what "
-        "its own node wrote (DeepSpeed's use_node_local_storage, on as many ranks), give the engine the path itself",
+        hint="copy the files from every node to shared storage, and use the new path; if each rank loads its own "
+        "node's files (DeepSpeed's use_node_local_storage, on the same ranks), give the engine the path itself",
     )
     error.is_told = True  # not a single rank's error
     raise error
@@ -277,7 +277,7 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
     without = [f"{hosts[rank]} (rank {rank}) lacks {files[0]}" for rank, files in enumerate(lacking) if files]
     if without:
         raise StorageError(
-            "other nodes do not see the checkpoint: it is not on storage that all of them share",
+            "other nodes don't see the checkpoint: it is not on shared storage",
             path=found.place,
             found="; ".join(without[:8]),
             hint="keep the run on shared storage",
@@ -310,9 +310,7 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
         model = open_model(path, tag=tag, config=config) if model_only else None
         if model is None:
             raise
-        note = (
-            f"the checkpoint with an optimizer is passed over, it cannot be read: {error.what} ({error.path or path})"
-        )
+        note = f"the checkpoint with an optimizer is skipped, it cannot be read: {error.what} ({error.path or path})"
         return replace(model, passed_over=(note, *model.passed_over), notes=(note, *model.notes))
     if checkpoint is not None:
         return checkpoint
@@ -320,10 +318,10 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
     check_holds_model(checkpoint)
     if not model_only:
         raise LossError(
-            "there is no checkpoint with an optimizer here: its states would begin anew",
+            "no checkpoint here has an optimizer: its states would be reset",
             path=path,
-            expected="the checkpoint of a step, as checkpoint-N",
-            found=f"a model alone, of the format {checkpoint.format}",
+            expected="a step's checkpoint, like checkpoint-N",
+            found=f"a model alone, format {checkpoint.format}",
             hint=_MODEL_ONLY,
         )
     return checkpoint
@@ -342,19 +340,19 @@ def _way(
     every = [checkpoint, *map(api.open, sibling_models(checkpoint.path))]
     opened = {file.path: file for one in every for file in one.files}
     if has_optimizer(checkpoint) and (beside := _models_in(path, opened)):
-        say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
+        say(f"note: skipped the model in {path} itself ({', '.join(beside)}), it holds no optimizer")
     target = registry.get(format or checkpoint.format)
     wanted = target.name
     registry.check_options(wanted, layout.options, "resume")
     if has_optimizer(checkpoint) and not target.carries_optimizer and not model_only:
         raise LossError(
-            f"the format {wanted} can't hold the optimizer of this checkpoint",
+            f"the format {wanted} can't hold this checkpoint's optimizer",
             path=checkpoint.path,
             hint=f"leave --format out to keep the optimizer; or {_MODEL_ONLY}",
         )
     if not (has_optimizer(checkpoint) and target.carries_optimizer):
         what = wanted if has_optimizer(checkpoint) else checkpoint.path
-        say(f"note: {what} holds no optimizer: its states begin anew")
+        say(f"note: {what} holds no optimizer: its states are reset")
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, target, layout)
     if as_it_is is not None and misfit is None:
@@ -364,7 +362,7 @@ def _way(
         if len(every) > 1:
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
-            say(f"note: the save holds {pluralize(len(every), 'model')}, and the engine loads all of them: {names}")
+            say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
         for line in unread_files.lines([file.to_json() for file in unread_files.not_read(found)]):
             say(line)
         return _Way(str(as_it_is), "as it is", list(opened))
@@ -373,10 +371,10 @@ def _way(
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
     if not (model_only or knows_optimizer(checkpoint)):
         raise LossError(
-            "the states of the optimizer would be left out: nothing tells which parameters they belong to",
+            "the optimizer's states would be lost: their parameters are unknown",
             path=checkpoint.path,
             found="; ".join(checkpoint.notes),
-            hint=f"it goes on as it is, under the engine and on the ranks that wrote it; or {_MODEL_ONLY}",
+            hint=f"resume it unconverted, with the same engine and ranks; or {_MODEL_ONLY}",
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
@@ -388,7 +386,7 @@ def _way(
         except CkptError as error:
             error.hint = f"it was converted before, and damaged since; remove {destination}"
             raise
-        return _Way(str(destination), "which was converted before")
+        return _Way(str(destination), "converted before")
     source = (checkpoint.path, checkpoint.format)
     return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout, source)
 
@@ -401,7 +399,7 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
     raise LossError(
         f"resume can't convert a save of {pluralize(len(models), 'model')}",
         path=save,
-        expected="a save that fits as it is",
+        expected="a save usable without conversion",
         found=misfit,
         hint=f"convert each model with the same options: `ckpt convert auto {wanted} {models[0]} -o FOLDER`{others}",
     )
@@ -427,14 +425,14 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
 
     for name in (RECORD, manifest.MANIFEST):
         if not (destination / name).is_file():
-            raise CorruptError("a file of the conversion is missing", path=destination / name)
+            raise CorruptError("a converted file is missing", path=destination / name)
     record = read_json(destination / RECORD)
     if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
-        raise CorruptError("it was not made from the checkpoint in its name", path=destination / RECORD)
+        raise CorruptError("it was converted from another checkpoint", path=destination / RECORD)
     is_small = manifest.expected_bytes(destination) <= _AFFORDABLE
     checked = manifest.check(destination, elements=is_small)
     if checked.problems:
-        what = "the conversion is not as its manifest says"
+        what = "the conversion doesn't match its manifest"
         raise CorruptError(what, path=destination, found="; ".join(checked.problems[:4]))
 
 
@@ -458,7 +456,7 @@ def _convert(
         )
     if group.rank == 0:
         if num_done:
-            say(f"{show_size(num_done)} were there already, and are as they were written")
+            say(f"{show_size(num_done)} were there already, and are unchanged")
         for line in (*plan.target.notes, *plan.target.not_written):
             say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
         for line in unread_files.lines([one.to_json() for one in unread_files.not_read(plan.checkpoint)]):
@@ -472,10 +470,10 @@ def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
         yield
     except (StorageError, UsageError) as error:
         if os.path.isdir(way.place) or error.what.startswith("another process is writing"):
-            error.hint = "another resume makes the same of this run, or has just done so: start again when it is done"
+            error.hint = "another resume is converting this run, or has just finished: start again when it is done"
         elif "-o" in (error.hint or ""):
             command = f"`ckpt convert auto {way.format} {path} -o FOLDER`, with the same options,"
-            error.hint = f"the converted checkpoint is kept beside the run; {command} writes elsewhere"
+            error.hint = f"the converted checkpoint is kept next to the run; {command} writes elsewhere"
         raise
 
 
@@ -526,12 +524,12 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     for name, argument in AXES.items():
         requested, written = layout.options.get(name), args.get(argument) or 1
         if requested is not None and requested != written and (is_bound or not target.fits_other_axes):
-            return f"it was written with {argument} {written}, and {requested} is asked for"
+            return f"it was written with {argument} {written}, and you asked for {requested}"
     if missing := missing_last_of_megatron(Path(checkpoint.path), checkpoint.namespace == OWN):
-        return f"{missing} is missing, which megatron-core writes last, and without which it loads nothing"
+        return f"{missing} is missing: megatron-core writes it last, and loads nothing without it"
     form, requested = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
     if requested is not None and requested != form:
-        return f"it is {form}, and {requested} is asked for"
+        return f"it is {form}, and you asked for {requested}"
     return None
 
 
@@ -563,21 +561,19 @@ def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None
         with contextlib.suppress(CkptError), translate_os_errors(copy.place):
             if str(copy.place) == used.place:
                 size = show_size(sum(file.stat().st_size for file in copy.place.rglob("*") if file.is_file()))
-                goes = (
-                    "the next resume that takes a newer step removes it, or one that finds its source gone or changed"
-                )
+                goes = "the next resume removes it if a newer step exists, or if its source is gone or changed"
                 say(f"{copy.place} takes {size}: {goes}")
             elif not copy.is_current:
                 shutil.rmtree(copy.place)
-                say(f"removed {copy.place}, whose source has gone or changed")
+                say(f"removed {copy.place}: its source is gone or changed")
             elif newest is not None and copy.step is not None and copy.step < newest:
                 shutil.rmtree(copy.place)
-                say(f"removed {copy.place}: it is of step {copy.step}, and step {newest} is there")
+                say(f"removed {copy.place}: its step {copy.step} is older than step {newest}")
     for left_over in unfinished_in(kept):
         with contextlib.suppress(CkptError):
             place = left_over.place
             if not left_over.is_current:
                 remove_staging(destination_of(place))
-                say(f"removed {place}, which a resume left that was killed: its source has gone or changed")
+                say(f"removed {place}, left by a killed resume: its source is gone or changed")
             else:
-                say(f"note: {place} belongs to another resume, which was killed or is still running")
+                say(f"note: {place} belongs to another resume, killed or still running")
