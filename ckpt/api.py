@@ -94,8 +94,8 @@ Source = str | PathLike[str] | Checkpoint
 #: Value of a read option, resolved by `check_types`.
 ReadOption = Annotated[OptionValue, registry.options_for_reading]
 
-_RANKS = Option("world_size", int, None, "Ranks of a sharded target", min=1, max=MAX_SIZE)
-_REPLICA = Option("replica", int, None, "The rank whose copies are taken", min=0)
+_RANKS = Option("world_size", int, None, "Number of ranks to write", min=1, max=MAX_SIZE)
+_REPLICA = Option("replica", int, None, "Rank to read replicas from", min=0)
 WORKERS = Option("workers", int, 0, "Threads that copy", min=0, max=256)
 
 
@@ -137,7 +137,7 @@ def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
         return open(source, format, **options)
     requested = {"format": None if format == AUTO else format, **options}
     if given := [name for name, value in requested.items() if value is not None]:
-        raise UsageError(f"the checkpoint is open already, and takes no {given[0]}", path=source.path)
+        raise UsageError(f"{given[0]} has no effect on an open checkpoint", path=source.path)
     return source
 
 
@@ -148,7 +148,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
     for folder in checkpoint.folders:  # config folders count too; output may lie inside them, but not replace them
         if is_inside_folder(Path(folder), destination):
             raise UsageError(
-                "the destination holds files of the source",
+                "the destination contains files from the source",
                 path=destination,
                 found=folder,
                 hint="give another folder with -o",
@@ -169,7 +169,7 @@ def _check_replaceable(destination: Path) -> None:
         except CkptError:
             return  # a damaged checkpoint counts too
     raise UsageError(
-        "the destination holds files that are no checkpoint, and --overwrite would delete them",
+        "the destination is not a checkpoint, and --overwrite would delete its files",
         path=destination,
         found=", ".join(sorted(entry.name for entry in destination.iterdir())[:4]),
         hint="give another folder with -o, or remove this one first",
@@ -295,8 +295,8 @@ class Conversion(Returned):
             say(note)
         if verify and self.plan.target.is_rearranged:
             raise UsageError(
-                "--verify compares tensors by their names, and this layout has others than the source",
-                hint="leave it out; the manifest has the digests of what is written",
+                "--verify compares tensors by name, and this layout changes the names",
+                hint="leave it out; the manifest has the digests",
             )
         what: dict[str, Any] = {
             "progress": progress,
@@ -431,7 +431,7 @@ def plan(
         CASTABLE.get(requested.dtype), parse_size(requested.max_shard_size), requested.world_size, of_format
     )
     if layout is not None and wanted != Layout():
-        raise UsageError("a layout says already what is written", found=f"{layout}, and options beside it")
+        raise UsageError("give a layout or options, not both", found=f"{layout} and options")
     layout = layout or wanted
     resources = resources or Resources(parse_size(requested.max_memory), requested.workers)
     for one, value in ((_RANKS, requested.world_size), (_REPLICA, requested.replica), (WORKERS, requested.workers)):
@@ -471,8 +471,8 @@ def plan(
     unread = checkpoint.unread if target.carries_optimizer else ()
     if not target.carries_optimizer and any(map(_is_at_gradients_point, checkpoint.state.param_groups)):
         note = (
-            "the run's schedule-free optimizer was in training mode: these are the weights that gradients are taken "
-            "at, not the averaged ones to evaluate (which are there when it is saved after optimizer.eval())"
+            "the run's schedule-free optimizer was in training mode: these are the weights for gradients, "
+            "not the averages for evaluation (save after optimizer.eval() to get the averages)"
         )
         laid_out = replace(laid_out, notes=(*laid_out.notes, note))
     laid_out = replace(laid_out, notes=(*added, *renamed, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
@@ -488,14 +488,14 @@ def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkp
 
     if target.carries_optimizer or target.name == "peft":
         raise UsageError(
-            f"--complete-from completes a model, and the format {target.name!r} is not one alone",
-            hint="convert to hf first, and what comes of that to another format",
+            f"--complete-from writes models only, not format {target.name!r}",
+            hint="convert to hf first, then convert the result",
             code="option-not-taken",
         )
     base = opened(source)
     if quantized_parts(base) and not quantized_parts(checkpoint):
         raise UsageError(
-            "the base is quantized and the run is not: its tensors would not go together",
+            "can't combine a quantized base with a run in plain dtypes",
             path=base.path,
             hint=f"`ckpt convert auto hf {shlex.quote(base.path)} --dequantize` makes a plain base; give that",
         )
@@ -601,11 +601,11 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
         return
     (fqn, state), method = next(iter(methods.items()))
     raise LossError(
-        f"the optimizer's states are stored quantized, in blocks that {to} has no place for",
+        f"{to} can't hold optimizer states quantized in blocks",
         path=checkpoint.path,
         fqn=fqn,
         found=f"{state} of {method}, and {len(methods) - 1} others",
-        hint="--optimizer-dtype fp32 writes the values that the optimizer itself computes of them",
+        hint="--optimizer-dtype fp32 writes the values the optimizer computes from them",
     )
 
 
@@ -835,9 +835,9 @@ def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoi
 def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool) -> None:
     """Raise UsageError if options for `verify` contradict each other."""
     if how.cast and how.exact:
-        raise UsageError("--cast rounds, and --exact rounds nothing", hint="give one of the two")
+        raise UsageError("--cast rounds, and --exact forbids rounding", hint="give only one")
     if run and (b is None or loads or how != Comparison()):
-        raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast, --exact nor --loads")
+        raise UsageError("--run needs two runs or checkpoints, without --only, --cast, --exact or --loads")
     if loads and b is not None:
         raise UsageError("--loads takes one folder", found=f"{a} and {b}")
     path = a.path if isinstance(a, Checkpoint) else fspath(a)
@@ -851,7 +851,7 @@ def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sid
         differing = {**_differing(how), **_differing(sides)}
         spelled = {"accept_settings": "accept-setting"}
         if of_two := " ".join(f"--{spelled.get(name, name).replace('_', '-')}" for name in differing):
-            what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
+            what = "these options need two checkpoints: a single folder is compared with its manifest"
             raise UsageError(what, path=path, found=of_two, hint="give a second checkpoint, or leave them out")
 
 

@@ -20,9 +20,9 @@ def places() -> dict[str, str]:
     others = entries(GROUP)
     if taken := sorted(own.keys() & others.keys()):
         raise UsageError(
-            f"an installed package registers the command {taken[0]!r}, which ckpt has itself",
+            f"an installed package registers the built-in command {taken[0]!r}",
             found=others[taken[0]],
-            hint="uninstall that package, or update it",
+            hint="uninstall or update that package",
         )
     return own | others
 
@@ -33,7 +33,7 @@ def command(name: str) -> Command:
     found = load(places()[name])
     if not isinstance(found, Command) or found.name != name:
         what = f"the command {name!r} is not declared"
-        raise UsageError(what, expected=f"a `Command` of the name {name!r}", found=f"{places()[name]}: {found!r:.200}")
+        raise UsageError(what, expected=f"a `Command` named {name!r}", found=f"{places()[name]}: {found!r:.200}")
     return found
 
 

@@ -42,10 +42,10 @@ def of_command(name: str, params: list[Any]) -> dict[str, Any]:
         option = _known(key, known, f"[{TABLE}.{name}] in {path}")
         if option in _ASKED_ONLY:
             raise UsageError(
-                f"a file does not set --{option}: it may be somebody else's",
+                f"--{option} can't be set in a file: somebody else may have written it",
                 path=path,
                 found=f"{key}, [{TABLE}.{name}]",
-                hint="remove it from the file, and give the option on the command line or in the environment",
+                hint="remove it from the file, and set it on the command line or in the environment",
                 code="unknown-default",
             )
         found[known[option].name] = value
@@ -62,8 +62,8 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> str:
     option = key.replace("_", "-")
     if option not in known:
         raise UsageError(
-            "there is no such option",
-            expected="an option of the command",
+            "unknown option",
+            expected="one of the command's options",
             found=f"{key}, {where}",
             hint=did_you_mean(option, list(known)),
             code="unknown-default",
@@ -81,7 +81,7 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
     try:
         text = path.read_text("utf-8", "replace") if path else ""
     except OSError as error:
-        what = "the file that may set defaults cannot be read"
+        what = "can't read the file with default options"
         raise UsageError(what, path=path, found=error.strerror) from None
     if not re.search(r"^\[?\s*\[\s*tool\s*\.\s*ckpt\b(?!-)", text, re.MULTILINE):
         return path, {}
@@ -93,16 +93,18 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
     try:
         tables = tomllib.loads(text).get("tool", {}).get("ckpt", {})
     except tomllib.TOMLDecodeError as error:
-        raise UsageError("this is not TOML", path=path, found=str(error)) from None
+        raise UsageError("invalid TOML", path=path, found=str(error)) from None
     if not isinstance(tables, dict):
-        raise UsageError(f"[[{TABLE}]] is no table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default")
+        raise UsageError(
+            f"[[{TABLE}]] is not a table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default"
+        )
     known = command_registry.places()
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
             commands = [one.name for one in command_registry.all_commands()]  # in help order
             meant = None if name in known else did_you_mean(name, commands)
-            hint = meant or f"options stand in a table of their command, [{TABLE}.convert]"
-            expected = f"tables of commands: {', '.join(commands)}"
+            hint = meant or f"put options in their command's table, as in [{TABLE}.convert]"
+            expected = f"a table for a command: {', '.join(commands)}"
             what = f"[{TABLE}] has no {name!r}"
             raise UsageError(what, path=path, expected=expected, hint=hint, code="unknown-default")
     return path, tables

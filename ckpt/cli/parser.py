@@ -231,7 +231,7 @@ class CommandGroup(_Help, TyperGroup):
         if "" in args[1:]:  # an empty path: `Path("")` would be the current folder
             before = args[args.index("", 1) - 1]
             where = before if before.startswith("-") else None
-            raise UsageError("an argument is empty", found=where, hint="is a variable of the shell not set?")
+            raise UsageError("an argument is empty", found=where, hint="check the shell variable: it may be unset")
         resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
         name, command, rest = resolved
         declared = command_registry.command(name)
@@ -240,7 +240,7 @@ class CommandGroup(_Help, TyperGroup):
             url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in declared.texts else None
             if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
                 # `Path` would normalise it to another key
-                raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
+                raise UsageError("the URL's path contains an empty part or a dot", found=shown(arg))
         if declared.format_options:
             command = _alone(declared)
         _check_spelled_once(command.params, rest)
@@ -310,9 +310,9 @@ def with_options(
                 continue
             if one.name in known:
                 raise UsageError(
-                    f"two options of `ckpt convert` are called {one.flag}",
-                    found=f"one of them is of {', '.join(formats)}",
-                    hint="uninstall the package of one of the two, or rename its option",
+                    f"`ckpt convert` has two options named {one.flag}",
+                    found=f"one belongs to {', '.join(formats)}",
+                    hint="uninstall one of the two packages, or rename its option",
                 )
             declared[one.name] = one
             known[one.name] = _parameter(one, READ if one.is_for_reading else f"{_OF_FORMATS}{', '.join(formats)}")

@@ -19,7 +19,7 @@ _MEANT = {
     "--bf16": ("--dtype", "--dtype bf16"),
     "--fp16": ("--dtype", "--dtype fp16"),
     "--fp32": ("--dtype", "--dtype fp32"),
-    "--from": ("FROM", "the format that is read is the first argument, as in `ckpt convert FROM TO PATH`"),
+    "--from": ("FROM", "the source format is the first argument, as in `ckpt convert FROM TO PATH`"),
     "--out": ("--output", "-o"),
     "--out-dir": ("--output", "-o"),
     "--output-dir": ("--output", "-o"),
@@ -62,26 +62,26 @@ def _ours(error: Any, command: str) -> UsageError:
     if found := re.match(r"No such option: (\S+)", message):
         near = " or ".join(sorted(getattr(error, "possibilities", None) or ()))
         hint = _foreign_option_hint(found[1], context) or (f"did you mean {near}?" if near else hint)
-        return UsageError(f"there is no option {found[1]}", hint=hint)
+        return UsageError(f"unknown option {found[1]}", hint=hint)
     if found := re.match(r"No such command '(.*?)'\.?(?: Did you mean (.*?)\?)?$", message):
         hint = f"did you mean {found[2].replace(chr(39), '')}?" if found[2] else hint
-        return UsageError(f"there is no command {found[1]!r}", hint=hint)
+        return UsageError(f"unknown command {found[1]!r}", hint=hint)
     if found := re.match(r"Missing (?:argument|option) '?(.*?)'?\.", message):
         return UsageError(f"{found[1]} is missing", expected=usage, hint=hint)
     if found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message):
-        what = "there are more arguments than the command takes"
+        what = "too many arguments"
         return UsageError(what, expected=usage, found=found[1], hint=hint)
     if found := re.match(r"Option '(.*)' requires an argument", message):
-        return UsageError(f"the option {found[1]} takes a value, and none is given", hint=hint)
+        return UsageError(f"option {found[1]} needs a value", hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: '(.*)' is not one of (.*?)\.?$", message, re.DOTALL):
         spelled = (
             (getattr(error.param, "metavar", None) or "").strip("<>").replace("|", ", ")
         )  # typer's own choices have hyphens
         expected = f"one of {spelled or found[3].replace(chr(39), '')}"
-        return UsageError(f"the value of {_name(found[1])} is not known", expected=expected, found=found[2], hint=hint)
+        return UsageError(f"unknown value for {_name(found[1])}", expected=expected, found=found[2], hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: (?:Input should be )?(.*)", message, re.DOTALL):
         expected = found[2].partition(", unable")[0]
-        return UsageError(f"the value of {_name(found[1])} cannot be taken", expected=expected, hint=hint)
+        return UsageError(f"invalid value for {_name(found[1])}", expected=expected, hint=hint)
     return UsageError(message, hint=hint)
 
 

@@ -28,11 +28,11 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
         raise UsageError(
             "this YAML names no run folder",
             path=path,
-            expected="output_dir, as Axolotl's has it",
+            expected="Axolotl's output_dir",
             hint="give the run folder itself",
         )
     if not quiet:
-        print(printable(f"note: the run folder that {path} names is {run}"), file=sys.stderr)
+        print(printable(f"note: using the run folder in {path}: {run}"), file=sys.stderr)
     return run, base if isinstance(base, str) and Path(base).is_dir() else None
 
 

@@ -53,7 +53,7 @@ def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
         try:
             api.check_apart(path, checkpoint)
         except UsageError as error:
-            error.expected, error.hint = "a file that does not lie in the source", "give another place"
+            error.expected, error.hint = "a file outside the source", "give another path"
             raise
     if path.is_file() and not _is_of_kind(path, suffix):
         raise UsageError(f"the file is not {kind}, and it would be replaced", path=path, expected=expected)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from ckpt.base.flags import HOW, Flag, Positional
 
-PathArgument = Annotated[Path, Positional(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
+PathArgument = Annotated[Path, Positional(metavar="PATH", help="A checkpoint or run folder.")]
 JsonOption = Annotated[bool, Flag(("--json",), help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, Flag(("-q", "--quiet"), help="Print errors and warnings of loss only.")]
 VerboseOption = Annotated[bool, Flag(("-v", "--verbose"), help="Print every tensor or file.")]

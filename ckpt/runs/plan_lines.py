@@ -100,7 +100,7 @@ def written_lines(
     """Return a finished conversion's lines. `num_done` bytes existed before."""
     lines = lost_lines(report, verbose=verbose)
     if num_done:
-        lines.append(f"{show_size(num_done)} were there already, and are as they were written")
+        lines.append(f"{show_size(num_done)} were there already, and are unchanged")
     if any(file["name"] == TRAINER_STATE for file in report["files"]):  # Trainer accepts the folder under any name
         place = printable(report["destination"])
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")

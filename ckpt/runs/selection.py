@@ -104,7 +104,7 @@ class Chooser:
             return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
         if (below := run_below(path, self._leads_to_one)) is not None:
             found = self.open(below)
-            return found and _with_notes(found, [f"taking the run {run.name(below)}"])
+            return found and _with_notes(found, [Brief(f"taking the run {run.name(below)}")])
         return None
 
     def _leads_to_one(self, folder: Path) -> bool:

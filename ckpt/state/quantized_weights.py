@@ -36,7 +36,7 @@ def dequantizing_hint(checkpoint: Checkpoint) -> str:
     """Return a hint for getting plain weights: `--dequantize`, or another source."""
     if services.dequantizing.can_dequantize(checkpoint):
         return "--dequantize makes plain weights of them"
-    return "take the full-precision model: weights of this quantization method can't be dequantized here"
+    return "take the full-precision model: this quantization method can't be dequantized here"
 
 
 def check_place(checkpoint: Checkpoint, target: Format) -> None:

@@ -51,7 +51,7 @@ class CommandConformance:
     def test_a_mistake_is_one_error_with_a_hint(self, command: Command) -> None:
         done = run(command.name, "--no-such-option")
         assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.startswith("error: there is no option --no-such-option") and "hint: " in done.stderr
+        assert done.stderr.startswith("error: unknown option --no-such-option") and "hint: " in done.stderr
         assert "Traceback" not in done.stderr
 
     def test_it_is_listed_in_its_section(self, command: Command) -> None:

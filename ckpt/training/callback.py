@@ -70,9 +70,9 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if push and to is None:
-            raise UsageError("what is pushed is what is converted", expected="to='hf'", found="to=None")
+            raise UsageError("push needs a conversion", expected="to='hf'", found="to=None")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise UsageError("keep is a number of conversions", expected="an int of at least 1", found=repr(keep))
+            raise UsageError("keep must be a positive integer", expected="1 or more", found=repr(keep))
         _check_options(to, options)
         self._keep = keep
         self._converted: list[str] = []

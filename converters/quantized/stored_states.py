@@ -24,7 +24,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, FlatRange, Shape, Tensor, Whole, flat_range
 from converters.quantized.states import Quantized, Stored
 
-_HINT = "--optimizer-dtype fp32 writes the values that the optimizer itself computes of them"
+_HINT = "--optimizer-dtype fp32 writes the values the optimizer computes from them"
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def test_two_options_of_one_name_are_a_mistake(fixtures: Path, marks: ModuleType
         marks.Marks = other  # type: ignore[attr-defined]
         result = run_ckpt("convert", "auto", "hf", fixtures / "toy-zero3", "--dry-run")
         assert result.code == 2
-        assert f"two options of `ckpt convert` are called --{name}" in result.err
+        assert f"`ckpt convert` has two options named --{name}" in result.err
         assert "marks" in result.err
         assert run_ckpt("inspect", fixtures / "toy-zero3").code == 0
 

@@ -23,6 +23,14 @@ from tests.support.commands import ckpt_in_order
 
 #: One sample per framework: ZeRO, FSDP, Megatron, GPT-NeoX, HF Trainer, a LoRA run.
 PLAIN = ("moe-zero3", "toy-zero1", "local-flat", "megatron-0.17-dp", "neox-zero1", "trainer-zero2", "autotp-zero0")
+#: A folder with one run, and conversions to other formats.
+OTHERS = (
+    ("trl-zero3/outputs", "hf"),
+    ("trainer-plain", "hf"),
+    ("toy-zero3", "zero3 --world-size 2"),
+    ("trainer-zero2", "zero3 --world-size 2"),
+    ("trainer-plain", "megatron --tp 1"),
+)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -37,6 +45,15 @@ def test_plain_success_has_at_most_five_lines(fixtures: Path, tmp_path: Path, na
         assert f"not in the target: {one}" in long, "with -v nothing is shortened"
     assert all(f"note: {note}" in long for note in report["notes"])
     assert len(report["left_out"]) < 2 or "(-v: all of it)" in done.err
+
+
+@pytest.mark.parametrize(("name", "target"), OTHERS)
+def test_other_plain_successes_have_at_most_five_lines(fixtures: Path, tmp_path: Path, name: str, target: str) -> None:
+    done = ckpt_in_order("convert", "auto", *target.split(), fixtures / name, "-o", tmp_path / "out")
+    source, *_ = lines = done.out.splitlines()
+    assert done.code == 0 and len(lines) <= 5, done.out
+    assert source.startswith(f"{fixtures / name}") and ", step 2" in source, source
+    assert any(line.startswith("wrote ") for line in lines) and f"{tmp_path / 'out'}" in lines, done.out
 
 
 def _of_kind(lines: list[str], *starts: str) -> list[str]:

@@ -260,13 +260,13 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "save the module's state_dict() with torch.save": lambda at: typed("inspect", program(at / "model.pt")),
     "run `git lfs pull` in its folder": lambda at: typed("inspect", pointer(at / "pytorch_model.bin").parent),
     "on a little-endian machine": lambda at: typed("inspect", big_endian(at / "model.pt")),
-    "correct the path in the run's config": lambda at: typed(
+    "correct the path in the run config": lambda at: typed(
         "estimate", "--run-config", text(at / "run.yml", "deepspeed: ds.json\nbase_model: x\n"), *MODEL
     ),
-    "give the model, and this as --run-config": lambda at: typed(
+    "give the model, and this file with --run-config": lambda at: typed(
         "estimate", text(at / "run.yml", "micro_batch_size: 2\n"), "--gpus", "2"
     ),
-    "--optimizer NAME, of one that keeps as much": lambda at: typed(
+    "pass a known optimizer with equal states: --optimizer NAME": lambda at: typed(
         "estimate", "--run-config", text(at / "run.yml", "optimizer: galore_adamw\nbase_model: x\n"), *MODEL
     ),
     "leave out --revision or --create-pr": lambda at: typed(
@@ -306,7 +306,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "pip install ml_dtypes": lambda at: is_lacking(
         at, "ml_dtypes", lambda: called(lambda: toolkit.open(half(at / "b"))["model.a.weight"].numpy())
     ),
-    "--workers 1 takes the least memory": lambda at: changed(
+    "--workers 1 needs the least memory": lambda at: changed(
         at,
         "ckpt.commands.merge_lora.arithmetic.one_thread",
         out_of_memory,

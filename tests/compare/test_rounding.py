@@ -52,7 +52,7 @@ def test_exact_on_the_command_line(fixtures: Path, tmp_path: Path) -> None:
     words = ("verify", run, out, "--only", "weights")
     assert (run_ckpt(*words).code, run_ckpt(*words, "--exact").code) == (0, 1)
     refused = run_ckpt(*words, "--exact", "--cast")
-    assert refused.code == 2 and "--exact rounds nothing" in refused.err
+    assert refused.code == 2 and "--exact forbids rounding" in refused.err
     with pytest.raises(UsageError, match="exact"):
         ckpt.verify(run, out, cast=True, exact=True)
     assert run_ckpt("verify", out, "--exact").code == 2, "a manifest is of one folder"

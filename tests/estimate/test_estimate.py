@@ -423,7 +423,7 @@ def test_fewer_tokens_are_suggested_only_where_all_else_would_fit() -> None:
         sizing.Subject("8B", in_memory(LLAMA), LLAMA), Setup(1, mixed=False, length=1), 40 * GB, [DDP]
     ).suggestions
     assert "nothing fits on up to 4096 such GPUs: without any activations it is 64.2 GB of 40.0 GB" in ddp
-    assert "what shards these states does, on 3 GPUs: fsdp2, data parallel 3: " in ddp and "--seq-len" not in ddp
+    assert "sharding these states helps: on 3 GPUs: fsdp2, data parallel 3: " in ddp and "--seq-len" not in ddp
     (other,) = suggestions(LLAMA, Setup(1, offload_optimizer="cpu", offload_params="cpu"), GB // 2)
     assert "--seq-len" not in other and "LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs" in other
     for named in ([MEGATRON], [ZERO3, FSDP2]):

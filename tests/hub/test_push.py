@@ -67,7 +67,7 @@ def test_push_from_python(server: HubServer, folder: Path) -> None:
     assert said.startswith(f"verified: {len(tree) + 1} files") and shown.startswith(f"<{REPO}: {len(tree) + 1} files, ")
     with pytest.raises(UsageError, match=r"to which repository(.|\n)*give it with repo_id='ORG/NAME'"):
         pushing.push(folder)
-    with pytest.raises(UsageError, match="no repository of the Hub\n  expected: ORG/NAME\n  found: name"):
+    with pytest.raises(UsageError, match="invalid Hub repository\n  expected: ORG/NAME\n  found: name"):
         pushing.push(folder, "name")
 
 
@@ -111,7 +111,7 @@ def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: li
     server.refuse = 0
     failed = process("push", folder, "--repo-id", REPO, *options)
     command = f"ckpt push {folder} --repo-id {REPO} {again}"
-    assert failed.code == 7 and f"`{command}` goes on" in failed.err
+    assert failed.code == 7 and f"`{command}` continues" in failed.err
     server.refuse = None
     resumed = process(*command.split()[1:])
     assert resumed.code == 0, resumed.err
@@ -128,7 +128,7 @@ def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
     failed = process("push", folder, "--repo-id", REPO)
     assert failed.code == 7 and "Traceback" not in failed.err
     assert "the push did not come to its end" in failed.err and "413" in failed.err
-    assert f"ckpt push {folder} --repo-id {REPO}` goes on" in failed.err
+    assert f"ckpt push {folder} --repo-id {REPO}` continues" in failed.err
     assert contents(folder) == before and server.tree(REPO) == {}
     server.refuse = None
     arrived = set(server.blobs)
@@ -156,7 +156,7 @@ def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal
     said = running.communicate(timeout=60)[1]
     if how == signal.SIGINT:
         assert running.returncode == 130 and "Traceback" not in said
-        assert f"interrupted; the local folder stays as it is; `ckpt push {folder} --repo-id {REPO}` goes on" in said
+        assert f"interrupted; the local folder is unchanged; `ckpt push {folder} --repo-id {REPO}` continues" in said
     assert server.tree(REPO) == {}
     server.hold = None
     resumed = process("push", folder, "--repo-id", REPO)
@@ -171,7 +171,7 @@ def test_a_wrong_checksum_is_found(server: HubServer, folder: Path, name: str) -
     server.corrupt = path.name
     report = process("push", folder, "--repo-id", REPO)
     assert report.code == 4, report.err
-    assert "a file on the Hub is not the one that was pushed" in report.err and path.name in report.err
+    assert "a file on the Hub differs from the pushed file" in report.err and path.name in report.err
 
 
 @pytest.mark.parametrize("token", ["hf_other", None])
@@ -179,15 +179,15 @@ def test_not_let_in(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN")
     report = process("push", folder, "--repo-id", REPO)
     assert report.code == 7 and "Traceback" not in report.err
-    assert "the Hub does not know who is pushing" in report.err and "set HF_TOKEN" in report.err
+    assert "the Hub needs a token for pushing" in report.err and "set HF_TOKEN" in report.err
 
 
 @pytest.mark.parametrize(
     ("request_", "status", "said"),
     [
-        ("POST /api/repos/create", 403, "does not let this token push there"),
-        (r"POST /api/models/.*/commit/main", 403, "does not let this token push there"),
-        (r"POST /api/models/.*/preupload/main", 404, "has no such repository or branch"),
+        ("POST /api/repos/create", 403, "does not let this token push here"),
+        (r"POST /api/models/.*/commit/main", 403, "does not let this token push here"),
+        (r"POST /api/models/.*/preupload/main", 404, "repository or branch not found on the Hub"),
         (r"POST /api/models/.*/commit/main", 409, "somebody else is changing the repository"),
         (r"POST /api/models/.*/commit/main", 412, "somebody else is changing the repository"),
     ],
@@ -198,7 +198,7 @@ def test_what_the_hub_refuses(server: HubServer, folder: Path, request_: str, st
     report = process("push", folder, "--repo-id", REPO)
     assert report.code == 7 and said in report.err and "Traceback" not in report.err
     assert f"you get {status}" in report.err or str(status) in report.err
-    assert f"ckpt push {folder} --repo-id {REPO}` goes on" in report.err and contents(folder) == before
+    assert f"ckpt push {folder} --repo-id {REPO}` continues" in report.err and contents(folder) == before
 
 
 def test_without_a_network_the_reason_is_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_names_that_are_not_those_of_the_config(
     assert refused.code == 6 and "not what save_pretrained of LlamaForCausalLM writes" in refused.err
     assert "too many: base_model.model." in refused.err and "--names own" in refused.err
     assert REPO not in server.repos
-    assert hub.Push(REPO, own_names=True).again(folder).endswith(f"--repo-id {REPO} --names own` goes on")
+    assert hub.Push(REPO, own_names=True).again(folder).endswith(f"--repo-id {REPO} --names own` continues")
     pushed = process("push", folder, "--repo-id", REPO, "--names", "own")
     assert pushed.code == 0, pushed.err
     assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
@@ -243,7 +243,7 @@ def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, fo
     there["adapter_config.json"] = File(b"{}", False)
     there["config.json"] = File(b"{}", False)  # Axolotl saves it beside an adapter
     report = process("push", folder, "--repo-id", REPO)
-    assert report.code == 2 and "holds an adapter, and a model is to be pushed" in report.err
+    assert report.code == 2 and "holds an adapter, and you push a model" in report.err
     assert "--repo-id" in report.err and not server.uploads and len(there) == 2
     report = process("push", folder, "--repo-id", REPO, "--revision", "merged")
     assert report.code == 2 and len(there) == 2  # a new branch begins with the main branch's files
@@ -252,7 +252,7 @@ def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, fo
     api.plan(api.open(FIXTURES / "lora-zero3"), "peft").run(adapter)
     server.repos[REPO].branches["main"] = {"model-00001-of-00002.safetensors": File(b"older", True)}
     report = process("push", adapter, "--repo-id", REPO)
-    assert report.code == 2 and "holds a model, and an adapter is to be pushed" in report.err
+    assert report.code == 2 and "holds a model, and you push an adapter" in report.err
     assert len(server.tree(REPO)) == 1 and not server.uploads
 
 
@@ -263,7 +263,7 @@ def test_a_card_of_others_is_never_replaced(server: HubServer, folder: Path) -> 
     (folder / "README.md").write_text("---\ntags: [ckpt]\n---\nanother card\n")
     before = there["README.md"]
     report = process("push", folder, "--repo-id", REPO)
-    assert report.code == 0 and "README.md in me/merged stays" in report.err
+    assert report.code == 0 and "kept the README.md in me/merged" in report.err
     assert there["README.md"] == before
     assert set(server.tree(REPO)) == set(contents(folder))
     ours = model_card("merged", {}, {"weights": "0"}, ["ckpt", "push"]).encode()

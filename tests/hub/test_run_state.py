@@ -100,7 +100,7 @@ def test_push_refuses_an_optimizer_inside_a_torch_file(key: str, name: str, mode
 def test_push_refuses_a_torch_file_of_an_optimizer_alone(model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     shutil.copy(FIXTURES / "trainer-plain" / "checkpoint-2" / "optimizer.pt", folder / "last.bin")
-    with pytest.raises(LossError, match="training run") as failure:
+    with pytest.raises(LossError, match="would publish the training state") as failure:
         check(folder)
     assert failure.value.found == "last.bin"
 

@@ -27,7 +27,7 @@ def test_an_adapter_is_found_in_its_run(fixtures: Path, tmp_path: Path) -> None:
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "elsewhere")
     report = process("merge-lora", fixtures / "lora-zero3", "-o", base)
     assert report.code == 0, report.err
-    report = process("merge-lora", tmp_path / "outputs", "--base", base, "-o", tmp_path / "merged")
+    report = process("merge-lora", tmp_path / "outputs", "--base", base, "-o", tmp_path / "merged", "-v")
     assert report.code == 0 and "taking the run project/run" in report.err, report.err
 
 
@@ -82,7 +82,7 @@ def test_what_ckpt_made_is_taken_where_there_is_nothing_else(fixtures: Path, tmp
         ckpt.plan(ckpt.open(run), format).run(outputs / f"qwen3-lora-{format}")
     assert ckpt.open(outputs).path == str(run / "checkpoint-2/global_step2")
     base = fixtures / "trl-lora-zero3/Qwen/Qwen3-30B-A3B"
-    report = process("merge-lora", outputs, "--base", base, "-o", tmp_path / "merged")
+    report = process("merge-lora", outputs, "--base", base, "-o", tmp_path / "merged", "-v")
     assert report.code == 0 and "taking the run qwen3-lora\n" in report.err, report.err
     shutil.rmtree(run)
     with pytest.raises(SeveralRunsError):

@@ -143,8 +143,8 @@ def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         hinted = ckpt("resume", *words, "--model-only")
         assert hinted.code == 0 and hinted.out.strip() == place, hinted.err
-        assert "is passed over, it cannot be read: this file holds one rank's parts" in hinted.err
-        assert "holds no optimizer: its states begin anew" in hinted.err
+        assert "is skipped, it cannot be read: this file holds one rank's parts" in hinted.err
+        assert "holds no optimizer: its states are reset" in hinted.err
     elsewhere = ckpt("convert", "fsdp", "hf", "outputs")
     assert elsewhere.code == 3 and "hint: this looks like full or peft" in elsewhere.err
     checked = ckpt("check", "outputs")
@@ -244,7 +244,7 @@ def test_axolotls_yaml_stands_for_the_run_folder_that_it_names(tmp_path: Path, m
         (["convert", "fsdp", "hf", str(full)], ["convert", "fsdp", "hf", "outputs/gpt-oss-out", "-o", "by-hand-2"]),
     ):
         report = ckpt(*words)
-        assert report.code == 0 and f"note: the run folder that {words[-1]} names is ./outputs/" in report.err
+        assert report.code == 0 and f"note: using the run folder in {words[-1]}: ./outputs/" in report.err
         assert ckpt(*by_hand).code == 0
         assert stored(Path(report.out.strip())) == stored(Path(by_hand[-1]))
     assert (

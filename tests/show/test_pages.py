@@ -131,7 +131,7 @@ def test_a_checkpoint_with_a_hole_has_a_page_and_the_exit_code_of_damage(tmp_pat
     metadata.state_dict_metadata["model.down.weight"].chunks.pop()
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     done = run_ckpt("inspect", step, "--html", tmp_path / "out.html")
-    assert done.code == 4 and f"hint: {tmp_path / 'out.html'} shows in red where" in done.err
+    assert done.code == 4 and f"hint: see the red parts in {tmp_path / 'out.html'}" in done.err
     found = content((tmp_path / "out.html").read_text())
     assert [look[4] for look in found["looks"] if look[4]] == [["hole at elements 9:15"]]
 
@@ -215,7 +215,7 @@ def test_only_a_page_is_replaced_and_nothing_in_the_checkpoint(tmp_path: Path) -
     for words, said in (
         (("--html", tmp_path / "out.svg"), "a page is an HTML file"),
         (("--html", other, "--overwrite"), "the file is not a page, and it would be replaced"),
-        (("--html", run / "global_step2" / "out.html"), "a file that does not lie in the source"),
+        (("--html", run / "global_step2" / "out.html"), "a file outside the source"),
         (("--overwrite",), "--only and --overwrite go with --picture or --html"),
     ):
         done = run_ckpt("inspect", run, *words)
@@ -233,8 +233,8 @@ def test_the_page_of_a_comparison_is_of_two_checkpoints(tmp_path: Path) -> None:
     base, after = tuned(tmp_path)
     page = tmp_path / "out.html"
     for words, said in (
-        ((base, after, "--run", "--html", page), "--html shows how the tensors of two checkpoints differ"),
-        ((base, "--html", page), "--html shows how the tensors of two checkpoints differ"),
+        ((base, after, "--run", "--html", page), "--html needs two checkpoints"),
+        ((base, "--html", page), "--html needs two checkpoints"),
         ((base, after, "--overwrite"), "--overwrite goes with --html"),
     ):
         done = run_ckpt("verify", *words)

@@ -529,7 +529,7 @@ def test_bars_of_a_model_in_one_file_are_as_long_as_they_are_large() -> None:
     assert [found.row(name).patches[0][1][:2] for name in names] == [near(0, size / 400) for size in sizes]
     assert len({found.row(name).patches[0][0] for name in names}) == 3  # by model part
     assert {"embeddings 800 B", "MLP 400 B", "attention 200 B", "norms 8 B"} <= set(found.texts)
-    assert any("as long as its tensors are large" in text for text in found.texts)
+    assert any("bar length shows tensor size" in text for text in found.texts)
     several = drawn(*(whole(name, size, f"{size}.safetensors") for name, size in zip(names, sizes, strict=True)))
     assert [several.row(name).patches[0][0] for name in names] == [COLOURS[2], COLOURS[0], COLOURS[1]]
 
@@ -564,7 +564,7 @@ def test_each_rank_has_a_line_with_what_it_has() -> None:
     ]
     found = drawn(*of_roles)
     assert {"rank 0 · 288 B", "rank 1 · 288 B", "weights", "masters", "optimizer states"} <= set(found.texts)
-    assert "576 B of tensors, by part of the model" in found.texts
+    assert "576 B in tensors, by model part" in found.texts
 
 
 def megatron(format: str, world_size: int, **args: int | bool) -> Checkpoint:
@@ -725,7 +725,7 @@ def test_what_is_damaged_is_drawn_and_then_refused(tmp_path: Path, monkeypatch: 
     done = run_ckpt("inspect", "anything", "--picture", out)
     assert done.code == 4
     assert "format" in done.out
-    for said in ("tensor: w", "found: weight: hole at elements 3:4", f"hint: {out} shows in red where"):
+    for said in ("tensor: w", "found: weight: hole at elements 3:4", f"hint: see the red parts in {out}"):
         assert said in done.err
     assert parsed(out.read_text()).row("w").patches[-1][0] == "#ffffff"
 

@@ -238,7 +238,7 @@ def test_a_resized_vocabulary_stays_the_runs(sees: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("target", ["dcp", "zero3", "peft"])
 def test_only_a_model_alone_is_completed(target: str, sees: Path, tmp_path: Path) -> None:
     outcome = ckpt("convert", "hf", target, sees, "-o", tmp_path / "out", "--complete-from", sees)
-    assert outcome.code == 2 and "--complete-from completes a model" in outcome.err
+    assert outcome.code == 2 and "--complete-from writes models only" in outcome.err
 
 
 def test_the_base_is_no_destination(sees: Path, tmp_path: Path) -> None:

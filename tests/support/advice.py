@@ -50,7 +50,7 @@ KINDS = (
             r"\bload the file with \w+, only if you trust\b|\bon a little-endian machine\b",
             r"\bsave with Megatron-LM\b|\bHub's config\.json of the model\b",
             r"\bconvert it with GPT-NeoX's\b",
-            r"\bmodel\.to_empty\(|\bmpirun -x\b|\bcall ckpt\.resume behind\b",
+            r"\bmodel\.to_empty\(|\bmpirun -x\b|\bcall ckpt\.resume after\b",
         ),
     ),
     Kind(
@@ -61,7 +61,7 @@ KINDS = (
             r"\bkeep the run on shared storage\b|\bfill it before it is sharded\b",
             r"\bcopied (?:completely|only in part)\b|\bor have been copied\b|\bwas one copied over\b",
             r"\bfetch or save it again\b",
-            r"\ba sharded state dict has it\b|\bstill has them; give that\b",
+            r"\ba sharded state dict has it\b|\bit still has them$",
         ),
     ),
     Kind(
@@ -77,7 +77,7 @@ KINDS = (
         "The user has to decide about files that belong to somebody: a test must not guess.",
         (
             r"\b(?:move|remove|rename|replace|write|correct|set) (?:it|them|those|the|that|one|this)\b",
-            r"\bif you trust it\b|\bdamaged since; remove \S+|\bset its vocab_size to\b|\btables? of their command\b",
+            r"\bif you trust it\b|\bdamaged since; remove \S+|\bset its vocab_size to\b|\bin their command's table\b",
             r"\bremove entries that change nothing\b",
             r"^write \"\w+\"",
         ),
@@ -95,7 +95,7 @@ KINDS = (
         "another source",
         "The user alone knows the path of the other checkpoint.",
         (
-            r"\bgive (?:the|a|an|one|another|local)\b",
+            r"\bgive (?:the|a|an|one|another|only|local)\b",
             r"\b(?:take|convert) (?:the|that|this|a) \S+",
             r"\bwas trained on\b",
             r"\bthe manifest has the digests\b",
@@ -105,7 +105,7 @@ KINDS = (
         "push goes on",
         "The command talks to a server. tests/hub runs it again by hand.",
         (
-            r"`ckpt push [^`]*` goes on",
+            r"`ckpt push [^`]*` continues",
             r"\bpush again\b",
             r"^convert to a local folder",
             r"^leave out (?:--)?revision or (?:--)?create.pr$",
@@ -133,11 +133,11 @@ KINDS = (
         "It explains the refusal; there is nothing to do with this source.",
         (
             r"^DeepSpeed before [\d.]+ saved no\b|^PEFT (?:before [\d-]+ stored|does not merge)\b",
-            r"^versions of Megatron-Bridge after\b|\bshows in red where$",
+            r"^versions of Megatron-Bridge after\b|^see the red parts in",
             r"^the file is (?:truncated|of another save)\b|^when it has, what it wrote\b",
         ),
     ),
-    Kind("question", "It names what the user has to look at.", (r"\?$", r"\?; ")),
+    Kind("question", "It names what the user has to look at.", (r"\?$", r"\?; ", r"^check ")),
 )
 
 

@@ -170,7 +170,7 @@ def _unknown_options(command: str, hint: str) -> list[str]:
 
 def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterator[Trial]:
     """Yield each command in the hint, and the failed one with each option in the hint."""
-    if error.what.startswith("there is no option "):  # the hint suggests the right option
+    if error.what.startswith("unknown option "):  # the hint suggests the right option
         args = [word for word in args if word.partition("=")[0] != error.what.rpartition(" ")[2]]
     known, outside = _options(args[0]), without_backticks(error.hint)
     commands = [shlex.split(text)[1:] for text in commands_in(error.hint)]

@@ -36,7 +36,7 @@ def test_a_wrong_declaration_fails(test: str, change: dict[str, object]) -> None
 
 def test_another_package_cannot_take_the_name_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_registry, "entries", lambda group: {"check": "other:COMMAND"})
-    with pytest.raises(UsageError, match="registers the command 'check', which ckpt has itself"):
+    with pytest.raises(UsageError, match="registers the built-in command 'check'"):
         command_registry.places.__wrapped__()
 
 

@@ -124,7 +124,7 @@ def test_only_the_first_rank_does_it(tmp_path: Path) -> None:
 
 def test_it_is_a_callback_of_transformers_only_when_it_is_made() -> None:
     assert isinstance(ckpt.TrainerCallback(), Theirs) and isinstance(ckpt.TrainerCallback(), ckpt.TrainerCallback)
-    with pytest.raises(UsageError, match="what is pushed is what is converted"):
+    with pytest.raises(UsageError, match="push needs a conversion"):
         ckpt.TrainerCallback(to=None, push="org/name")
     code = """
 import sys
@@ -150,7 +150,7 @@ except ckpt.CkptError as error:
     [
         ({"dtyp": "bf16"}, "did you mean dtype"),
         ({"to": "hff"}, "did you mean hf"),
-        ({"keep": 0}, "at least 1"),
+        ({"keep": 0}, "positive integer"),
         ({"dtype": "bf61"}, "did you mean bf16"),
         ({"to": "megatron", "tp": "x"}, "tp cannot be 'x'"),
         ({"max_shard_size": "5"}, "needs a unit"),

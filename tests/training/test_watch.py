@@ -152,7 +152,7 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
 
 def test_a_folder_without_heartbeats(tmp_path: Path) -> None:
     code, out = watch(tmp_path, "--silent", "0.2")
-    assert code == 3 and "hint: give the folder that the trainer writes" in out
+    assert code == 3 and "hint: give the trainer's output folder" in out
 
 
 def test_stacks_of_faulthandler() -> None:

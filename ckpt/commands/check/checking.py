@@ -340,12 +340,12 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
         if said == "" and (path / name).is_file():
             yield Problem(INCOMPLETE, name, "the file is empty")
         elif said == "":
-            yield Problem(DAMAGED, name, "it is no file")
+            yield Problem(DAMAGED, name, "it is not a file")
         elif said and (not said.isdecimal() and said != _RELEASE if name == TRACKER else name not in recorded):
             yield Problem(DAMAGED, name, f"it names no step: {said[:40]!r}")
     for name, tag in recorded.items():
         if not (path / tag).exists():
-            yield Problem(INCOMPLETE, name, f"it names {tag}, which is not there")
+            yield Problem(INCOMPLETE, name, f"it names {tag}, but {tag} is missing")
     if (
         path not in places
         and any(_DEEPSPEED_STEP.fullmatch(place.name) for place in places)
@@ -355,7 +355,7 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     step = recorded_step(path / TRACKER)
     numbers = {int("".join(filter(str.isdigit, place.name)) or -1) for place in places}
     if step is not None and step.isdecimal() and int(step) not in numbers:
-        yield Problem(INCOMPLETE, TRACKER, f"it names step {step}, which is not there")
+        yield Problem(INCOMPLETE, TRACKER, f"it names step {step}, but step {step} is missing")
     for name in names_in(path) if path.is_dir() else ():
         if _is_being_written(path / name):
             yield Problem(INCOMPLETE, name, "it was being written: it never got its name")
@@ -546,7 +546,7 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _mixed_save_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems if the folder's name gives another step, or if model and optimizer count different steps."""
     if what := different_steps(checkpoint):
-        yield Problem(LACKING, "optimizer", f"{what} It may have begun anew")
+        yield Problem(LACKING, "optimizer", f"{what} The optimizer may have been reset")
     if told := step_mismatch(Path(checkpoint.path), checkpoint.state.step):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 
@@ -622,7 +622,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
     namespace = registry.namespace(checkpoint.namespace)
     if not (checkpoint.config or {}).get("model_type"):
         if not namespace.tells(checkpoint):
-            what = "none is here, and no record of the run tells which tensors the model has, and in which shapes"
+            what = "missing, and the run does not record the model's tensors and shapes"
             yield Problem(LEFT, CONFIG, what)
         return
     try:
@@ -630,7 +630,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
     except CorruptError as error:
         yield replace(problem_of(error, Path(checkpoint.path)), where=error.fqn or CONFIG)
     except CkptError as error:
-        yield Problem(LEFT, CONFIG, f"names and shapes were not held against it: {error.what}")
+        yield Problem(LEFT, CONFIG, f"names and shapes were not compared with it: {error.what}")
 
 
 def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ def check(
     tag: TagOption = None,
     every_byte: Annotated[
         bool,
-        Flag(("--bytes",), help="Read every byte, and compare the checksums that files have.", section=HOW),
+        Flag(("--bytes",), help="Read every byte, and compare all stored checksums.", section=HOW),
     ] = False,
     values: Annotated[
         bool,

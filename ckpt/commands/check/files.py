@@ -165,7 +165,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
             yield INCOMPLETE, name, f"the shard is missing, {len(numbers)} of {count} are there"
         if index not in names:
             if missing:
-                yield INCOMPLETE, index, "the index of the shards is missing; it is written behind them"
+                yield INCOMPLETE, index, "the shard index is missing; it is written after the shards"
             else:
                 yield LACKING, index, "the index is missing; every shard is here, transformers loads none without it"
     for name, named in sorted(indexes.items()):
@@ -253,7 +253,7 @@ def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> 
                     while block := record.read(_BLOCK):
                         count.compared += len(block)
     except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise CorruptError("a checksum of the zip file does not fit", path=path, found=str(error)) from None
+        raise CorruptError("checksum mismatch in the zip file", path=path, found=str(error)) from None
 
 
 class _FileRange(Seekable):

@@ -113,7 +113,7 @@ def clean(path: str | os.PathLike[str] = ".") -> Cleaned:
     """
     place = Path(path)
     if not place.is_dir():
-        raise NotFoundError("there is no such folder", path=place, hint="give the folder of a run")
+        raise NotFoundError("folder not found", path=place, hint="give a run folder")
     with translate_os_errors(place):
         found = tuple(_leftovers(run_root(Path(os.path.abspath(place)))))
         if not place.is_absolute():  # paths read like the user's own
@@ -153,7 +153,7 @@ def _leftovers(run: Path) -> Iterator[Leftover]:
         why, is_kept = _judged(copy.step, newest, copy.is_current)
         yield Leftover(str(copy.place), COPY, disk_bytes(copy.place), why, is_kept)
     for copy in unfinished_in(kept):
-        why = "a resume was stopped; it goes on with this" if copy.is_current else "a resume was stopped"
+        why = "a resume was stopped; the next one continues from here" if copy.is_current else "a resume was stopped"
         yield Leftover(str(copy.place), STAGING, disk_bytes(copy.place), why)
     yield from _conversions(run)
 
@@ -170,7 +170,7 @@ def _staging(run: Path) -> Iterator[Leftover]:
             what = "its replacement was interrupted: it is restored, or removed if the new one is there"
             yield Leftover(str(place), STAGING, disk_bytes(place), what)
         elif is_staged(place):
-            what = f"the conversion to {destination_of(place).name} was stopped; the same command goes on with this"
+            what = f"the conversion to {destination_of(place).name} was stopped; the same command continues from here"
             yield Leftover(str(place), STAGING, disk_bytes(place), what)
 
 

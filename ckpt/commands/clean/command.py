@@ -15,7 +15,7 @@ from ckpt.options.printing import print_lines, say
 
 
 def clean(
-    path: Annotated[Path, Positional(metavar="[RUN]", help="The folder of a run.")] = Path("."),
+    path: Annotated[Path, Positional(metavar="[RUN]", help="The run folder.")] = Path("."),
     yes: Annotated[bool, Flag(("--yes", "-y"), help="Remove without asking.")] = False,
     as_json: opt.JsonOption = False,
 ) -> None:

@@ -41,8 +41,8 @@ class Place:
     def folder(self) -> Path | None:
         """Folder from OUT or `-o`. Raise UsageError if both are given."""
         if self.out is not None and self.output is not None:
-            what = "there are two folders to write"
-            raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give one of the two")
+            what = "two output folders given"
+            raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give only one")
         return self.output if self.out is None else self.out
 
 
@@ -52,14 +52,14 @@ def convert(
         str | None,
         Positional(
             metavar="FROM",
-            help="The format to read, or auto; see `ckpt formats`. `ckpt convert PATH TO` finds it out.",
+            help="The format to read, or auto; see `ckpt formats`. `ckpt convert PATH TO` detects it.",
             complete="sources",
         ),
     ] = None,
     target: Annotated[str | None, Positional(metavar="TO", help="The format to write.", complete="targets")] = None,
     path: Annotated[
         Path | None,
-        Positional(metavar="PATH", help="A checkpoint, the run folder it lies in, or Axolotl's YAML."),
+        Positional(metavar="PATH", help="A checkpoint, a run folder, or Axolotl's YAML."),
     ] = None,
     to: Annotated[
         str | None,
@@ -137,7 +137,7 @@ def _resolve_arguments(
         raise UsageError("there is nothing to convert", expected=_USAGE, hint="see `ckpt convert --help`")
     if to is not None:
         if len(words) == 3:
-            raise UsageError("there are two formats to write", expected=_USAGE, found=f"{target} and --to {to}")
+            raise UsageError("two target formats given", expected=_USAGE, found=f"{target} and --to {to}")
         words = [*([AUTO] if len(words) == 1 else words[:1]), to, words[-1]]
     elif len(words) == 2 and words[0] not in (*formats, AUTO) and words[1] in formats:
         words = [AUTO, words[1], words[0]]
@@ -147,14 +147,14 @@ def _resolve_arguments(
         places = [word for word in words if word not in (*formats, AUTO)]
         if words[2] in formats and len(places) == 1:
             found, hint = " ".join(words), f"ckpt convert {_in_order(words, places[0])}"
-            raise UsageError("the arguments stand in another order", expected="FROM TO PATH", found=found, hint=hint)
+            raise UsageError("the arguments are in the wrong order", expected="FROM TO PATH", found=found, hint=hint)
         return words[0], words[1], *run_and_config(Path(words[2]), reading.config, quiet=quiet)
     from ckpt import api
 
     path, config = run_and_config(Path(words[0]), reading.config, quiet=quiet)
     opened = api.open(path, tag=reading.tag, config=config)
     written = [one for one in registry.all_formats() if one.writes]
-    print(printable(f"{opened.path} is {opened.format}, which becomes any of:"), file=sys.stderr)
+    print(printable(f"{opened.path} is {opened.format}; choose a target format:"), file=sys.stderr)
     for one in written:
         print(f"  {one.name:<20} {one.title}{'' if one.carries_optimizer else ', weights alone'}", file=sys.stderr)
     if not is_interactive():
@@ -173,7 +173,7 @@ def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
     unknown = next((word for word in words[1:] if word not in (*formats, AUTO) and not Path(word).exists()), None)
     if unknown is not None and not given and Path(words[0]).exists():
         known = did_you_mean(unknown, formats)
-        what = f"there is no format {unknown!r} to write"
+        what = f"unknown target format {unknown!r}"
         return UsageError(what, found=" ".join(words), hint=known or _quantizes(words))
     place = next((word for word in words if word not in (*formats, AUTO)), "PATH")
     line = f"ckpt convert {' '.join([AUTO, *(given or ['TO'])][-2:])} {shlex.quote(place)}"
@@ -185,7 +185,7 @@ def _quantizes(words: list[str]) -> str:
     """Return a hint for a quantization method or another unknown format."""
     if re.search(r"gptq|awq|gguf|ggml|q\d|bnb|nf4|fp8|int\d|mlx|onnx|exl|quant", words[1].lower()):
         line = f"ckpt convert {shlex.quote(words[0])} hf"
-        return f"ckpt quantizes nothing: `{line}` writes the model, and the tool of that method takes this folder"
+        return f"ckpt quantizes nothing: `{line}` writes the model; use another tool to quantize it"
     return "`ckpt formats` lists them"
 
 

@@ -17,23 +17,23 @@ from ckpt.plan.groups import Only, Sides
 def diff(
     *,
     a: Annotated[Path, Positional(metavar="A", help="The checkpoint before.")],
-    b: Annotated[Path, Positional(metavar="B", help="The one after, of any format.")],
+    b: Annotated[Path, Positional(metavar="B", help="The checkpoint after, in any format.")],
     sides: Sides,
     only: Annotated[Only, Flag(help="Measure only these tensors.", section=SHOWN)] = "all",
     rtol: Annotated[
         float | None,
-        Flag(metavar="X", min=0, help="Allow each element to change by this part of itself.", section=HOW),
+        Flag(metavar="X", min=0, help="Allow each element to change by this fraction of its value.", section=HOW),
     ] = None,
     atol: Annotated[
         float | None,
-        Flag(metavar="X", min=0, help="Allow each element to change by this.", section=HOW),
+        Flag(metavar="X", min=0, help="Allow each element to change by this amount.", section=HOW),
     ] = None,
     page: HeatMap,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     verbose: opt.VerboseOption = False,
 ) -> None:
-    """Show what changed from A to B, by layer and tensor. Exit code 0, or 1 where --rtol or --atol is exceeded."""
+    """Show what changed from A to B, by layer and tensor. Exit code 0, or 1 if --rtol or --atol is exceeded."""
     from ckpt import api
 
     one, other = open_sides(a, b, sides, quiet, verbose)

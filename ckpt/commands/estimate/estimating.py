@@ -96,14 +96,14 @@ def estimate(
     recompute, targets = _listed(training.recompute_modules), _listed(lora.lora_target_modules)
     for one in _listed(stated.strategy) or ():
         if one not in STRATEGIES:
-            raise UsageError(f"there is no strategy called {one!r}", expected="one of " + ", ".join(STRATEGIES))
+            raise UsageError(f"unknown strategy {one!r}", expected="one of " + ", ".join(STRATEGIES))
     for one in recompute or ():
         if one not in RECOMPUTED:
-            raise UsageError(f"no module called {one!r} is recomputed", expected=", ".join(RECOMPUTED))
+            raise UsageError(f"unknown module {one!r} to recompute", expected=", ".join(RECOMPUTED))
     where, run_config = fspath(model), stated.run_config
     if where.endswith((".yaml", ".yml")):
         if run_config is not None:
-            raise UsageError("a run has one config", found=f"{where} and --run-config {run_config}")
+            raise UsageError("two run configs given", found=f"{where} and --run-config {run_config}")
         run_config = where
         where = configs.model_of(read_run_config(Path(where)), Path(where))
     subject = find(where)
@@ -154,5 +154,5 @@ def _gpu_memory(size: str | int) -> int:
     if not size.strip().replace(".", "", 1).isdecimal():
         return parse_size(size)
     if float(size) >= 1 << 16:
-        raise UsageError("this is not a size of GPU memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
+        raise UsageError("invalid GPU memory size", expected="GB, or a size like 24GB or 24564MiB", found=size)
     return parse_size(f"{size.strip()}GB")

@@ -119,11 +119,11 @@ def megatron(
 ) -> Memory:
     """Estimate the pipeline stage with the most memory. `vocabulary` is the whole model's, `tp` divides each stage."""
     if setup.lora_rank:
-        raise UsageError("LoRA is not estimated for Megatron", found="--lora-r with the strategy megatron")
+        raise UsageError("estimate doesn't support LoRA with Megatron", found="--lora-r with the strategy megatron")
     pp = len(stages)
     if setup.gpus % (tp * pp * setup.context_parallel) or setup.gpus % (ep * pp):
         raise UsageError(
-            "the GPUs do not divide among the parallel axes",
+            "the parallel sizes don't divide the GPUs",
             found=f"{pluralize(setup.gpus, 'GPU')}, tp {tp}, pp {pp}, cp {setup.context_parallel}, ep {ep}",
         )
     found = []
@@ -146,7 +146,7 @@ def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ..
         return (), model.parameters
     made = [adapter for parameter in model.parameters for adapter in _adapters(parameter, setup)]
     if not made:
-        raise UsageError("no module of the model has this name", found=", ".join(setup.lora_targets or ()))
+        raise UsageError("the model has no module with this name", found=", ".join(setup.lora_targets or ()))
     return model.parameters, tuple(made)
 
 
@@ -216,7 +216,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
     """Return bytes per master element, and total state bytes. engine.py needs 16-bit masters for 16-bit states."""
     if setup.state_dtype != "fp32" and setup.master_dtype == "fp32":
         raise UsageError(
-            "DeepSpeed keeps 16-bit states only beside 16-bit masters",
+            "DeepSpeed keeps 16-bit states only with 16-bit masters",
             expected="bf16_master_weights_and_grads with bf16_optimizer_states",
             found=f"states in {setup.state_dtype}, masters in fp32",
             hint="--master-dtype bf16",

@@ -30,7 +30,7 @@ class Stated(OptionGroup):
         Flag(
             type=Path,
             metavar="FILE",
-            help="Take what is not given from Axolotl's, Accelerate's or FSDP's config.",
+            help="Fill missing settings from Axolotl's, Accelerate's or FSDP's config.",
             section="The run",
         ),
     ] = None
@@ -51,7 +51,7 @@ class Training(OptionGroup):
 
     dtype: Annotated[
         TrainDType | None,
-        Flag(help="Precision that the model computes in. [default: bf16]", section="The run"),
+        Flag(help="Dtype for computation. [default: bf16]", section="The run"),
     ] = None
     pure: Annotated[
         bool,
@@ -68,13 +68,13 @@ class Training(OptionGroup):
     fused_cross_entropy: Annotated[
         bool,
         Flag(
-            help="The logits are never all made (Cut cross-entropy, Liger).",
+            help="Never build the full logits (Cut cross-entropy, Liger).",
             section="The run",
         ),
     ] = False
     eager_attention: Annotated[
         bool,
-        Flag(help="Attention keeps its scores, without a fused kernel.", section="The run"),
+        Flag(help="Use attention without a fused kernel: it keeps its scores.", section="The run"),
     ] = False
     activation_offload: Annotated[
         bool,
@@ -85,7 +85,7 @@ class Training(OptionGroup):
     ] = False
     recompute_modules: Annotated[
         str | Sequence[str] | None,
-        Flag(metavar="NAME,...", help="megatron: what selective recomputation does not keep.", section="The run"),
+        Flag(metavar="NAME,...", help="megatron: modules for selective recomputation.", section="The run"),
     ] = None
 
 
@@ -107,7 +107,7 @@ class Gpus(OptionGroup):
     no_sequence_parallel: Annotated[
         bool,
         Flag(
-            help="megatron: norms are whole on each tensor parallel rank.",
+            help="megatron: keep norms whole on each tensor parallel rank.",
             section="GPUs",
         ),
     ] = False
@@ -118,7 +118,7 @@ class StateOptions(OptionGroup):
     """Optimizer states and their place."""
 
     optimizer: Annotated[
-        Optimizer | None, Flag(help="Optimizer, by what it keeps. [default: adam]", section="Optimizer")
+        Optimizer | None, Flag(help="Optimizer, for the size of its states. [default: adam]", section="Optimizer")
     ] = None
     master_dtype: Annotated[
         StateDType | None,
@@ -130,12 +130,12 @@ class StateOptions(OptionGroup):
     ] = None
     offload_optimizer: Annotated[
         Device | None,
-        Flag(help="zero: where masters, states and gradients are kept. [default: none]", section="Optimizer"),
+        Flag(help="zero: device for masters, states and gradients. [default: none]", section="Optimizer"),
     ] = None
     offload_param: Annotated[
         Device | None,
         Flag(
-            help="zero3: where parameters are kept; fsdp: cpu, with all states. [default: none]",
+            help="zero3: device for parameters; fsdp: cpu, with all states. [default: none]",
             section="Optimizer",
         ),
     ] = None

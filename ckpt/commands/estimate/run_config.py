@@ -46,10 +46,10 @@ def model_of(content: Mapping[str, Any], path: Path) -> str:
     """Return the base model in Axolotl's config."""
     if not isinstance(content.get("base_model"), str):
         raise CorruptError(
-            "the config names no model",
+            "the config has no model",
             path=path,
             expected="base_model",
-            hint="give the model, and this as --run-config",
+            hint="give the model, and this file with --run-config",
         )
     return str(content["base_model"])
 
@@ -65,7 +65,7 @@ def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     if any(name.startswith("fsdp_") or name in ("reshard_after_forward", "offload_params") for name in content):
         return _fsdp(content, path)
     raise CorruptError(
-        "this is not the config of a run",
+        "this is not a run config",
         path=path,
         expected="Axolotl's base_model, Accelerate's distributed_type, DeepSpeed's zero_optimization, or fsdp_config",
     )
@@ -87,7 +87,7 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
         if not isinstance(offload, dict) or offload.get("device", "none") == "none":
             continue
         if offload["device"] not in (CPU, NVME):
-            what, found = "there is no such device to offload to", repr(offload["device"])
+            what, found = "unknown offload device", repr(offload["device"])
             raise UsageError(what, path=path, expected="none, cpu, nvme", found=found)
         setup[field_name] = offload["device"]
         if what == "optimizer":
@@ -110,11 +110,13 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     setup |= _sizes(content, train_micro_batch_size_per_gpu="batch")
     stage = stated.get("stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise UsageError("there is no such stage of ZeRO", path=path, expected="0, 1, 2 or 3", found=repr(stage))
+        raise UsageError("unknown ZeRO stage", path=path, expected="0, 1, 2 or 3", found=repr(stage))
     # Stage 0 is a data-parallel run with DeepSpeed's own 16-bit optimizer: unsupported. A fragment without a stage only
     # gives sizes.
     if "stage" in stated and not stage:
-        raise UsageError("DeepSpeed without ZeRO is not estimated", path=path, expected="stage 1, 2 or 3", found=stage)
+        raise UsageError(
+            "estimate doesn't support DeepSpeed without ZeRO", path=path, expected="stage 1, 2 or 3", found=stage
+        )
     return RunConfig(strategy=f"zero{stage}" if stage else None, setup=setup)
 
 
@@ -136,11 +138,11 @@ def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
         found = f"{found}_8bit"
     if found not in OPTIMIZER_STATES or any(word in lower for word in ("4bit", "fp8", "mini", "apollo", "galore")):
         raise UsageError(
-            "the states of this optimizer are not known",
+            "unknown optimizer",
             path=path,
             expected="one of " + ", ".join(OPTIMIZER_STATES),
             found=name,
-            hint="--optimizer NAME, of one that keeps as much",
+            hint="pass a known optimizer with equal states: --optimizer NAME",
         )
     return found
 
@@ -153,7 +155,7 @@ def _fsdp(content: Mapping[str, Any], path: Path) -> RunConfig:
     version = stated.get("version", content.get("fsdp_version", 1))
     reshard = stated.get("reshard_after_forward", stated.get("sharding_strategy", True))
     if reshard in ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", 3, 4, 5):
-        raise UsageError("FSDP is estimated where it shards among all GPUs", path=path, found=str(reshard))
+        raise UsageError("estimate supports FSDP only if it shards across all GPUs", path=path, found=str(reshard))
     setup: dict[str, Any] = {"reshard": reshard not in (False, "false", "SHARD_GRAD_OP", 2)}
     if stated.get("offload_params") in (True, "true"):
         setup["offload_params"] = CPU
@@ -188,12 +190,12 @@ def _accelerate(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfi
         return base.under(RunConfig(strategy=MEGATRON, axes=sizes))
     if kind in ("MULTI_GPU", "NO"):
         return base.under(RunConfig(strategy=DDP))
-    raise UsageError("this kind of run is not estimated", path=path, found=f"distributed_type {kind}")
+    raise UsageError("estimate doesn't support this kind of run", path=path, found=f"distributed_type {kind}")
 
 
 def _refuse_tensor_parallel(size: Any, path: Path) -> None:
     if _is_size(size) and size > 1:
-        raise UsageError("tensor parallelism is estimated for Megatron only", path=path, found=f"size {size}")
+        raise UsageError("estimate supports tensor parallelism only for Megatron", path=path, found=f"size {size}")
 
 
 def _other(named: Any, path: Path, hidden: int) -> RunConfig:
@@ -204,17 +206,17 @@ def _other(named: Any, path: Path, hidden: int) -> RunConfig:
         if place.is_file():
             return understand(read_run_config(place), place, hidden)
     raise NotFoundError(
-        "the DeepSpeed config that the run's config names is not here",
+        "DeepSpeed config not found",
         path=path,
         found=str(named),
-        hint="correct the path in the run's config, or run the command in the folder that it starts from",
+        hint="correct the path in the run config, or run the command from the training folder",
     )
 
 
 def _axolotl(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
     _refuse_tensor_parallel(content.get("tensor_parallel_size"), path)
     if content.get("load_in_8bit") and content.get("adapter"):
-        raise UsageError("weights in 8 bits are not estimated", path=path, found="load_in_8bit")
+        raise UsageError("estimate doesn't support 8-bit weights", path=path, found="load_in_8bit")
     setup: dict[str, Any] = _sizes(
         content,
         micro_batch_size="batch",
@@ -230,15 +232,15 @@ def _axolotl(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
     if adapter in ("lora", "qlora"):
         targets = content.get("lora_target_modules")
         if not (targets is None or isinstance(targets, list)):
-            raise UsageError("adapters' modules are estimated from a list of names", path=path, found=repr(targets))
+            raise UsageError("lora_target_modules must be a list", path=path, found=repr(targets))
         named = tuple(str(name) for name in targets or ()) or None
         if not _is_size(content.get("lora_r")):
-            raise UsageError("the adapter's rank is not stated", path=path, expected="lora_r")
+            raise UsageError("the adapter's rank is missing", path=path, expected="lora_r")
         setup |= {"lora_rank": int(content["lora_r"]), "lora_targets": named}
         setup["quantized"] = adapter == "qlora" or bool(content.get("load_in_4bit"))
     elif adapter:
         raise UsageError(
-            "this kind of adapter is not estimated", path=path, expected="lora, qlora", found=repr(adapter)
+            "estimate doesn't support this adapter type", path=path, expected="lora, qlora", found=repr(adapter)
         )
     plugins = " ".join(str(name) for name in content.get("plugins") or ())
     cut = "CutCrossEntropyPlugin" in plugins and content.get("cut_cross_entropy") is not False

@@ -142,7 +142,7 @@ def placed(strategy: str, setup: Setup) -> tuple[str, str, str]:
     )
     if not can:
         raise UsageError(
-            f"{strategy} has no such offloading",
+            f"{strategy} doesn't support this offloading",
             expected="optimizer: zero1, zero2, zero3; parameters: zero3, and with all states fsdp1, fsdp2; nvme: zero3",
             found=", ".join(
                 f"{what} to {device}" for what, device in (("optimizer", optimizer), ("parameters", params)) if device

@@ -135,9 +135,9 @@ def _config_subject(where: str, config: Mapping[str, Any]) -> Subject:
     model = PARAMETERS.in_memory(config)
     notes = []
     if not model.blocks:
-        notes.append(f"activations of {model.name} are not known, and not counted")
+        notes.append(f"activations of {model.name} are unknown, and not counted")
     if config.get("num_nextn_predict_layers"):
-        notes.append("layers of multi-token prediction are not counted: transformers does not build them")
+        notes.append("layers for multi-token prediction are not counted: transformers doesn't build them")
     return Subject(where, model, config, tuple(notes))
 
 
@@ -146,7 +146,7 @@ def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
     found: dict[str, Parameter] = {}
     notes = list(checkpoint.notes)
     if is_adapter(fqn for fqn, _ in checkpoint.tensors):
-        notes.append("a LoRA run: the model without its adapter is counted")
+        notes.append("a LoRA run: only the model without its adapter is counted")
     for (stored_fqn, role), tensor in checkpoint.tensors.items():
         name = parse_name(stored_fqn)
         fqn = name.module
@@ -156,9 +156,7 @@ def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
             number = int(layer[1]) if layer else None
             found[fqn] = Parameter(fqn, tensor.shape, kind, number, adapter=int(kind == LINEAR))
     if not found:
-        raise NotFoundError(
-            "the checkpoint holds no parameters of a model", path=checkpoint.path, found=checkpoint.format
-        )
+        raise NotFoundError("the checkpoint has no model parameters", path=checkpoint.path, found=checkpoint.format)
     stored = num_elements(found.values())
     config = checkpoint.config
     if config and config.get("model_type"):
@@ -166,9 +164,9 @@ def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
         if num_elements(subject.model.parameters) == stored:
             return replace(subject, notes=(*notes, *subject.notes))
         elements = pluralize(stored, "element", ",")
-        note = f"the checkpoint holds {elements}, and its config tells of another number; the checkpoint's count"
+        note = f"the checkpoint holds {elements}, but its config implies another number; the checkpoint's count"
     else:
-        note = "there is no config.json: activations are not known, and not counted"
+        note = "there is no config.json: activations are unknown, and not counted"
     model = Model(checkpoint.format, tuple(found.values()), (), 0, 0)
     return Subject(where, model, None, (*notes, note))
 
@@ -218,7 +216,9 @@ def _has_megatron(subject: Subject) -> bool:
 def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
     cp = setup.context_parallel
     if setup.gpus % cp:
-        raise UsageError("the GPUs do not divide", expected=f"a multiple of cp {cp}", found=setup.gpus)
+        raise UsageError(
+            "the parallel sizes don't divide the GPUs", expected=f"GPUs divisible by cp {cp}", found=setup.gpus
+        )
     is_named = strategy in OFFLOADED
     options: dict[str, int | bool | str] = {
         "lora": setup.lora_rank,
@@ -233,12 +233,14 @@ def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
 def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> EstimateRow:
     """Return Megatron's row for these sizes. Raise UsageError if a size does not divide."""
     if not _has_megatron(subject):
-        raise UsageError("Megatron's layout of this model is not known", found=subject.model.name)
+        raise UsageError("unknown Megatron layout for this model", found=subject.model.name)
     assert subject.config is not None
     cp = setup.context_parallel
     if setup.gpus % (tp * pp * cp):
         axes = f"tp {tp} x pp {pp}" + (f" x cp {cp}" if cp > 1 else "")
-        raise UsageError("the GPUs do not divide", expected=f"a multiple of {axes}", found=setup.gpus)
+        raise UsageError(
+            "the parallel sizes don't divide the GPUs", expected=f"GPUs divisible by {axes}", found=setup.gpus
+        )
     stages = PARAMETERS.megatron_stages(subject.config, tp=tp, pp=pp, ep=ep)
     memory = megatron(stages, subject.model.blocks, subject.model.vocabulary, setup, tp, ep)
     options = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else 0, "ep": ep if ep > 1 else 0}
@@ -312,7 +314,7 @@ def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Estima
     if not setup.offload_params and not tried.issuperset(_PREFERRED):
         every = [_row(subject, strategy, setup) for strategy in _PREFERRED]
         if other := _first(every, gpu_memory) or _more_gpus(subject, setup, gpu_memory, _PREFERRED):
-            return f"{alone}; what shards these states does, {other}"
+            return f"{alone}; sharding these states helps: {other}"
     return f"{alone}; LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs take less of it"
 
 

@@ -18,7 +18,7 @@ def hash_(
     selection: Selection,
     dtype: Annotated[
         Cast,
-        Flag(help="Precision in which weights count: their own, or as `convert` casts them.", section="How it is done"),
+        Flag(help="Precision of the weights: their own, or cast like `convert`.", section="How it is done"),
     ] = "keep",
     tensors: Annotated[bool, Flag(help="Print the digest of every tensor too.", section=SHOWN)] = False,
     workers: Annotated[int, Flag(min=0, max=256, help="Threads that read. 0: by the processors.", section=HOW)] = 0,

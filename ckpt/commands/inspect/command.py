@@ -58,12 +58,12 @@ def inspect(
         list[str] | None,
         Flag(
             metavar="NAME",
-            help="List these tensors and where each of their parts lies; a pattern as '*.q_proj.weight'; repeatable.",
+            help="List these tensors and the place of each part; patterns like '*.q_proj.weight' work; repeatable.",
             complete="tensors",
             section=SHOWN,
         ),
     ] = None,
-    everything: Annotated[bool, Flag(("--all",), help="Cut no list and no value short.", section=SHOWN)] = False,
+    everything: Annotated[bool, Flag(("--all",), help="Don't shorten lists and values.", section=SHOWN)] = False,
     csv: Annotated[bool, Flag(help="Print a table as CSV, a row for each tensor.", section=SHOWN)] = False,
     drawn: Drawn,
     as_json: opt.JsonOption = False,
@@ -76,7 +76,7 @@ def inspect(
     if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
         raise UsageError("--only and --overwrite go with --picture or --html")
     if csv and as_json:
-        raise UsageError("--csv and --json are two forms of one table", hint="give one of them")
+        raise UsageError("--csv and --json can't be combined", hint="give only one")
     with listed_once():
         try:
             found = inspecting.inspect(
@@ -133,14 +133,14 @@ def _draw(found: Inspection, requested: Drawn, quiet: bool) -> CorruptError | No
     if not damaged:
         return None
     first, count = damaged[0], len(damaged)
-    what = "a tensor do not cover it" if count == 1 else f"{pluralize(count, 'tensor')} do not cover them"
+    what = "a tensor is not covered" if count == 1 else f"{pluralize(count, 'tensor')} are not covered"
     return CorruptError(
-        f"the stored parts of {what} exactly once",
+        f"{what} exactly once by stored parts",
         path=found.checkpoint.path,
         fqn=first.fqn,
-        expected="fragments that tile every tensor",
+        expected="every element covered once",
         found=f"{first.role}: {'; '.join(first.faults[:4])}",
-        hint=f"{requested.picture or requested.html} shows in red where",
+        hint=f"see the red parts in {requested.picture or requested.html}",
     )
 
 

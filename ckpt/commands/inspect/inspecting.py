@@ -130,7 +130,7 @@ def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[T
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, names) or "--tensors without --tensor lists them all"
-            raise UsageError(f"there is no tensor called {pattern!r}", path=checkpoint.path, hint=hint)
+            raise UsageError(f"no tensor matches {pattern!r}", path=checkpoint.path, hint=hint)
     return tuple(
         one for (fqn, _), one in checkpoint.tensors.items() if any(fnmatchcase(fqn, pattern) for pattern in patterns)
     )

@@ -114,7 +114,7 @@ def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
     total = sum(sizes.values())
     if not total:
         return
-    canvas.say(MARGIN, canvas.y + 15, f"{show_size(total)} of tensors, by part of the model", "g")
+    canvas.say(MARGIN, canvas.y + 15, f"{show_size(total)} in tensors, by model part", "g")
     x = canvas.bar
     for number, (part, nbytes) in enumerate(sizes.most_common()):
         width = canvas.length * nbytes / total

@@ -61,7 +61,7 @@ class _Drawing:
         x, end = canvas.bar, canvas.bar + canvas.length
         canvas.say(MARGIN, canvas.y + 4, "tensor", "g")
         if self.is_by_size:
-            canvas.say(x, canvas.y + 4, "each bar is as long as its tensors are large", "g")
+            canvas.say(x, canvas.y + 4, "bar length shows tensor size", "g")
             canvas.say(end, canvas.y + 4, show_size(self.most), "g", ' text-anchor="end"')
         else:
             canvas.say(x, canvas.y + 4, "first element", "g")

@@ -20,7 +20,7 @@ def mount(
     *,
     target: Annotated[
         str,
-        Positional(metavar="TO", help="The format as which it is read; see `ckpt formats`.", complete="targets"),
+        Positional(metavar="TO", help="The format to show; see `ckpt formats`.", complete="targets"),
     ],
     path: opt.PathArgument,
     view: Annotated[Path, Positional(metavar="VIEW", help="An empty folder, or the name of a new one.")],
@@ -47,7 +47,7 @@ def mount(
 
     library()  # before any output
     if placeholder_files.is_standin(str(path)) and not foreground:
-        hint = "--foreground serves it from this process; in a shell, with & behind the command"
+        hint = "--foreground serves it from this process; in a shell, add & at the end"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
     conversion = api.plan(path, target, **vars(selection), **vars(precision), **vars(sharding), **options)
     check_free(conversion, view)  # from here on the output is true: another process will serve the files

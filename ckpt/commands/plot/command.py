@@ -17,7 +17,7 @@ from ckpt.options.drawings import check_place, write
 def plot(
     runs: Annotated[
         list[Path],
-        Positional(metavar="RUN", help="The folders of runs; others are compared with the first."),
+        Positional(metavar="RUN", help="Run folders; each is compared with the first."),
     ],
     output: Annotated[
         Path,
@@ -34,7 +34,7 @@ def plot(
         try:
             drawn[str(run)] = starts_of(run)
         except (ValueError, KeyError) as error:
-            raise CorruptError("the record of losses cannot be read", path=run, found=str(error)) from error
+            raise CorruptError("can't read the recorded losses", path=run, found=str(error)) from error
     write(output, draw(drawn), overwrite=True, quiet=True)
     (first, starts), *others = drawn.items()
     compared: list[dict[str, Any]] = []

@@ -55,7 +55,7 @@ def starts_of(run: Path) -> list[Start]:
         found[-1].losses[step] = loss
         before = step
     if not found:
-        hint = "give the folder of a run, with metrics.jsonl or HF Trainer's trainer_state.json"
+        hint = "give a run folder, with metrics.jsonl or HF Trainer's trainer_state.json"
         raise NotFoundError("no losses are recorded here", path=run, hint=hint)
     return found
 

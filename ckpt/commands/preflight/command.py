@@ -20,10 +20,10 @@ def preflight(
     data: Annotated[
         list[Path] | None, Flag(metavar="PATH", help="A file or folder of the dataset; repeatable.")
     ] = None,
-    need_gb: Annotated[float, Flag(metavar="GB", help="Free space that is needed.")] = 1,
+    need_gb: Annotated[float, Flag(metavar="GB", help="Required free space.")] = 1,
     timeout: Annotated[float, Flag(metavar="S", help="Seconds to wait for all nodes.")] = 40,
     nodes: Annotated[
-        str | None, Flag(metavar="NAME,...", help="Names of all nodes. [default: those of Slurm's step]")
+        str | None, Flag(metavar="NAME,...", help="Names of all nodes. [default: from Slurm's step]")
     ] = None,
     number: Annotated[
         int | None, Flag(metavar="N", min=0, help="This node's number. [default: SLURM_NODEID, or 0]")

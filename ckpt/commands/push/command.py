@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def push(
     *,
-    path: Annotated[Path, Positional(metavar="PATH", help="The folder or URL to push, but hidden files.")],
+    path: Annotated[Path, Positional(metavar="PATH", help="The folder or URL to push, without hidden files.")],
     at_hub: HubTarget,
     names: NamesOption = "hub",
     whole_run: Annotated[bool, Flag(help="Push a run's optimizer, random states and steps, too.")] = False,

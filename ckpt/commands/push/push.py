@@ -84,7 +84,7 @@ class Push:
 
     def __post_init__(self) -> None:
         if not HUB_ID.fullmatch(self.repo_id):
-            raise UsageError("this is no repository of the Hub", expected="ORG/NAME", found=self.repo_id)
+            raise UsageError("invalid Hub repository", expected="ORG/NAME", found=self.repo_id)
         if self.create_pr and self.revision is not None:
             raise UsageError(
                 "a pull request is made against the main branch",
@@ -100,7 +100,7 @@ class Push:
         words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
         words += ["--names", "own"] * self.own_names
         words += ["--whole-run"] * self.whole_run
-        return f"the local folder stays as it is; `{shlex.join(words)}` goes on"
+        return f"the local folder is unchanged; `{shlex.join(words)}` continues"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -168,7 +168,7 @@ def push(
     with _translated(to.again(folder), to):
         if kept:
             files.pop(CARD)
-            say(f"note: the {CARD} in {to.repo_id} stays, ckpt did not write it: the one in {folder} is not pushed")
+            say(f"note: kept the {CARD} in {to.repo_id}, written by somebody else: {folder}/{CARD} is not pushed")
         extra: dict[str, bytes] = {}
         if card is not None and CARD not in files and CARD not in remote:
             extra[CARD] = card().encode()
@@ -185,7 +185,7 @@ def push(
                 commit_message=f"{message}: model card",
             )
             remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
-        say("verifying the checksums of what the Hub holds")
+        say("verifying checksums on the Hub")
         _verify(files, extra, remote, to)
         for source in sources:
             source.check_unchanged()
@@ -216,7 +216,7 @@ def check_room(files: Set[str], to: Push) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    with _translated("nothing was done yet; without --push the result stays here", to):
+    with _translated("nothing was pushed yet; without --push the result stays here", to):
         try:
             remote = _remote_files(HfApi(), to.repo_id, to.revision or _MAIN)
         except RevisionNotFoundError:
@@ -238,13 +238,13 @@ def _check_remote_weights(files: Set[str], remote: Set[str], to: Push) -> list[s
         delete = _delete_command(stay, to)
         if loader := _preferring_loader(name, stay, beside):
             raise UsageError(
-                f"the repository holds other weights, which {loader} takes in place of the pushed ones",
+                f"{loader} would load other weights in the repository, not the pushed ones",
                 path=to.repo_id,
                 found=", ".join(stay[:_MAX_NAMES]),
                 hint=f"`{delete}` first, or push to another repository",
             )
         if beside:
-            notes.append(f"weights that no loader takes any more stay in {to.repo_id}: `{delete}`")
+            notes.append(f"unused weights stay in {to.repo_id}: `{delete}`")
     if ours and MANIFEST in remote - files:
         notes.append(f"a manifest of other files stays in {to.repo_id}: `{_delete_command([MANIFEST], to)}`")
     return notes
@@ -285,13 +285,13 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
     """
     with_model, with_adapter = bool(_models(files)), ADAPTER_CONFIG in files
     if with_model and not with_adapter and ADAPTER_CONFIG in remote:
-        found, what = ADAPTER_CONFIG, "an adapter, and a model is to be pushed"
+        found, what = ADAPTER_CONFIG, "an adapter, and you push a model"
     elif with_adapter and not with_model and (weights := _models(remote)):
-        found, what = weights[0], "a model, and an adapter is to be pushed"
+        found, what = weights[0], "a model, and you push an adapter"
     else:
         return
     raise UsageError(
-        f"the repository holds {what}: loaders would take only the adapter",
+        f"the repository holds {what}: loaders would use only the adapter",
         path=to.repo_id,
         found=found,
         hint="give another repository with --repo-id, or another branch with --revision",
@@ -326,7 +326,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
     Raise UnsafeError if a symlink leads out.
     """
     if not folder.is_dir():
-        raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
+        raise NotFoundError("folder not found", path=folder, hint="give the folder written by convert")
     files: dict[str, Path] = {}
     hidden: list[str] = []
     others: list[str] = []
@@ -343,7 +343,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
     if hidden:
         say(f"note: hidden files are not pushed: {', '.join(hidden)}; `hf upload` takes one by its name")
     if others:
-        say(f"note: not pushed, as these are no files: {', '.join(others)}")
+        say(f"note: not pushed, not regular files: {', '.join(others)}")
     return files, hidden
 
 
@@ -370,7 +370,7 @@ def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
             "the folder does not match its own manifest",
             path=folder,
             found="; ".join(problems[:_MAX_NAMES]),
-            hint=f"`ckpt verify {shlex.quote(str(folder))}` lists all; if the changes are meant, remove {MANIFEST}",
+            hint=f"`ckpt verify {shlex.quote(str(folder))}` lists all; if the changes are intended, remove {MANIFEST}",
         )
 
 
@@ -414,15 +414,15 @@ def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mappi
             raise CorruptError(
                 "a file did not arrive on the Hub",
                 path=files.get(name, name),
-                hint=f"push again; if it stays so, a .gitignore in {to.repo_id} may leave it out",
+                hint=f"push again; if it happens again, a .gitignore in {to.repo_id} may leave it out",
             )
         if found[name] != there.checksum:
             raise CorruptError(
-                "a file on the Hub is not the one that was pushed",
+                "a file on the Hub differs from the pushed file",
                 path=files.get(name, name),
                 expected=f"{there.kind} {found[name]}",
                 found=f"{there.kind} {there.checksum}",
-                hint=f"push again; if it stays so, remove the file from {to.repo_id} first",
+                hint=f"push again; if it happens again, remove the file from {to.repo_id} first",
             )
 
 
@@ -490,9 +490,9 @@ def _request_timeouts() -> Iterator[None]:
 _TOKEN_HINT = "set HF_TOKEN to a token with write access, or `hf auth login`"
 #: Message and hint for each HTTP status from the Hub.
 _REFUSALS: Mapping[Any, tuple[str, str]] = {
-    401: ("the Hub does not know who is pushing", _TOKEN_HINT),
-    403: ("the Hub does not let this token push there", _TOKEN_HINT),
-    404: ("the Hub has no such repository or branch, or does not show it to this token", _TOKEN_HINT),
+    401: ("the Hub needs a token for pushing", _TOKEN_HINT),
+    403: ("the Hub does not let this token push here", _TOKEN_HINT),
+    404: ("repository or branch not found on the Hub, or hidden from this token", _TOKEN_HINT),
     409: ("somebody else is changing the repository", ""),
     412: ("somebody else is changing the repository", ""),
 }

@@ -94,5 +94,5 @@ def push_files(
 ) -> Pushed:
     """Push a folder unchecked, and report the result."""
     pushed = hub.push(folder, to, card=card, say=say, progress=progress)
-    say(f"verified: {pluralize(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
+    say(f"verified: {pluralize(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, identical on the Hub")
     return pushed

@@ -25,11 +25,11 @@ def check_no_run(folder: Path, names: Collection[str]) -> None:
         return
     more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     raise LossError(
-        "this folder holds the state of a training run, which a push would publish",
+        "a push would publish the training state in this folder",
         path=folder,
         expected="a model or an adapter alone",
         found=f"{', '.join(found[:_MAX_SHOWN])}{more}",
-        hint=f"`ckpt convert {folder} {_model_format(folder)}` writes the model alone; --whole-run pushes all of it",
+        hint=f"`ckpt convert {folder} {_model_format(folder)}` writes the model alone; --whole-run pushes everything",
         code="push-of-a-run",
     )
 

@@ -30,7 +30,7 @@ class Claimed:
         list[str] | None,
         Flag(
             metavar="ADAPTER",
-            help="Whether B is A with this LoRA adapter merged into it, and nothing else; of several in their order.",
+            help="Check that B is A with this LoRA adapter merged in, and nothing else; repeatable, in order.",
             section=READ,
         ),
     ] = None
@@ -59,7 +59,7 @@ class VerifyModes:
 def verify(
     *,
     a: Annotated[Path, Positional(metavar="A", help="A checkpoint or run folder.")],
-    b: Annotated[Path | None, Positional(metavar="B", help="Another, of any format.")] = None,
+    b: Annotated[Path | None, Positional(metavar="B", help="Another checkpoint, in any format.")] = None,
     sides: Sides,
     how: Comparison,
     kind: VerifyModes,
@@ -88,7 +88,7 @@ def verify(
         )
         return
     if page.html and (b is None or kind.run):
-        raise UsageError("--html shows how the tensors of two checkpoints differ", hint="give A and B, without --run")
+        raise UsageError("--html needs two checkpoints", hint="give A and B, without --run")
     if b is None:
         _verify_one(a, kind.loads, as_json, quiet)
         return
@@ -129,7 +129,7 @@ def _verify_merge(
     ]
     if merged is None or not claimed.adapter or others:
         raise UsageError(
-            "--adapter takes a base and a merged model, and compares all of both",
+            "--adapter needs a base and a merged model, and no other options",
             expected="ckpt verify BASE MERGED --adapter ADAPTER",
             found=" ".join(others) or None,
         )

@@ -24,8 +24,8 @@ def watch(
     run: Annotated[Path, Positional(metavar="RUN", help="The run's --output.")],
     silent: Annotated[float, Flag(metavar=_SECONDS, help="Seconds without a beat before a rank is frozen.")] = 30,
     stuck: Annotated[float, Flag(metavar=_SECONDS, help="Seconds in one step and phase before a run is stuck.")] = 600,
-    every: Annotated[float, Flag(metavar=_SECONDS, help="Seconds between two looks.")] = 2,
-    webhook: Annotated[str | None, Flag(metavar="URL", help="Post what was found there, as JSON.")] = None,
+    every: Annotated[float, Flag(metavar=_SECONDS, help="Seconds between checks.")] = 2,
+    webhook: Annotated[str | None, Flag(metavar="URL", help="Post findings to this URL, as JSON.")] = None,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Name the rank of a training that died or stalled, with its stack. Exit code 0: all ended, 1: one did not."""

@@ -225,8 +225,8 @@ def watch(run: Path, silent: float, stuck: float, every: float, report: Callable
             return watcher
         if not watcher.ranks and time.monotonic() - begin > silent:
             raise NotFoundError(
-                "no heartbeat of a rank",
+                "no heartbeat found",
                 path=watcher.folder,
-                hint="give the folder that the trainer writes, with `heartbeats` in it",
+                hint="give the trainer's output folder, with `heartbeats` in it",
             )
         time.sleep(every)

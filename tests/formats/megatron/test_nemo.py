@@ -88,7 +88,7 @@ def test_the_hub_gets_what_megatron_lm_would_have_given(run: Path, tmp_path: Pat
 def test_nothing_is_resumed(run: Path) -> None:
     """Megatron-LM needs its arguments to load a run, but NeMo doesn't save them."""
     done = commands.ckpt("resume", run)
-    assert done.code == 6 and "no checkpoint with an optimizer" in done.err, done.err
+    assert done.code == 6 and "no checkpoint here has an optimizer" in done.err, done.err
     assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
 
 
