@@ -30,10 +30,10 @@ _OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
 _TOO_LARGE = 1 << 127
 #: LoraConfig options that make a merge different from W + BA, with their descriptions.
 _VARIANTS = {
-    "arrow_config": "Arrow, which routes each token",
-    "alora_invocation_tokens": "activated LoRA, which no merged model can express",
+    "arrow_config": "Arrow, a router for tokens",
+    "alora_invocation_tokens": "activated LoRA, and a merged model can't express it",
     "use_qalora": "QA-LoRA",
-    "layer_replication": "layer replication, and PEFT adds the changes of all copies to the one layer that they share",
+    "layer_replication": "layer replication, and PEFT adds every copy's changes to one shared layer",
     "megatron_config": "LoRA over Megatron's parallel layers",
 }
 #: Inits that PEFT repeats on loading, and that change the base weights: random or based on data.
@@ -193,7 +193,7 @@ class AdapterConfig:
                     return value
             except re.error as error:
                 raise CorruptError(
-                    "a pattern of the adapter's config is no regular expression", path=self.path, found=repr(pattern)
+                    "a pattern in the adapter config is not a regular expression", path=self.path, found=repr(pattern)
                 ) from error
         return values.get(key, default)
 
@@ -237,9 +237,9 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
     if path is not None:
         return path
     raise NotFoundError(
-        f"there is no {CONFIG}, and the weights do not tell alpha or the adapter's other options",
+        f"there is no {CONFIG}, and the weights don't record alpha or other options",
         path=checkpoint.path,
-        hint="give the folder that has it with --config",
+        hint="give the folder with the adapter's config with --config",
     )
 
 
@@ -277,12 +277,10 @@ def is_of_mlx(raw: Mapping[str, Any]) -> bool:
 
 def _verl_config(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
     if unknown := sorted(raw.keys() - _OF_VERL):
-        raise UsageError(
-            "verl recorded something of this adapter that is not known here", path=path, found=", ".join(unknown)
-        )
+        raise UsageError("verl's adapter record has an unknown entry", path=path, found=", ".join(unknown))
     for name in ("r", "lora_alpha"):
         if raw.get(name) is None:
-            raise CorruptError(f"{name} of the adapter is not recorded", path=path)
+            raise CorruptError(f"{name} is not recorded for the adapter", path=path)
     return {"peft_type": "LORA", **raw, "bias": "none", "target_modules": _leaves(layers)}
 
 
@@ -290,23 +288,23 @@ def _mlx_config(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> di
     """Convert mlx-lm 0.32's config (`tuner/lora.py`): it adds `scale` times the product, so alpha is `scale` * r."""
     if raw["fine_tune_type"] != "lora":
         raise UsageError(
-            "of mlx-lm's fine-tuning only LoRA is read",
+            "ckpt reads only LoRA from mlx-lm",
             path=path,
             found=f"fine_tune_type {raw['fine_tune_type']!r}",
-            hint="mlx_lm.fuse merges it, where MLX runs",
+            hint="use mlx_lm.fuse on a machine with MLX",
         )
     fields = _Fields(_mapping(raw.get("lora_parameters")), path)
     if unknown := sorted(fields.raw.keys() - _OF_MLX):
         raise UsageError(
-            "mlx-lm recorded something of this adapter that is not known here",
+            "mlx-lm's adapter record has an unknown entry",
             path=path,
             expected=f"lora_parameters {', '.join(sorted(_OF_MLX))}",
             found=", ".join(unknown),
-            hint="mlx_lm.fuse merges it, where MLX runs",
+            hint="use mlx_lm.fuse on a machine with MLX",
         )
     rank, scale = fields.get("rank", int, None), fields.number("scale", 0)
     if rank is None or "scale" not in fields.raw:
-        raise CorruptError("rank and scale of the adapter are not recorded", path=path)
+        raise CorruptError("the adapter's rank and scale are not recorded", path=path)
     found = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "bias": "none"}
     return {**found, "target_modules": _leaves(layers), "base_model_name_or_path": raw.get("model")}
 
@@ -320,11 +318,11 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     kind = raw.get("peft_type")
     if not isinstance(kind, str):
         raise CorruptError(
-            "peft_type of the adapter's config is missing or wrong", path=path, expected="LORA, or another", found=kind
+            "the adapter config's peft_type is missing or wrong", path=path, expected="LORA, or another", found=kind
         )
     if kind not in _NAMED and (meant := kind.strip().upper()) in _NAMED:
         raise CorruptError(
-            "peft_type of the adapter's config is misspelled, so PEFT does not load it",
+            "PEFT does not load this adapter: peft_type is misspelled",
             path=path,
             expected=repr(meant),
             found=repr(kind),
@@ -334,14 +332,14 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     entry_values.check(raw, path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
-            raise UsageError(f"this adapter is not merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
+            raise UsageError(f"this adapter can't be merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_MUTATING_INITS):
         raise UsageError(
-            "this adapter is not merged: its init takes part of the base weights into the adapter",
+            "this adapter can't be merged: its init moves part of the base weights into the adapter",
             path=path,
             found=f"init_lora_weights: {init!r}",
-            hint="where the model that this init left as the base was saved, give that with --base and set "
+            hint="if you saved the base model after this init, give it with --base and set "
             "init_lora_weights to true in a copy of adapter_config.json; otherwise convert the adapter with PEFT: "
             "save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
@@ -369,11 +367,11 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
 
 def _unmerged_kind(kind: object, path: Path) -> UsageError:
     return UsageError(
-        "this kind of adapter is not merged",
+        "ckpt can't merge this kind of adapter",
         path=path,
-        expected=f"peft_type {', '.join(KINDS)}, or another one that the installed PEFT merges",
+        expected=f"peft_type {', '.join(KINDS)}, or another type the installed PEFT merges",
         found=f"peft_type {kind!r}",
-        hint="PEFT does not merge prompts, prefixes, adapters that route each token, and layers of its own either",
+        hint="PEFT does not merge prompts, prefixes, routed adapters or extra layers either",
     )
 
 
@@ -432,5 +430,5 @@ class _Fields:
 
     def _fault(self, name: str, expected: str, value: object) -> CorruptError:
         return CorruptError(
-            f"{name} of the adapter's config is wrong", path=self.path, expected=expected, found=repr(value)
+            f"{name} in the adapter config is wrong", path=self.path, expected=expected, found=repr(value)
         )

@@ -118,14 +118,13 @@ def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), 
     version = raw.get("peft_version")
     accepts = " ".join(f"{option} {key}" for key in found)
     raise LossError(
-        "the adapter's config has entries that may change what the adapter computes, and this release of ckpt does "
-        "not know them",
+        "the adapter config has unknown entries, and they may change its results",
         path=str(path),
-        expected="entries and inits of peft 0.21.2 and older",
+        expected="entries and inits from peft 0.21.2 or older",
         found=", ".join(f"{key}: {value!r}" for key, value in found.items())
         + (f"; peft_version {version}" if version else ""),
         hint=(
-            f"{accepts} merges as if they changed nothing"
+            f"{accepts} merges and ignores them"
             if option
             else "remove entries that change nothing from a copy of adapter_config.json"
         )

@@ -41,7 +41,7 @@ def _or_off(values: _Values) -> _Values:
 
 
 def _filled(config: _Values) -> _Values:
-    return _Values("an object that is not empty", lambda value: config.fits(value) and bool(value), config.entries)
+    return _Values("a non-empty object", lambda value: config.fits(value) and bool(value), config.entries)
 
 
 def _config(**entries: _Values) -> _Values:
@@ -65,10 +65,10 @@ _INTEGER = _Values("an integer", lambda value: isinstance(value, int))
 _NATURAL = _Values("an integer, zero or above", lambda value: isinstance(value, int) and value >= 0)
 _MAPPING = _Values("an object", lambda value: isinstance(value, Mapping))
 _NAMES = _Values("a list of names or a pattern", lambda value: isinstance(value, str | list | Mapping))
-_LAYERS = _Values("a layer's number or a list of them", lambda value: isinstance(value, int | list | Mapping))
+_LAYERS = _Values("a layer number or a list of layer numbers", lambda value: isinstance(value, int | list | Mapping))
 
 _BIAS = _Values(
-    "none, all, or a kind's own, such as lora_only", lambda value: isinstance(value, str) and _is_bias(value)
+    "none, all, or a kind's own, for example lora_only", lambda value: isinstance(value, str) and _is_bias(value)
 )
 _EVEN = _Values("an even integer above zero", lambda value: _COUNT.fits(value) and value % 2 == 0)
 _TOKENS = _Values(
@@ -207,7 +207,7 @@ def check(raw: Mapping[str, Any], path: object) -> None:
     given = {**_REFUSED_DEFAULTS.get(kind, {}), **raw}
     for entry, value, expected in _faults(given, _of_kind(kind)):
         raise CorruptError(
-            f"{entry} of the adapter's config is wrong", path=str(path), expected=expected, found=repr(value)
+            f"{entry} in the adapter config is wrong", path=str(path), expected=expected, found=repr(value)
         )
     for message, entries in _contradictions(raw):
         raise CorruptError(
@@ -232,12 +232,12 @@ def _contradictions(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ..
     """Yield what PEFT refuses of entries that are right by themselves."""
     kind, layers = raw.get("peft_type"), raw.get("layers_to_transform")
     if kind in _TAKES_LAYERS and raw.get("layers_pattern") and layers is None:
-        yield "layers_pattern takes layers_to_transform", ("layers_pattern", "layers_to_transform")
+        yield "layers_pattern needs layers_to_transform", ("layers_pattern", "layers_to_transform")
     for entry in ("layers_to_transform", "layers_pattern"):
         if kind in _LISTS_LAYERS and isinstance(raw.get("target_modules"), str) and raw.get(entry) is not None:
-            yield f"{entry} takes a list in target_modules", ("target_modules", entry)
+            yield f"{entry} needs a list in target_modules", ("target_modules", entry)
     if raw.get("lora_bias") and (raw.get("use_dora") or raw.get("init_lora_weights", True) not in (True, False)):
-        yield "lora_bias takes neither DoRA nor another init", ("lora_bias", "use_dora", "init_lora_weights")
+        yield "lora_bias works with neither DoRA nor another init", ("lora_bias", "use_dora", "init_lora_weights")
     sizes = _ONE_SIZE.get(str(kind), ())
     if sizes and sum(bool(raw.get(entry)) for entry in sizes) != 1:
-        yield f"one of {' and '.join(sizes)} is zero, and only one", sizes
+        yield f"only one of {' and '.join(sizes)} is zero", sizes

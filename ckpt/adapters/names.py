@@ -51,17 +51,17 @@ _OTHERS = (
     (
         re.compile(r".+\.lora_[ab]\.weight"),
         "torchtune or torchtitan",
-        "torchtune also saves it as PEFT does, adapter_model.safetensors beside adapter_config.json: give that folder",
+        "torchtune also saves it like PEFT (adapter_model.safetensors and adapter_config.json): give that folder",
     ),
     (
         re.compile(r"lora_(unet|te\d?|prior)_.+"),
         "kohya's scripts",
-        "diffusers reads it (load_lora_weights) and saves its model merged (fuse_lora)",
+        "merge it with diffusers: load_lora_weights, fuse_lora, then save_pretrained(...)",
     ),
     (
         re.compile(r"(unet|transformer\.(single_)?transformer_blocks|text_encoder(_\d)?)\..+lora.+"),
         "diffusers",
-        "diffusers merges it into its pipeline (fuse_lora), which save_pretrained writes",
+        "merge it with diffusers: fuse_lora, then save_pretrained(...)",
     ),
 )
 #: Modules whose base weights PEFT also saves if they are targeted (`EMBEDDING_LAYER_NAMES`).
@@ -113,7 +113,7 @@ def check_is_no_others(checkpoint: Checkpoint) -> None:
         fqn = next((fqn for fqn, _ in checkpoint.tensors if pattern.fullmatch(fqn)), None)
         if fqn is not None:
             raise UsageError(
-                f"this is an adapter as {writer} names it, which is not read", path=checkpoint.path, fqn=fqn, hint=way
+                f"ckpt can't read an adapter with names from {writer}", path=checkpoint.path, fqn=fqn, hint=way
             )
 
 
@@ -122,7 +122,7 @@ def check_is_there(checkpoint: Checkpoint) -> None:
     check_is_no_others(checkpoint)
     if not is_adapter(fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
         hint = "the format `hf` is for a whole model"
-        raise UsageError("this checkpoint holds no LoRA adapter", path=checkpoint.path, hint=hint)
+        raise UsageError("this checkpoint has no LoRA adapter", path=checkpoint.path, hint=hint)
 
 
 def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoint:
@@ -193,13 +193,13 @@ def check_factors(
     for one, other in ((A, B), (EMBEDDING_A, EMBEDDING_B), (BIAS, B)):
         missing = other if one in parts else one
         if (one in parts) != (other in parts) and missing != BIAS:
-            raise CorruptError("the adapter lacks one of a layer's factors", path=path, fqn=f"{module}.{missing}")
+            raise CorruptError("the adapter lacks a LoRA factor for a layer", path=path, fqn=f"{module}.{missing}")
     for kind, (entry, is_on) in entries.items():
         has_kind = any(part.startswith(kind) for part in parts)
         wants_kind = is_on and not has_other_layers and any(part in parts for part in _REACHED.get(kind, ()))
         if (has_kind and not is_on) or (wants_kind and not has_kind):
             raise CorruptError(
-                f"the adapter's config and its weights do not agree on {entry}",
+                f"the adapter's config and weights disagree about {entry}",
                 path=path,
                 fqn=module,
                 expected=f"a {kind} tensor, as {entry} is on" if is_on else f"no {kind} tensor, as {entry} is off",
@@ -223,10 +223,10 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
     parsed = {fqn: parse_name(fqn) for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     for fqn in parsed:
         if is_foreign(fqn):
-            raise LossError("this tensor belongs to a method that is not LoRA", path=checkpoint.path, fqn=fqn)
+            raise LossError("this tensor does not belong to LoRA", path=checkpoint.path, fqn=fqn)
     names = sorted({name.adapter for name in parsed.values() if name.adapter is not None})
     if len(names) > 1:
-        raise UsageError("the checkpoint holds several adapters", path=checkpoint.path, found=", ".join(names))
+        raise UsageError("the checkpoint has several adapters", path=checkpoint.path, found=", ".join(names))
     trained = {fqn for group in checkpoint.state.param_groups for fqn in group.fqns}
     bias = str(config.get("bias", "none"))
     found: dict[str, Choice] = {}
@@ -235,7 +235,7 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
         if name.kind != BASE:
             if choice.tensor.numel == 0:
                 raise CorruptError(
-                    "this tensor of the adapter is empty: under ZeRO-3 or FSDP it was saved without its partitions",
+                    "an adapter tensor is empty: ZeRO-3 or FSDP saved it without its partitions",
                     path=checkpoint.path,
                     fqn=fqn,
                     hint="take the adapter from the sharded checkpoint: ckpt convert auto peft CHECKPOINT",
@@ -244,7 +244,7 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
         elif checkpoint.is_adapter or _is_saved(fqn, parsed, bias):
             found[fqn if fqn.startswith(PREFIX) else PREFIX + fqn] = choice
         elif fqn in trained:
-            raise LossError("this parameter was trained, but is no part of the adapter", fqn=fqn)
+            raise LossError("this parameter was trained, but the adapter does not include it", fqn=fqn)
     return found
 
 

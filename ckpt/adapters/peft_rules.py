@@ -83,7 +83,7 @@ def with_explicit_patterns(
             for since, rule in _rules(raw)
         ]
     except re.error as error:
-        raise CorruptError("a pattern of the adapter's config is no regular expression", path=path) from error
+        raise CorruptError("a pattern in the adapter config is not a regular expression", path=path) from error
     fitting = [(since, one) for since, one in found if all(one[layer][0] == rank for layer, rank in ranks.items())]
     possible = fitting or found
     values = possible[0][1]
@@ -94,12 +94,11 @@ def with_explicit_patterns(
         if option:
             hint = f"{option} 0.13 for PEFT 0.13 and older, {option} 0.14, or {option} 0.15 for later ones; or {hint}"
         raise UsageError(
-            "releases of PEFT read rank_pattern and alpha_pattern differently, and nothing records which release "
-            "trained this adapter",
+            "the adapter's PEFT release is not recorded, and releases read rank_pattern and alpha_pattern differently",
             path=str(path),
             fqn=differing[0],
-            expected="peft_version, or all entries that a release of PEFT writes",
-            found=f"alpha of this layer by the rule of PEFT {words}",
+            expected="peft_version, or every entry PEFT writes",
+            found=f"this layer's alpha by the rules in PEFT {words}",
             hint=hint,
         )
     if len(found) == 1 and found[0][0] == _TODAY:

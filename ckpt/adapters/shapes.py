@@ -126,7 +126,7 @@ def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None
         for entry, wanted, found in readers[name](config, module, shape) if name in readers else ():
             if (wanted or wanted is False) and wanted != found:
                 raise CorruptError(
-                    f"the adapter's config and its weights do not agree on {entry}",
+                    f"the adapter's config and weights disagree about {entry}",
                     path=path,
                     fqn=fqn,
                     expected=f"{entry} {wanted}, as {config.path} says",

@@ -34,7 +34,7 @@ def check(config: AdapterConfig, adapted: Collection[str]) -> None:
         return
     few = len(unnamed) < len(adapted)
     raise CorruptError(
-        f"the adapter's config names {'not all' if few else 'none'} of the layers in the adapter's file",
+        f"the adapter config misses {'some' if few else 'all'} layers in the adapter file",
         path=config.path,
         fqn=unnamed[0],
         expected=_layers_in_words(unnamed),
@@ -46,7 +46,7 @@ def unnamed(config: AdapterConfig, adapted: Collection[str]) -> Iterator[str]:
     """Yield a note if the config does not name some of the `adapted` layers."""
     if config.kind == LORA and (others := list(_unnamed(config, adapted))):
         words = _layers_in_words(others)
-        yield f"target_modules does not name {words}: merged all the same, where PEFT would pass over them"
+        yield f"target_modules does not name {words}: merged anyway; PEFT would skip them"
 
 
 def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[str]) -> Iterator[str]:
@@ -61,7 +61,7 @@ def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[st
         return
     if missing := sorted(named.difference(adapted)):
         words = _layers_in_words(missing)
-        yield f"the adapter has no factors of {words}, which target_modules names: nothing is added there"
+        yield f"the adapter has no factors of {words}, although target_modules names them: these layers stay unchanged"
     yield from unnamed(config, [layer for layer in adapted if layer in layers])
 
 
@@ -84,7 +84,7 @@ def _is_adapted(config: AdapterConfig, layer: str) -> bool:
         return is_named(config.raw, layer) and not _is_saved(config.saved, layer)
     except (re.error, TypeError) as error:
         raise CorruptError(
-            f"the adapter's config does not name its layers as PEFT reads them: {error}",
+            f"PEFT can't resolve the layer names in the adapter config: {error}",
             path=config.path,
             found=_entries_in_words(config.raw),
         ) from error

@@ -130,7 +130,7 @@ class SeveralRunsError(UsageError):
 
     def __init__(self, path: os.PathLike[str], runs: Sequence[str | os.PathLike[str]]) -> None:
         found = ", ".join(os.path.relpath(run, path) for run in runs[:8]) + (", ..." if len(runs) > 8 else "")
-        super().__init__("which run? there are several here", path=path, found=found, hint="give the folder of one")
+        super().__init__("the folder has several runs", path=path, found=found, hint="give the folder of one")
         self.runs = tuple(os.fspath(run) for run in runs)
 
 

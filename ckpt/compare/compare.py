@@ -244,9 +244,9 @@ def check_covered(covered: int, shape: Shape) -> None:
     """Raise CorruptError unless `covered`, the number of common elements, is a full tensor of `shape`."""
     if covered != prod(shape):
         raise CorruptError(
-            "the stored parts of a tensor do not cover it once",
+            "the stored parts do not cover a tensor exactly once",
             expected=f"{pluralize(prod(shape), 'element')} of shape {list(shape)}",
-            found=f"{pluralize(covered, 'element')} that both sides have in common",
+            found=f"{pluralize(covered, 'element')} shared by both sides",
         )
 
 
@@ -269,7 +269,7 @@ def _compare_elements(common: Overlap, reader: Reader, found: _Tally, cast: bool
     dtype = narrower(common.a.dtype, common.b.dtype) if cast else common.a.dtype
     if dtype is None or (not cast and common.b.dtype != dtype):
         raise CorruptError(
-            "the same part of a tensor is stored in different dtypes",
+            "one part is stored in different dtypes",
             path=common.b.path,
             rank=common.b_rank,
             expected=common.a.dtype,
@@ -429,7 +429,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
             one, other = difference.a, difference.b
             of_ranks = one.rank is not None or other.rank is not None
             raise CorruptError(
-                "ranks that should hold the same tensor disagree" if of_ranks else "copies of one tensor disagree",
+                "ranks disagree about a shared tensor" if of_ranks else "copies disagree for one tensor",
                 path=other.path,
                 rank=other.rank,
                 fqn=tensor.fqn,
@@ -438,7 +438,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
                 hint="`ckpt convert --replica RANK` takes one rank's copy"
                 if of_ranks
-                else "the config ties these tensors, and the files hold two: does it belong to them?",
+                else "the config ties these tensors, but the files store both: does the config belong to them?",
             )
 
 
@@ -456,13 +456,13 @@ def check_masters(checkpoint: Checkpoint) -> None:
             if difference is not None:
                 one, other = difference.a, difference.b
                 raise CorruptError(
-                    "the optimizer's master of a parameter is not the weight that is stored beside it",
+                    "a parameter's master does not match its stored weight",
                     path=other.path,
                     rank=other.rank,
                     fqn=master.fqn,
                     expected=f"{one}, as in {one.path}",
                     found=f"element {list(difference.index)} is {other}; {difference.num_different} differ",
-                    hint="are these the files of one save, each rank's under its own name?",
+                    hint="are all files from one save, with each rank's file under its own name?",
                 )
 
 

@@ -155,7 +155,7 @@ def diff(
     """
     for name, value in (("rtol", tolerance.rtol), ("atol", tolerance.atol)) if tolerance else ():
         if not 0 <= value < math.inf:
-            raise UsageError(f"--{name} is no tolerance", expected="a finite number, not negative", found=value)
+            raise UsageError(f"--{name} is not a tolerance", expected="a finite number, not negative", found=value)
     judge = partial(_measure_tensors, allowed=tolerance or Tolerance())
     return Diff(a, b, *walk(a, b, only, judge, progress, expected), tolerance)
 

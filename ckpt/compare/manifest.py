@@ -41,7 +41,7 @@ def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
     """Return the manifest for a checkpoint in `folder`, from its files' digests by name."""
     found = format.find(folder, None)
     if found is None:
-        raise CorruptError(f"what was written is not recognised as {format.name}", path=folder)
+        raise CorruptError(f"the written files are not recognised as {format.name}", path=folder)
     checkpoint = format.read(found, ReadRequest())
     known = {
         (str(folder / name), *piece): bytes.fromhex(digest)
@@ -184,17 +184,17 @@ def _load(folder: Path) -> dict[str, Any]:
     path = confined(folder, MANIFEST)
     if not path.is_file():
         raise NotFoundError(
-            "there is no manifest to check this folder against",
+            "this folder has no manifest to check against",
             path=folder,
             expected=MANIFEST,
-            hint="`ckpt convert` writes one; give a second checkpoint to compare with",
+            hint="`ckpt convert` writes a manifest; or give a second checkpoint to compare with",
         )
     content = read_json(path)
     if not isinstance(content, dict) or content.get("digest") != own_digest(content):
-        raise CorruptError("the manifest itself is damaged: its own digest does not fit", path=path)
+        raise CorruptError("the manifest is damaged: its digest does not match", path=path)
     if content.get("version") != _VERSION or content.get("algorithm") != ALGORITHM:
         raise CorruptError(
-            "the manifest is of another version",
+            "unsupported manifest version",
             path=path,
             expected=f"version {_VERSION}, {ALGORITHM}",
             found=f"version {content.get('version')}, {content.get('algorithm')}",
@@ -205,7 +205,7 @@ def _load(folder: Path) -> dict[str, Any]:
         or not isinstance(files, dict)
         or not all(map(_is_entry, files.values()))
     ):
-        raise CorruptError("the manifest is not one that ckpt writes", path=path)
+        raise CorruptError("this manifest was not written by ckpt", path=path)
     return content
 
 
@@ -248,11 +248,11 @@ def _explain(folder: Path, changes: list[_Change], format: str) -> Iterator[str]
         names = [f"{t.fqn} ({t.role}, {t.dtype} {list(t.shape)})" for t in tensors[:_MAX_NAMES]]
         more = f" and {len(tensors) - _MAX_NAMES} more" if len(tensors) > _MAX_NAMES else ""
         if len(tensors) > 1:
-            yield f"{change.file}: one or several of {', '.join(names)}{more} have changed, or what lies between them"
+            yield f"{change.file}: one or several of {', '.join(names)}{more} have changed, or the bytes between them"
         elif tensors:
             yield f"{change.file}: {names[0]} has changed"
         else:
-            yield f"{change.file}: its bytes have changed, outside of the elements of every tensor"
+            yield f"{change.file}: its bytes have changed, but no tensor element has"
 
 
 def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) -> dict[_Change, list[Tensor]]:

@@ -43,7 +43,7 @@ def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         one, other = _file_contents(a), _file_contents(b)
     except CkptError as error:
         name = f" ({Path(error.path).name})" if error.path else ""
-        yield f"only tensors are compared, not the other files of A and B: {error.what}{one_line(name)}"
+        yield f"only tensors are compared, not other files in A and B: {error.what}{one_line(name)}"
         return
     if any(not found and not _is_model_folder(side) for side, found in ((a, one), (b, other))):
         return
@@ -54,7 +54,7 @@ def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         "only in B": sorted(other.keys() - one.keys()),
     }
     if found := [f"{label}: {first_names(names)}" for label, names in groups.items() if names]:
-        yield f"only tensors are compared, and other files of A and B are not the same: {'; '.join(found)}"
+        yield f"only tensors are compared, and other files differ between A and B: {'; '.join(found)}"
 
 
 def first_names(found: list[str]) -> str:

@@ -242,15 +242,15 @@ def walk(
 def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
     roles = {role for _, role in checkpoint.tensors}
     if only not in ("all", "weights", "optimizer"):
-        raise UsageError("there is no such choice", expected="all, weights or optimizer", found=only)
+        raise UsageError("unknown choice", expected="all, weights or optimizer", found=only)
     if only == "weights" and not roles & set(MODEL_ROLES):
-        raise UsageError("this checkpoint holds no weights that could be compared", path=checkpoint.path)
+        raise UsageError("this checkpoint has no weights to compare", path=checkpoint.path)
     if only == "optimizer" and not roles - {WEIGHT, BUFFER} and not any(checkpoint.state.scalars.values()):
         raise UsageError(
-            "this checkpoint holds no optimizer states that could be compared",
+            "this checkpoint has no optimizer states to compare",
             path=checkpoint.path,
-            found=f"a checkpoint of the format {checkpoint.format}",
-            hint="--only weights compares the model's tensors",
+            found=f"a checkpoint in the format {checkpoint.format}",
+            hint="use --only weights to compare the model's tensors",
         )
 
 
@@ -375,13 +375,9 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
         if only != "weights":
             _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), is_second)
     if num_tied:
-        work.notes.append(
-            f"{pluralize(num_tied, 'tensor')} compared with the owner of a tie that the other side records"
-        )
+        work.notes.append(f"{pluralize(num_tied, 'tensor')} compared with the tied tensor on the other side")
     if not num_common and work.a.names and work.b.names:
-        work.notes.append(
-            f"no name is on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
-        )
+        work.notes.append(f"A and B share no names (A {a.namespace}, B {b.namespace}): are they from one model?")
     return work
 
 
@@ -420,7 +416,7 @@ def _put_model(work: _Work, a: _Roles, b: _Roles, model: tuple[_Thing | None, _T
     for side, other, roles in ((work.a, work.b, a), (work.b, work.a, b)):
         thing = roles.get(WEIGHT) or roles.get(BUFFER)
         if thing is not None and thing is not x and thing is not y:
-            work.skip(side, thing, f"{other.label} holds these only in the form of the masters, which were compared")
+            work.skip(side, thing, f"{other.label} stores these only as masters, compared above")
 
 
 def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool) -> None:
@@ -531,7 +527,7 @@ def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
         return _unreadable(names, error, is_scalar=True)
     same = same_value(x, y)
     if same is None:
-        work.skip(work.a, a, "values of these kinds cannot be compared")
+        work.skip(work.a, a, "values with these kinds can't be compared")
         return None
     if same:
         return Result(EQUAL, "equal", *names, is_scalar=True)
@@ -589,10 +585,13 @@ def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iter
         yield "nothing was compared, so nothing was found equal"
     castable = sum(r.kind == "dtype" and _castable(r) for r in results)
     if castable:
-        yield f"{pluralize(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
+        yield f"{pluralize(castable, 'tensor')} differ in dtype; use --cast to round the wider side first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
-        yield f"{pluralize(count, 'tensor')} compared in {name}, to which the wider side was rounded; --exact does not"
+        yield (
+            f"{pluralize(count, 'tensor')} compared in {name}, with the wider side rounded; use --exact to compare "
+            "without rounding"
+        )
     crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
     for (role, b_role), count in crossed.items():
         if {role, b_role} != {WEIGHT, BUFFER}:

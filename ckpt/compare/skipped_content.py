@@ -12,7 +12,7 @@ from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.runs.unread_files import STATE, not_read
 from ckpt.state.same_model import stated_otherwise
 
-WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
+WHY = "they are outside the model and the optimizer; use `ckpt verify --run` to compare them"
 _RANDOM = ("rng", "random")  # words in names of random states
 
 
@@ -47,7 +47,7 @@ def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         if names := [one.name for one in not_read(side) if one.kind == STATE]:
             yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
     if entries := [_entry(*one) for one in stated_otherwise(a.config, b.config, alone=True)]:
-        yield f"only tensors are compared, and the configs of A and B differ: {first_names(entries)}"
+        yield f"only tensors are compared, and the configs differ between A and B: {first_names(entries)}"
     yield from differing_files(a, b)
 
 

@@ -95,13 +95,13 @@ class RunReport(Returned):
         yield from map(str, shown)
         if len(shown) < len(self.differences):
             yield f"... and {len(self.differences) - len(shown)} more; -v lists them all"
-        same = f"{pluralize(self.num_equal, 'value')} of the training state equal"
+        same = f"{pluralize(self.num_equal, 'value')} in the training state equal"
         if self.equal:
             yield f"equal: {same}"
         elif not self.differences:
             yield "different: neither run recorded a training state"
         else:
-            yield f"different: {pluralize(len(self.differences), 'value')} of the training state, {same}"
+            yield f"different: {pluralize(len(self.differences), 'value')} in the training state, {same}"
 
 
 def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:

@@ -83,7 +83,7 @@ def check_loads(path: Path) -> Loading:
     import transformers
 
     if not path.is_dir() or read_config([path]) is None:
-        raise NotFoundError(f"there is no {CONFIG} here, so nothing says what to load", path=path)
+        raise NotFoundError(f"{CONFIG} is missing, so the model class is unknown", path=path)
     problems: list[str] = []
     with _quiet(transformers):
         config = _attempt(problems, CONFIG, lambda: transformers.AutoConfig.from_pretrained(path))
@@ -140,7 +140,7 @@ def _knows(quantization: dict[str, Any]) -> bool:
 
 def _tokenizer_problems(tokenizer: Any, size: int | None) -> Iterator[str]:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        yield "tokenizer: it has no vocabulary; is a file of it missing?"
+        yield "tokenizer: it has no vocabulary; is a tokenizer file missing?"
     if size is not None and len(tokenizer) > size:
         yield f"tokenizer: it has {pluralize(len(tokenizer), 'token')}, the embedding {pluralize(size, 'row')}"
     for message in _ids(tokenizer, size):
@@ -170,7 +170,7 @@ def _ids(holder: Any, size: int | None) -> Iterator[str]:
         value = getattr(holder, name, None)
         for token in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(token, int) and size is not None and not -1 <= token < size:
-                yield f"{name} {token} is no row of the embedding, which has {size}"
+                yield f"{name} {token} is outside the embedding, with {pluralize(size, 'row')}"
 
 
 def _attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:

@@ -162,7 +162,7 @@ class _Entries:
                 yield name, self.entry(name, usual[2], _usual_shape(usual[3]), int(usual[4]), int(usual[5]))
             key = _KEY.match(self.text, self.at)
             if key is None:
-                raise self.fault("the header is not JSON of the safetensors kind: a name was expected")
+                raise self.fault("the header is not valid safetensors JSON: a name was expected")
             name = self.string(key[1])
             self.at = key.end()
             if name == "__metadata__" and self.text.startswith(b"null", self.at):  # MLX writes null
@@ -187,7 +187,7 @@ class _Entries:
             text: str = json.loads(b'"' + raw + b'"')
             text.encode("utf-8")  # an escaped lone surrogate is not valid text
         except ValueError:
-            raise self.fault("a string of the header is not UTF-8") from None
+            raise self.fault("a header string is not UTF-8") from None
         return text
 
     def metadata(self) -> dict[str, str]:
@@ -231,7 +231,7 @@ class _Entries:
             if field[4] == b"}":
                 break
         if tag is None or len(lists) != 2:
-            raise self.fault("the header's entry lacks one of dtype, shape and data_offsets", name)
+            raise self.fault("the header entry lacks one of dtype, shape, data_offsets", name)
         offsets = lists[b"data_offsets"]
         if len(offsets) != 2:
             raise self.fault("data_offsets are not two numbers", name)
@@ -351,7 +351,7 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
     offsets, at = [], 0
     for tensor in ordered:
         if tensor.name == "__metadata__" or not _is_text(tensor.name):
-            raise LossError("a safetensors file has no place for a tensor of this name", fqn=tensor.name)
+            raise LossError("safetensors can't store a tensor with this name", fqn=tensor.name)
         shape = list(tensor.shape)
         if tensor.dtype.tag == _PACKED:
             shape[-1] *= 2

@@ -162,7 +162,7 @@ def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: 
     numbers, saved = ([int(n) for n in _DIGITS.findall(one)] for one in (name, folder))
     if is_named or (numbers != saved and _DIGITS.sub("0", folder) == _DIGITS.sub("0", name)):
         raise CorruptError(
-            "the file was saved under another name: it is a different file of the checkpoint",
+            "the file was saved under another name",
             path=path,
             rank=rank,
             expected=f"a file that was saved as {name}",

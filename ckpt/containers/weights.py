@@ -122,7 +122,7 @@ def read_weights(
         _collect(tensors, read_header(file), str(file), name, weight_map)
     for fqn, name in (weight_map or {}).items():
         if (fqn, WEIGHT) not in tensors:
-            raise CorruptError("the index names a tensor that its file does not hold", path=folder / name, fqn=fqn)
+            raise CorruptError("the index names a tensor missing from its file", path=folder / name, fqn=fqn)
     return tensors
 
 
@@ -154,7 +154,7 @@ def _collect(
     for entry in header.entries:
         if weight_map is not None and weight_map.get(entry.name) != name:
             raise CorruptError(
-                "the file holds a tensor that the index does not place there",
+                "the file has a tensor missing from the index",
                 path=path,
                 fqn=entry.name,
                 expected=weight_map.get(entry.name, "no such tensor"),

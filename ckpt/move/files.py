@@ -140,7 +140,7 @@ def check_destination(destination: Path, source: Path) -> None:
         raise UsageError(
             "the destination and the source overlap",
             path=destination,
-            expected="a folder that neither is, contains nor lies in the source",
+            expected="a folder outside the source that does not contain it",
             found=f"source {source}",
             hint="give another folder with -o",
             code="destination-overlaps",
@@ -289,7 +289,7 @@ class Staging:
         try:
             sync_folder(self.destination.parent)
         except OSError as error:
-            what = f"the output is complete, but may not outlast a crash of the system now: {error.strerror}"
+            what = f"the output is complete, but may not survive a system crash: {error.strerror}"
             hint = None if at == self.destination else f"what it replaced is still there, in {at.name}"
             raise StorageError(what, path=self.destination, hint=hint) from error
 
@@ -299,7 +299,7 @@ class Staging:
                 raise UsageError("the destination exists and is not a folder", path=self.destination)
         if os.path.ismount(self.destination):
             raise UsageError(
-                "the destination is a mount point, which cannot be replaced in one step",
+                "the destination is a mount point and cannot be replaced in one step",
                 path=self.destination,
                 hint="give a folder in it with -o",
             )
@@ -374,7 +374,7 @@ class Staging:
             try:
                 shutil.rmtree(replaced)
             except OSError as error:
-                what = f"the output is complete, but what it replaced could not be removed: {error.strerror}"
+                what = f"the output is complete, but the replaced output could not be removed: {error.strerror}"
                 raise StorageError(what, path=replaced) from error
         finally:
             os.close(previous)
@@ -409,7 +409,7 @@ class SharedStaging:
             file = FileIO(confined(self.path, name), "r+")
             if os.fstat(file.fileno()).st_size != size:
                 file.close()
-                raise OSError(errno.ESTALE, "the file is not as another process made it")
+                raise OSError(errno.ESTALE, "the file differs from the file another process made")
             return file
 
 

@@ -218,7 +218,7 @@ def _sources(begun: Mapping[str, Any], path: Path) -> list[SourceFile]:
     if not isinstance(sources, list) or not all(
         isinstance(facts, list) and [type(fact) for fact in facts] == kinds for facts in sources
     ):
-        raise CorruptError("the journal's list of sources is damaged", path=path, hint=_BEGINS_ANEW)
+        raise CorruptError("the journal's source list is damaged", path=path, hint=_BEGINS_ANEW)
     return [SourceFile(*facts) for facts in sources]
 
 
@@ -227,23 +227,23 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
         return
     version = begun.get("version")
     if version != expected["version"]:
-        what = "the conversion that was stopped there is of another version of ckpt"
+        what = "the stopped conversion there is from another version of ckpt"
         found = version if isinstance(version, str) else "an older one"
         hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
     files = _sources(expected, path)
     if known and files and not any(file.path in known for file in files):  # for example, the run has saved a newer step
-        what = "the conversion that was stopped there is of another source"
+        what = "the stopped conversion there has another source"
         hint = f"that source goes on with it (--tag names a step of a run); {_BEGINS_ANEW}: {_leftovers(path.parent)}"
         raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
     for now in files:
         then = known.get(now.path, now)
         if then != now:
-            what = "the source has changed since the conversion that was stopped"
+            what = "the source has changed since the stopped conversion"
             hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
             raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=hint)
-    what = "the conversion that was stopped there is another one, or has another source"
+    what = "the stopped conversion there has other options or another source"
     hint = f"the same command goes on with it; {_BEGINS_ANEW}"
     raise UsageError(what, path=path.parent, found=_leftovers(path.parent), hint=hint)
 

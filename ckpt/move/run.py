@@ -189,9 +189,9 @@ def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: 
             why = f": {error.what}"
     where = printable(str(staging.path))
     if claimed:
-        say(f"going on with {where} ({show_size(disk_bytes(staging.path))}), which a stopped conversion left")
+        say(f"going on with {where} ({show_size(disk_bytes(staging.path))}), left by a stopped conversion")
     else:
-        say(f"removed {where} ({show_size(staging.clear())}), which a stopped conversion left{why}")
+        say(f"removed {where} ({show_size(staging.clear())}), left by a stopped conversion{why}")
     return claimed
 
 

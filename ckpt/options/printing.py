@@ -116,7 +116,7 @@ def say_result(report: dict[str, Any], outcome: Outcome) -> None:
 _STYLES: dict[str, dict[str, Any]] = {
     "note:": {"fg": "yellow"},
     "notes:": {"fg": "yellow"},
-    "not in the target:": {"fg": "yellow"},
+    "not written:": {"fg": "yellow"},
     "not read:": {"fg": "yellow", "bold": True},
     "not checked:": {"fg": "yellow", "bold": True},
     "from_pretrained cannot load this folder:": {"fg": "yellow", "bold": True},

@@ -23,7 +23,7 @@ def assemble(fqn: str, role: str, parts: Sequence[tuple[Shape, Fragment]], nativ
     for other, part in parts:
         if (other, part.extent.dtype) != (shape, first.extent.dtype):
             raise CorruptError(
-                f"ranks hold parts of different tensors under one name ({role})",
+                f"ranks store different tensors under one name ({role})",
                 path=part.extent.path,
                 rank=part.rank,
                 fqn=fqn,

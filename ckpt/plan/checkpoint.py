@@ -397,7 +397,7 @@ class Layout:
         """Return the number of ranks to write. Raise UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
         if found is None:
-            what, hint = "the source has no number of ranks of its own", "--world-size says how many there are"
+            what, hint = "the source has no rank count", "--world-size says how many there are"
             raise UsageError(what, hint=hint)
         return found
 

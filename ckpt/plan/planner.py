@@ -286,7 +286,7 @@ def check_source(tensor: Tensor) -> None:
     if fault.fragment is not None:
         extent = fault.fragment.extent
         raise CorruptError(
-            "a fragment does not fit the part of the tensor that it should hold",
+            "a fragment does not fit its part of the tensor",
             path=extent.path,
             rank=fault.fragment.rank,
             fqn=tensor.fqn,
@@ -376,7 +376,7 @@ def _prove_nothing_is_lost(
             continue
         is_proved = fqn in placed if role in (WEIGHT, MASTER) else role != BUFFER and not carries_optimizer
         if not is_proved and key not in target.left_out:
-            raise LossError("a tensor of the source goes nowhere in the target", fqn=fqn, found=f"role {role}")
+            raise LossError("a source tensor goes nowhere in the target", fqn=fqn, found=f"role {role}")
 
 
 def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:

@@ -112,18 +112,18 @@ def describe(
         names = _dtypes(rounded)
         whose = "the model's dtype, " if requested is None else ""
         what = f"{_count(rounded)} written in {names}, {whose}rounded from the {_stored(rounded)} masters"
-        notes.append(Brief(f"{what}; --dtype fp32 writes the masters as they are"))
+        notes.append(Brief(f"{what}; use --dtype fp32 for the unrounded masters"))
     if exact:
         native = sorted({c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype})
         other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and requested else ""
-        notes.append(Brief(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}"))
+        notes.append(Brief(f"{_count(exact)} written bit for bit from the {_stored(exact)} masters{other}"))
     if beside:
         differ = any(checkpoint.tensors[c.tensor.fqn, MASTER].dtype != c.dtype for c in beside)
-        other = "; --dtype fp32 writes the fp32 masters" if differ else ""
-        notes.append(Brief(f"{_count(beside)} written as the model's {_stored(beside)} weights are{other}"))
+        other = "; use --dtype fp32 for the fp32 masters" if differ else ""
+        notes.append(Brief(f"{_count(beside)} written in {_stored(beside)}, the model's dtype{other}"))
     if cast and record:
-        what = f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({record}), rounded from "
-        notes.append(Brief(f"{what}its {_stored(cast)} weights; --dtype fp32 writes these as they are"))
+        what = f"{_count(cast)} written in {_dtypes(cast)}, the run's compute dtype ({record}), rounded from "
+        notes.append(Brief(f"{what}its {_stored(cast)} weights; use --dtype fp32 for the unrounded weights"))
     elif cast:
         notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks"))
     parts = [c for c in parameters if requested is not None and c.tensor.fqn in checkpoint.uncast]

@@ -165,7 +165,7 @@ def _check_side(
     """Prove that links and padding tile every tensor, and that copies belong to linked tensors."""
     for name in [*placed, *padding, *copies, *copies.values()]:
         if name not in shapes:
-            raise LossError("the name mapping places a tensor that is not there", fqn=name)
+            raise LossError("the name mapping names a missing tensor", fqn=name)
     for name, shape in shapes.items():
         if name in copies and name not in placed and copies[name] not in copies and shapes[copies[name]] == shape:
             continue
@@ -319,7 +319,7 @@ def _with_copies_as_replicas(
             one, other = tensors.pop((copy, role)), tensors.get((owner, role))
             if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
                 raise LossError(
-                    "a tensor that the model has once is stored twice, and not the same way",
+                    "a shared tensor is stored twice, in different forms",
                     fqn=copy,
                     expected=f"the {role} of {owner!r} again" + (f", {other.dtype}" if other else ""),
                     found="no such tensor" if other is None else f"{one.dtype} of shape {list(one.shape)}",

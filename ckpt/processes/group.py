@@ -104,8 +104,8 @@ class TorchGroup(Alone):
             self._raise_error()
             if not all(self._values):
                 raise StorageError(
-                    "another process of this conversion has ended while this one waits for it",
-                    hint="were all of them given the same options, and the same version of ckpt?",
+                    "another process of this conversion ended during the wait",
+                    hint="start every process with the same options, and the same version of ckpt",
                 )
             return [values.popleft() for values in self._values]
 
@@ -173,7 +173,7 @@ class TorchGroup(Alone):
         return StorageError(
             f"another process of this conversion has ended, or cannot be reached any more: {who}",
             found=str(error).partition(". This is")[0],
-            hint="what it or its system printed says why; the same command goes on from what is done",
+            hint="read its output for the reason; the same command goes on from what is done",
         )
 
 

@@ -119,7 +119,7 @@ def _call_if_alive(ask: Callable[..., object], *what: object) -> None:
 
 
 def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
-    alone = f"where one process is to do it by itself, start it without {' and '.join(start.variables)}"
+    alone = f"to use one process, start it without {' and '.join(start.variables)}"
     for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
         if number > last:
             raise UsageError(
@@ -137,7 +137,7 @@ def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
         ) from None
     if start.address is None:
         raise UsageError(
-            "the address where the processes meet is not known",
+            "the address of rank 0 is not set",
             expected="MASTER_ADDR, the host of the first process",
             found=str(start),
             hint=f"mpirun -x MASTER_ADDR=HOST (Open MPI), or -genv MASTER_ADDR HOST; {alone}",
@@ -158,7 +158,7 @@ def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
             rank=start.rank,
             expected=str(start),
             found=str(error).splitlines()[0],
-            hint=f"do all of them run this command, and reach that port? {alone}",
+            hint=f"check that every process runs this command and can reach the port; {alone}",
         ) from None
 
 

@@ -34,7 +34,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
         return ""
     named = [f"{fqn} {list(shape)}" for fqn, shape in [*shapes.items()][:_MAX_SHOWN]]
     have = "has" if len(shapes) == 1 else "have"
-    why = "right only if the model declares them so"
+    why = "correct only if the model declares empty tensors"
     return f"{pluralize(len(shapes), 'parameter')} {have} no elements ({_shortened(named, len(shapes))}): {why}"
 
 
@@ -52,7 +52,7 @@ def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
         return (f"the optimizer has no states after {pluralize(step, 'step')}: {why}" if step else ""), True
     have = "has" if len(without) == 1 else "have"
     what = f"{len(without)} of {pluralize(len(trained), 'parameter')} {have} no optimizer state"
-    why = "no gradient ever came, or states are lost"
+    why = "no gradient arrived, or states are lost"
     return f"{what} ({_shortened(without[:_MAX_SHOWN], len(without))}): {why}", False
 
 

@@ -97,9 +97,9 @@ def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: St
         return  # another format's record with the same name
     error = IncompleteError if steps.needs_record and not (named and others) else CorruptError
     raise error(
-        f"`{steps.record}` names a step folder that is not there, or that holds no such checkpoint"
+        f"`{steps.record}` names a missing step folder, or a step without this format"
         if named
-        else f"`{steps.record}` does not say which step is meant",
+        else f"`{steps.record}` does not name a step",
         path=path if said is None else path / str(steps.record),
         expected=f"a checkpoint in {named[0].name}/" if named else "the name of a step folder",
         found="no such file" if said is None else repr(said),

@@ -16,8 +16,8 @@ _ORBAX = {"_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding", "c
 #: Rank files that torch_checkpointing writes next to its `metadata.pkl`.
 _TORCH_CHECKPOINTING = re.compile(r".+_\d+\.(?:pt|safetensors)")
 _WAYS = {
-    "GGUF, which llama.cpp and Ollama load": "give the model that the GGUF file was made from: a folder of safetensors",
-    "Orbax, which JAX programs load": "load it with orbax.checkpoint, and save the arrays with "
+    "GGUF (llama.cpp, Ollama)": "give the safetensors folder from before the conversion to GGUF",
+    "Orbax (JAX)": "load it with orbax.checkpoint, and save the arrays with "
     "safetensors.numpy.save_file as model.safetensors",
     "torch_checkpointing": "load it with torch_checkpointing in the training script, and save the same state dict with "
     "torch.distributed.checkpoint.save",
@@ -29,7 +29,7 @@ def foreign(path: Path) -> NotFoundError | None:
     found = next((one for place in _places(path) for one in _program(place)), None)
     if found is None:
         return None
-    return NotFoundError(f"this is a checkpoint of {found}: ckpt doesn't read it", path=path, hint=_WAYS[found])
+    return NotFoundError(f"ckpt doesn't read this format: {found}", path=path, hint=_WAYS[found])
 
 
 def _places(path: Path) -> Iterator[Path]:

@@ -61,7 +61,7 @@ def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:
         )
     except Exception as error:  # the library's errors, requests' errors and OS errors
         raise NotFoundError(
-            f"{repo_id!r} is not there, and the Hub did not give its config",
+            f"{repo_id!r} does not exist here, and the Hub did not return its config",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             hint="give the folder of a local copy",
         ) from error

@@ -35,7 +35,7 @@ def check_holds_model(checkpoint: Checkpoint) -> None:
     if holds_model(checkpoint):
         return
     if not (checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread):
-        raise CorruptError("the checkpoint holds no tensors", path=checkpoint.path)
+        raise CorruptError("the checkpoint has no tensors", path=checkpoint.path)
     raise with_hint(optimizer_alone(Path(checkpoint.path)), {fqn for fqn, _ in checkpoint.tensors})
 
 
@@ -57,10 +57,10 @@ def lost_weights(path: Path) -> CkptError | None:
     found = f"{', '.join(names[:_MAX_SHOWN])}{', ...' if len(names) > _MAX_SHOWN else ''}"
     if ADAPTER_CONFIG in names:
         expected = f"adapter_model.safetensors next to {ADAPTER_CONFIG}"
-        return IncompleteError("the weights of the adapter are missing", path=path, expected=expected, found=found)
+        return IncompleteError("the adapter's weights are missing", path=path, expected=expected, found=found)
     if TRAINER_STEP.fullmatch(path.name) and has_trainer_state(path):
-        expected = f"the files of the model, which HF Trainer writes before {TRAINER_STATE}"
-        return IncompleteError("the weights of the step are missing", path=path, expected=expected, found=found)
+        expected = f"the model's files, written by HF Trainer before {TRAINER_STATE}"
+        return IncompleteError("the step's weights are missing", path=path, expected=expected, found=found)
     return None
 
 
@@ -74,7 +74,7 @@ def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:
     """Return the error for a file or folder with only optimizer states."""
     what = "folder" if path.is_dir() else "file"
-    return HalfError(f"this {what} holds only optimizer states", path=path, expected=expected)
+    return HalfError(f"this {what} has only optimizer states", path=path, expected=expected)
 
 
 def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
@@ -87,7 +87,7 @@ def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
         place = f"the model is in {model}: give that {'folder' if model.is_dir() else 'file'}"
         error.hint = "; ".join([place, *([error.hint] if error.hint else [])])
     elif error.hint is None:
-        error.hint = "give the folder that holds the model of this save, or a whole step of the run"
+        error.hint = "give the folder with this save's model, or a whole step"
     return error
 
 

@@ -42,7 +42,7 @@ def different_steps(checkpoint: Checkpoint) -> str:
         return ""
     if state.zero_stage is not None and taken == state.step - skipped + 1 and not _weights_differ(checkpoint):
         return ""  # DeepSpeed's BF16_Optimizer (0.19.8, bf16_optimizer.py) takes a first step without gradients
-    return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
+    return f"the model is from step {state.step}, but the optimizer has taken {taken:g}: are all files from one save?"
 
 
 def _optimizer_steps(checkpoint: Checkpoint) -> float:

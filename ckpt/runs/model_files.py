@@ -82,9 +82,7 @@ def _content(folder: Path, name: str) -> bytes:
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
-            raise CorruptError(
-                "the file is too large to be carried along", path=path, expected=f"at most {show_size(_MAX_FILE)}"
-            )
+            raise CorruptError("the file is too large to copy", path=path, expected=f"at most {show_size(_MAX_FILE)}")
         return carried_content(path, folder)
 
 
@@ -168,10 +166,7 @@ def corrected_config(
         ]
     if plain and result.get("quantization_config"):
         del result["quantization_config"]
-        notes.append(
-            "config.json: quantization_config left out: the model was quantized once, "
-            "but every weight written is plain floating point"
-        )
+        notes.append("config.json: left out quantization_config: every written weight is plain floating point")
     return result, notes
 
 

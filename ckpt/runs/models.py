@@ -120,7 +120,7 @@ def check_all_there(save: Path) -> None:
     """Raise IncompleteError if a save lacks a model but has one with a higher number."""
     if gone := missing_models(save):
         found = ", ".join(one.name for one in models_of(save).values())
-        raise IncompleteError("a model of the save is missing", path=save, expected=", ".join(gone), found=found)
+        raise IncompleteError("this save lacks a model", path=save, expected=", ".join(gone), found=found)
 
 
 def check_one_is_selected(place: Path, requested: Path, tag: str | None) -> None:
@@ -139,7 +139,7 @@ def check_one_is_selected(place: Path, requested: Path, tag: str | None) -> None
 def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> UsageError:
     """Return the error for a save with several models if the user named none."""
     return UsageError(
-        f"this save holds {pluralize(len(models), 'model')}: choose one",
+        f"this save has {pluralize(len(models), 'model')}: choose one",
         path=save,
         found=", ".join(map(name_of, models)),
         hint=how_to_choose(models, with_tag=with_tag),

@@ -127,8 +127,8 @@ def _opened(
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
         if is_staged(path) and not unfinished:
             what, hint = (
-                "this is of a conversion that has not ended",
-                "when it has, what it wrote is at its destination",
+                "this conversion has not finished",
+                "wait until it has finished: the result is at its destination",
             )
             raise IncompleteError(what, path=path, hint=hint)
         request = ReadRequest(tag, None if config is None else find_config(config), accepted, requested)
@@ -168,7 +168,7 @@ def rank_copies_note(tensors: Iterable[Tensor]) -> str:
         return ""
     names = f"{own[0]}, ..." if len(own) > 1 else own[0]
     what = f"every rank saved its own values of {pluralize(len(own), 'buffer')} ({names})"
-    return f"{what}; ckpt reads rank 0's, as DeepSpeed and torch do"
+    return f"{what}; ckpt reads rank 0's, like DeepSpeed and torch"
 
 
 def _neighbour(path: Path) -> str | None:
@@ -240,16 +240,14 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
     hint = f"this looks like {' or '.join(others)}" if others else None
     said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
     if name := next(filter(said.get, said), None):
-        hint = (
-            f"`{name}` says {said[name]!r}, and there is no such step: is the disk mounted, was all of the run copied?"
-        )
+        hint = f"`{name}` says {said[name]!r}, and this step is missing: is the disk mounted, was the whole run copied?"
     if not others and _is_part(path):
-        hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
+        hint = f"this file belongs to the checkpoint in {path.parent}: give that folder"
     if archive := _archive(path):
         folder = archive.with_suffix("")
         hint = f"a .nemo file is a tar archive: `mkdir {folder} && tar -xf {archive} -C {folder}`, then give {folder}"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):
-        hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
+        hint = "several checkpoints are here, give one: " + ", ".join(inside[:8])
     if tag is not None and not others:
         run = run_at(path)
         names = [run.name(step.path) for step in run.steps]
@@ -261,7 +259,7 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         elif inside := _checkpoints_inside(path, format):
             hint = "give one of the checkpoints here, without --tag: " + ", ".join(inside[:8])
     if hint is None and (deeper := _checkpoint_deeper(path)):
-        hint = f"give the folder of one checkpoint, such as {deeper}"
+        hint = f"give the folder with one checkpoint, such as {deeper}"
     contents = None if others or not path.is_dir() else _contents(path)
     return NotFoundError(f"no {wanted} here", path=path, found=contents, hint=hint)
 
@@ -378,7 +376,7 @@ def find_config(where: str) -> Path:
         if any((path / name).exists() for name in (CONFIG, ADAPTER_CONFIG, _NEMO_CONTEXT)):
             return path
         inside = [str(one) for one in folders_in(path) if (one / CONFIG).is_file()]
-        hint = f"use --config {inside[0]}" if inside else "give the folder that holds the model's config.json"
+        hint = f"use --config {inside[0]}" if inside else "give the folder with the model's config.json"
         raise NotFoundError(f"this folder has no {CONFIG}", path=where, hint=hint)
     if path.is_file():
         return path.parent

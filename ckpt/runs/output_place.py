@@ -48,10 +48,10 @@ def next_to_run(path: Path, *suffix: str) -> Path:
     """
     absolute = Path(os.path.abspath(path))
     if not absolute.name:
-        raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
+        raise UsageError("the input has no name for an output folder", path=path, hint="give one with -o")
     run = run_root(absolute)
     if not run.name:
-        raise UsageError("the run is the root folder, which has no neighbour", path=path, hint="give one with -o")
+        raise UsageError("the run is the root folder, so no output fits next to it", path=path, hint="give one with -o")
     name = "-".join([*absolute.relative_to(run.parent).parts, *suffix])
     is_named = bool(path.name) and path.name != ".."  # the user typed a name, not `.` or `..`
     return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)
@@ -82,14 +82,12 @@ def check_place(destination: Path) -> None:
     place = Path(os.path.abspath(destination))
     for folder in place.parents:
         if _is_step_name(folder) and _is_trainers(folder):
-            raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a step of a trainer's")
+            raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a trainer's step")
     if place.parent.name in _STEPS_ALONE and any(_sibling_steps(place)):
         raise _refusal(destination, f"a folder outside {place.parent.name}/", f"{place.parent} holds a trainer's steps")
     is_universal = place.name.endswith("_universal")  # DeepSpeed's ds_to_universal.py writes it next to the step
     if not is_universal and _STEP_LIKE.search(place.name) and (step := next(_sibling_steps(place), None)):
-        raise _refusal(
-            destination, "a name that is not a step's, or a folder outside the run", f"{step} lies next to it"
-        )
+        raise _refusal(destination, "a name unlike a step's, or a folder outside the run", f"{step} lies next to it")
 
 
 def place_notes(destination: Path) -> list[str]:
@@ -99,12 +97,12 @@ def place_notes(destination: Path) -> list[str]:
     place = Path(os.path.abspath(destination))
     if not any(_sibling_steps(place)) and not any((place.parent / name).is_file() for name in RECORDS):
         return []
-    return [f"{place.parent} is the folder of a run: its trainer or a cleanup of the run may delete {place.name}"]
+    return [f"{place.parent} is a run folder: the trainer or a cleanup may delete {place.name}"]
 
 
 def _refusal(destination: Path, expected: str, found: str) -> UsageError:
     return UsageError(
-        "a trainer would count this output as one of its checkpoints, or delete it with them",
+        "a trainer may treat this output as its own checkpoint, or delete it",
         path=destination,
         expected=expected,
         found=found,

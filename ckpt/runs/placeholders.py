@@ -32,7 +32,7 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
     """
     sizes = [tensor.numel for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
     if len(sizes) > 1 and not any(sizes) and not _placeholders(checkpoint):
-        what = f"none of {pluralize(len(sizes), 'tensor')} has an element: these are no weights"
+        what = f"none of {pluralize(len(sizes), 'tensor')} has an element: these are not weights"
         raise IncompleteError(what, path=checkpoint.path, fqn=next(iter(checkpoint.tensors))[0])
     if registry.get(checkpoint.format).records_shapes or not (empty := _placeholders(checkpoint)):
         return
@@ -45,7 +45,7 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
         else f"{what}ZeRO-3 placeholders; the weights are in {place}",
         path=checkpoint.path,
         fqn=empty[0],
-        expected="the elements of each weight",
+        expected="the elements for each weight",
         found="shape [0]",
         hint=_GATHER if place is None else f"give {place}",
     )

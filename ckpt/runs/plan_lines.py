@@ -73,11 +73,11 @@ def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
     notes = note_lines(report["notes"], verbose)
     left_out = report["left_out"]
     if verbose or len(left_out) < 2:
-        notes += [f"not in the target: {printable(one)}" for one in left_out]
+        notes += [f"not written: {printable(one)}" for one in left_out]
     else:
         some = [printable(one) for one in in_short(left_out)[:_MAX_LEFT_OUT]]
         more = len(left_out) - len(some)
-        notes.append(f"not in the target: {'; '.join([*some, *([f'{more} more'] if more else [])])} (-v: all of it)")
+        notes.append(f"not written: {'; '.join([*some, *([f'{more} more'] if more else [])])} (-v: all of it)")
     return notes + unread_files.lines(report["not_read"], verbose=verbose)
 
 

@@ -33,7 +33,7 @@ def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
     try:
         recorded = _recorded_dtype(checkpoint) if _keeps_float32(checkpoint) else None
     except (CorruptError, NotFoundError, UnsafeError) as error:
-        note = f"{TRAINING_ARGS} is damaged and not read, so it tells nothing of the precision: {error.what}"
+        note = f"{TRAINING_ARGS} is damaged and was not read, so the precision is unknown: {error.what}"
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     if recorded is not None and recorded.dtype == FLOAT32:
         is_run = bool(checkpoint.optimizer_states) or checkpoint.state.step is not None
@@ -85,6 +85,6 @@ def _read_arguments(path: Path) -> Record | Mapping[Any, Any] | None:
         return None
     inside = confined(path.parent, path.name)
     if not inside.is_file() or inside.stat().st_size > _MAX_ARGUMENTS:
-        raise CorruptError("this is not a file of training arguments", path=path)
+        raise CorruptError("this file has no training arguments", path=path)
     found = torchfile.read(inside, table=AnyName()).root
     return found if isinstance(found, Record | Mapping) else None

@@ -62,7 +62,7 @@ class Want:
     tried first, and then the first other format that finds a checkpoint decides. Otherwise all formats are tried.
     """
 
-    what: str = "checkpoint of the format wanted"
+    what: str = "checkpoint in the requested format"
     holds: Callable[[Checkpoint], bool] = lambda _: True
     is_newest: bool = False
     prefers: str | None = None
@@ -281,7 +281,7 @@ class Chooser:
         if number is None:
             beside = [step for step in beside if run.record_of(step.path) is None and self._holds_any(step)]
             beside += [Step(one, 0) for one in runs_inside(run.path) if is_run(one, self.formats)]
-            told = _note("the model of the folder itself is taken; beside it: {} (--tag takes it)", run, beside)
+            told = _note("using the folder's own model; also here: {} (--tag takes it)", run, beside)
             return _with_notes(checkpoint, passed, told if place == run.path else [], passed)
         newer = [step for step in beside if step.number > number]
         recorded = [step for step in newer if self._is_ruled_out(run, step)]
@@ -289,12 +289,12 @@ class Chooser:
         others = [step for step in newer if step not in (*recorded, *later)]
         holder, record = run.holder(place), run.record_of(place)
         name = run.name(holder.path if holder else place)
-        told = _note(f"{name} is what `{record}` records; there is also {{}} (--tag takes it)", run, recorded)
+        told = _note(f"{name} is recorded in `{record}`; there is also {{}} (--tag takes it)", run, recorded)
         twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
         told += _note(f"also of step {number}: {{}} (--tag takes it)", run, twins)
         also_passed = [
             *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
-            *_note(f"skipped, no {checkpoint.format} checkpoint was found in newer folders: {{}}", run, others),
+            *_note(f"skipped, newer folders have no {checkpoint.format} checkpoint: {{}}", run, others),
             *(f"there is also the average {name} (--tag takes it)" for name in (run.copies(holder) if holder else ())),
         ]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
@@ -435,7 +435,7 @@ def _with_notes(
 def _ask(run: Run, names: Sequence[str]) -> None:
     """Raise UsageError with candidates that no number orders."""
     raise UsageError(
-        "which checkpoint? nothing records which of these is newer",
+        "ambiguous: nothing records the newest checkpoint here",
         path=run.path,
         found=", ".join(names),
         hint=" or ".join(f"--tag {shlex.quote(name)}" for name in names),

@@ -213,7 +213,7 @@ def one_with_state(step: Path) -> Path | None:
 def check_ended(step: Path) -> None:
     """Raise IncompleteError if a `checkpoint-N` lacks a complete HF Trainer record, which is written last."""
     if (other := one_with_state(step)) is not None:
-        what = f"{TRAINER_STATE} is missing, which HF Trainer writes last"
+        what = f"{TRAINER_STATE} is missing: HF Trainer writes this file last"
         raise IncompleteError(what, path=step, found=f"{other.name} has it")
     trainer_step(step)
 
@@ -257,7 +257,8 @@ def step_mismatch(place: Path, step: int | None) -> str | None:
                 recorded = trainer_step(folder)
         if recorded is not None and recorded != step_number(folder.name):
             return (
-                f"the folder is called {folder.name}, and its files are of step {recorded}: was it renamed, or copied?"
+                f"the folder is called {folder.name}, but its files are from step {recorded}: was it renamed, or "
+                "copied?"
             )
     return None
 

@@ -151,7 +151,7 @@ def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
     names = {file.name for file in files}
     if TRAINER_STATE not in names or "scheduler.pt" in names:
         return ()
-    return ("the source has no scheduler.pt, and without it HF Trainer loads no optimizer state either",)
+    return ("the source has no scheduler.pt, and HF Trainer needs it to load the optimizer state",)
 
 
 def _home(checkpoint: Checkpoint) -> Path | None:
@@ -185,7 +185,7 @@ def _random_state(name: str) -> _RandomState | None:
 def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> Iterator[str]:
     gone = sorted(state.rank for state in states if state.rank >= num_ranks)
     if gone:
-        yield f"random states of {_span(gone)}: a run of {num_ranks} has no such ranks"
+        yield f"random states of {_span(gone)}: the target run has {num_ranks}"
     weights = [name for name in names if is_of(name, FileKind.WEIGHTS)]
     if weights:
         yield f"{', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}: a second copy of the weights"
@@ -195,7 +195,7 @@ def _missing(states: list[_RandomState], num_ranks: int) -> Iterator[str]:
     there = {state.rank for state in states}
     missing = [rank for rank in range(num_ranks) if rank not in there]
     if states and missing:
-        yield f"no random states for {_span(missing)}: there a run starts with fresh ones"
+        yield f"no random states for {_span(missing)}: they start from fresh seeds"
 
 
 def _span(ranks: list[int]) -> str:
@@ -210,5 +210,5 @@ def content_of(folder: Path, name: str) -> bytes:
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
-            raise LossError("a file of the run is too large to be carried along", path=path, expected="<= 64 MiB")
+            raise LossError("a run file is too large to copy", path=path, expected="<= 64 MiB")
         return carried_content(path, folder)

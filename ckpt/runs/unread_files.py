@@ -49,8 +49,8 @@ _WEIGHTS = re.compile(
 )
 #: Reported kinds of files without the run's tensors.
 _NAMED = {
-    FileKind.COUNTER: "the run's place in its data, without tensors",
-    FileKind.FOREIGN: "a file of another program's",
+    FileKind.COUNTER: "the run's data position, without tensors",
+    FileKind.FOREIGN: "another program's file",
 }
 #: Names for training state parts: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
@@ -128,7 +128,7 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
         found = judged(_listed(root, name), (), partial(_ends_in, root))
         if states := [one.name for one in found if one.kind == STATE]:
             more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
-            yield NotRead(f"{name}/", OTHER, f"a folder whose files hold tensors{more}")
+            yield NotRead(f"{name}/", OTHER, f"a folder with tensor files{more}")
 
 
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
@@ -188,7 +188,7 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
                 yield folder
         elif not _is_harmless(base) and (entry.size or not base.endswith(".distcp")):  # a rank without items
             if weights_alone and is_of(name, FileKind.OPTIMIZER):
-                yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
+                yield NotRead(name, OTHER, "the run's optimizer, next to weights only")
             else:
                 yield _other_weights(name, models) or NotRead(name, *_kind_of_file(base, partial(ends, name)))
 
@@ -260,8 +260,8 @@ def _unread_folder(name: str) -> NotRead | None:
     """Return the report for a folder without opened files. Another step or pictures are no part of the checkpoint."""
     base = _base(name)
     if is_named_like_state(base) and not ANY_STEP.fullmatch(base):
-        return NotRead(f"{name}/", STATE, "a folder that is named like training state")
-    return NotRead(f"{name}/", OTHER, "a folder among those that were read") if "/" in name else None
+        return NotRead(f"{name}/", STATE, "a folder named like training state")
+    return NotRead(f"{name}/", OTHER, "a folder next to files read here") if "/" in name else None
 
 
 def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> NotRead | None:
@@ -275,7 +275,7 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
     same_name = any(own[:2] == other[:2] for other in models)
     if same_name and own[2] is None:  # loaders prefer it to shards
         return None
-    why = "a shard of another save" if same_name else "weights beside those that were read"
+    why = "a shard of another save" if same_name else "more weights, next to the model's"
     return NotRead(name, OTHER, why)
 
 
@@ -283,14 +283,14 @@ def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
     if known := next((why for kind, why in _NAMED.items() if is_of(base, kind)), None):
         return OTHER, known
     if is_named_like_state(base):
-        return STATE, "it is named like training state"
+        return STATE, "its name suggests training state"
     if base.endswith(_OF_TENSORS):
         return STATE, "it holds tensors"
     start = ends()
     if start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD] and b"/data/" not in start[_HEAD:]:
-        return OTHER, "a file of torch's, without tensors"
+        return OTHER, "a torch file without tensors"
     if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD]):
-        return STATE, "a file of torch's"
+        return STATE, "a torch file"
     if start[8:10] == b'{"' and not any(start[5:8]):  # safetensors: the header's length, then the header
         return STATE, "it holds tensors"
     return OTHER, "no reader knows it"

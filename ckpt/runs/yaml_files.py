@@ -24,5 +24,5 @@ def read_run_config(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise CorruptError("this is neither YAML nor JSON", path=path, found=str(error).splitlines()[0]) from error
     if not isinstance(found, dict):
-        raise CorruptError("this is not the config of a run", path=path, expected="an object with names")
+        raise CorruptError("this is not a run config", path=path, expected="an object with names")
     return found

@@ -31,7 +31,7 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
     if (differing := difference(run.config, base.config)) is not None:
         key, one, other = differing
         raise UsageError(
-            "this is not the base of the run, which is completed from its own only",
+            "this is not the run's base model",
             path=base.path,
             expected=f"{key} {one}",
             found=f"{key} {other}",
@@ -68,7 +68,7 @@ def _check_same(run: Checkpoint, base: Checkpoint, has: Mapping[str, Shape], giv
         is_resized = one[1:] == other[1:] and {one[:1], other[:1]} & {(size,) for size in rows}
         if one != other and not is_resized:
             raise LossError(
-                "this is not the base of the run: a tensor has another shape",
+                "this is not the run's base model: a tensor has another shape",
                 path=base.path,
                 fqn=fqn,
                 expected=f"shape {list(one)}",

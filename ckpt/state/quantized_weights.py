@@ -72,7 +72,7 @@ def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     weights = services.quantization.quantized_weights(checkpoint)
     if layout.dtype is not None and weights.unproved:
         raise LossError(
-            "--dtype might cast parts of quantized weights, which would change the weights",
+            "--dtype might cast parts of quantized weights and change the weights",
             path=checkpoint.path,
             found=weights.unproved,
             hint="leave --dtype out",
@@ -87,7 +87,7 @@ def check_casts(checkpoint: Checkpoint, target: Target) -> None:
         tensor = checkpoint.tensors.get(slot.key)
         if tensor is not None and tensor.fqn in parts and slot.extent.dtype != tensor.dtype:
             raise LossError(
-                "a part of a quantized weight would be cast, which would change the weight",
+                "a part of a quantized weight would be cast, and this would change the weight",
                 path=checkpoint.path,
                 fqn=tensor.fqn,
                 expected=tensor.dtype,

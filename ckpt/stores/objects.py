@@ -107,10 +107,10 @@ def split(url: str) -> tuple[str, str, str]:
     if scheme == _HUB and parts[0] == "buckets":
         bucket = "/".join(["buckets", *parts[1:3]])
         hint = f"download it first: `hf sync {scheme}://{bucket} FOLDER`"
-        raise UsageError("ckpt doesn't read buckets of the Hub", path=url, hint=hint)
+        raise UsageError("ckpt can't read Hub buckets", path=url, hint=hint)
     if len(parts) < count or (scheme == _HUB and parts[0] in ("datasets", "spaces")):
         raise UsageError(
-            "the URL names no repository of a model", found=url, expected="hf://org/name or hf://org/name/folder"
+            "the URL is not a model repository", found=url, expected="hf://org/name or hf://org/name/folder"
         )
     return scheme, "/".join(parts[:count]), "/".join(parts[count:])
 
@@ -351,7 +351,7 @@ def _failed(error: Exception, url: str) -> CkptError:
     if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
         hint = "the store does not take these credentials; are they expired? renew them and start again"
     elif "RequestTimeTooSkewed" in text:
-        hint = "the clock of this machine and that of the store differ by too much; set it and start again"
+        hint = "this machine's clock differs too much from the store's clock; set it and start again"
     elif re.search(r"\b40[13]\b|AccessDenied|Forbidden|denied", text):
         hint = "may these credentials read, list or write this?"
     return StorageError("the store could not be used", path=url, found=text[:300], hint=hint)
@@ -393,7 +393,7 @@ class _Fsspec:
         self._url = f"{scheme}://{root}"
         if scheme not in fsspec.available_protocols() or scheme in ("file", "local"):
             hint = "a local path is given as it is" if scheme in ("file", "local") else None
-            raise UsageError("no such kind of store is known", found=f"{scheme}://", hint=hint)
+            raise UsageError("unknown store type", found=f"{scheme}://", hint=hint)
         self.fs = _filesystem(scheme, self._url)
         self._base = self.fs._strip_protocol(self._url).rstrip("/")
 
@@ -505,7 +505,7 @@ class _Hub:
         except CkptError:
             raise
         except RevisionNotFoundError as error:
-            what = "the repository has no such branch, tag or commit"
+            what = "unknown branch, tag or commit"
             raise NotFoundError(what, path=f"{self._url}/{key}".rstrip("/")) from error
         except RepositoryNotFoundError as error:
             hint = "a private or gated one takes a token: `hf auth login`, or HF_TOKEN"

@@ -44,11 +44,13 @@ def place(url: str) -> Path:
     rest = url.partition(":")[2]
     parts = rest.removeprefix("//" if rest.startswith("//") else "/").removesuffix("/").split("/")
     if _has_user(scheme, parts[0]):
-        what = "a URL in this kind of store has no user, password or port"
+        what = "this store's URLs can't have a user, password or port"
         hint = "credentials are found where the store's own tools look: for S3 AWS_PROFILE or `aws configure`"
         raise UsageError(what, found=f"{scheme}://...", expected=f"{scheme}://bucket/folder, say", hint=hint)
     if scheme is None or not {"", ".", ".."}.isdisjoint(parts) or "\0" in url:
-        raise UsageError("this is no URL of a folder or file in a store", found=url, expected="s3://bucket/folder, say")
+        raise UsageError(
+            "this is not the URL of a folder or file in a store", found=url, expected="s3://bucket/folder, say"
+        )
     errors.SHOWN[f"{_standin_folder()}{scheme}/"] = f"{scheme}://"
     return Path(_standin_folder(), scheme, *parts)
 

@@ -72,7 +72,7 @@ def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
         if not {"", ".", ".."}.isdisjoint(entry.key.split("/")) or "\0" in entry.key:
             if entry.key.endswith("/") and not entry.size:  # a folder created in a web console
                 continue
-            raise UnsafeError("no file can have the name of this object", found=repr(entry.key))
+            raise UnsafeError("this object's name is not a valid file name", found=repr(entry.key))
         yield entry
 
 
@@ -90,7 +90,7 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
             if not entry.size:  # a folder created in a web console
                 continue
             hint = "no file can be a folder, too; give one of them another name"
-            raise StorageError("an object has the same name as a folder of objects", path=path, hint=hint)
+            raise StorageError("an object and a folder have the same name", path=path, hint=hint)
         if _there.get(path) != entry:
             # The time includes a version hash, so that a new version looks like a new file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9

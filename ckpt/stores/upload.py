@@ -105,7 +105,7 @@ def upload(
     finally:
         sending.close()
     if left is not None:
-        what = "the output is complete, but what says that it is being written could not be removed"
+        what = "the output is complete, but its in-progress marker could not be removed"
         raise StorageError(what, path=destination / _CLAIM, found=left.found, hint="remove it") from left
 
 

@@ -50,7 +50,7 @@ def load_into(
         raise needs_torch("ckpt.load_into") from None
 
     if not isinstance(model, torch.nn.Module):
-        raise UsageError("this is no module of torch's", expected="torch.nn.Module", found=type(model).__name__)
+        raise UsageError("this is not a torch module", expected="torch.nn.Module", found=type(model).__name__)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, format)
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     _check_plain(wanted)
@@ -129,7 +129,7 @@ def _checked(checkpoint: Checkpoint, fqn: str, tensor: torch.Tensor) -> Tensor:
     both_float = floating is not None and stored.dtype in CAST_SOURCES
     if stored.shape != tuple(tensor.shape) or not (both_float or stored.dtype.name == name):
         raise LossError(
-            "a tensor of the checkpoint does not fit the model",
+            "a checkpoint tensor does not fit the model",
             path=checkpoint.path,
             fqn=fqn,
             expected=f"{name} {list(tensor.shape)}",

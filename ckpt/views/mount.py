@@ -82,11 +82,11 @@ def library() -> Any:
         ) from None
     except OSError as error:  # raised without libfuse
         raise NotFoundError(
-            "`ckpt mount` needs libfuse, which is not installed", found=str(error), hint="apt-get install fuse3"
+            "`ckpt mount` needs libfuse, but libfuse is not installed", found=str(error), hint="apt-get install fuse3"
         ) from None
     if not os.path.exists(DEVICE):
         raise NotFoundError(
-            "`ckpt mount` needs FUSE, which this system does not offer",
+            "`ckpt mount` needs FUSE, but this system has no FUSE",
             path=DEVICE,
             hint="in a container: --device /dev/fuse --cap-add SYS_ADMIN; or write the files with `ckpt convert`",
         )

@@ -213,7 +213,7 @@ class _Contents:
                     self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")
                 return keys
         raise LossError(
-            "the requested names are of several naming schemes, and a model has one",
+            "the requested names mix several naming schemes",
             path=self.checkpoint.path,
             found=", ".join(requested[:4]),
         )
@@ -230,7 +230,7 @@ class _Contents:
         if not lost or LoadItemType.TENSOR in kinds:
             return
         raise LossError(
-            "none of the requested tensors is in the checkpoint",
+            "the requested tensors are not in the checkpoint",
             path=self.checkpoint.path,
             expected=f"{', '.join(self._names()[:3])}, ...",
             found=", ".join(lost[:3]),
@@ -350,7 +350,7 @@ class _RankReading:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.sizes:
             found = f"{list(target.shape)} instead of {list(box.sizes)}"
-            raise LossError("a tensor's shape differs from that of the part it requests", fqn=leaf.key[0], found=found)
+            raise LossError("a tensor's shape differs from the requested part's shape", fqn=leaf.key[0], found=found)
         if not isinstance(leaf, SourceTensor):
             part = torch.load(io.BytesIO(_torch_bytes(leaf)), weights_only=True)
             target.copy_(part[tuple(map(slice, box.offsets, box.ends))])
@@ -359,7 +359,7 @@ class _RankReading:
         tensor = self._stored(leaf.key, requested)
         if requested != tensor.dtype and not (requested in FLOATS and tensor.dtype in FLOATS):
             raise LossError(
-                "a tensor is requested in a dtype that it cannot be cast to",
+                "a tensor cannot be cast to the requested dtype",
                 path=self._keys.checkpoint.path,
                 fqn=tensor.fqn,
                 expected=tensor.dtype,

@@ -72,7 +72,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing
         expected = {f"{fqn}.{expert}": fqn for fqn in names[layer * len(_MATRICES) :][: len(_MATRICES)]}
         if content.keys() != expected.keys():
             raise CorruptError(
-                "an expert's file does not hold the matrices of an expert of its layer",
+                "an expert file does not match the matrices in its layer",
                 path=path,
                 expected=", ".join(expected),
                 found=", ".join(map(str, content)) or "nothing",
@@ -83,7 +83,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing
     for fqn, held in fragments.items():
         dtypes = {fragment.extent.dtype for fragment in held}
         if len(dtypes) != 1:
-            raise CorruptError("experts of a layer have different dtypes", path=model.path, fqn=fqn)
+            raise CorruptError("experts in one layer have different dtypes", path=model.path, fqn=fqn)
         (dtype,) = dtypes
         tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, dtype, sharing.cuts[fqn].shape, Pieces(tuple(held)), dtype)
     return sharing, tensors
@@ -110,23 +110,23 @@ def recorded(model: RankFile) -> Sharing:
     """
     layers: Sequence[Mapping[str, Any]] = model.need(AUTOEP)
     if "folding" in model.content:
-        raise experts_unsupported(model.path, " (AutoEP) that are tensor parallel, too")
+        raise experts_unsupported(model.path, " (AutoEP) with tensor parallelism")
     if [layer.get("num_experts") for layer in layers] != list(model.content.get("num_experts") or []):
-        raise experts_unsupported(model.path, " (AutoEP) in some of its layers")
+        raise experts_unsupported(model.path, " (AutoEP) in only some layers")
     sizes = {layer["ep_size"] for layer in layers}
     if len(sizes) != 1:
-        raise experts_unsupported(model.path, " (AutoEP) in another way in each layer")
+        raise experts_unsupported(model.path, " (AutoEP) with other settings in each layer")
     (num_ranks,) = sizes
     cuts: dict[str, Cut] = {}
     for number, layer in enumerate(layers):
         names = [f"{layer['expert_key_prefix']}.{matrix}" for matrix in _MATRICES]
         affine = layer.get("affine_maps") or {}
         if affine.get("version") != _MAP_VERSION:
-            raise experts_unsupported(model.path, " (AutoEP), and not how ranks share them")
+            raise experts_unsupported(model.path, " (AutoEP) without a known sharding record")
         entries = affine["params"]
         if layer["moe_layer_id"] != number or sorted(entries) != names or any(fqn in cuts for fqn in names):
             raise CorruptError(
-                "the records of a layer's experts do not agree",
+                "the records disagree about a layer's experts",
                 path=model.path,
                 fqn=layer["module_path"],
                 expected=f"layer {number}: {', '.join(names)}",
@@ -144,7 +144,7 @@ def _check_in_order(fqn: str, known: Cut, num_experts: int, num_ranks: int, mode
     sizes = (each, *known.shape[1:])
     boxes = tuple((Box((rank * each, *(0,) * (len(sizes) - 1)), sizes),) for rank in range(num_ranks))
     if rest or len(known.shape) != 3 or known.shape[0] != num_experts or known.boxes != boxes:
-        raise experts_unsupported(model.path, f" (AutoEP) in another order than theirs ({fqn})")
+        raise experts_unsupported(model.path, f" (AutoEP) in another order ({fqn})")
 
 
 def sharing_under_stage3(models: Sequence[RankFile], inners: Sequence[RankFile]) -> Sharing:
@@ -183,7 +183,7 @@ def sharers_under_stage3(
         same = place is not None and all(other in world and groups[other] == ranks for other in ranks)
         if not same or (one["partition_rank"], one["partition_count"]) != (place, len(ranks)):
             raise CorruptError(
-                f"ranks do not agree on which of them share sub-group {number}",
+                f"ranks disagree about the group for sub-group {number}",
                 path=inners[rank].path,
                 rank=rank,
                 found=f"ranks {', '.join(map(str, ranks))}",
@@ -196,7 +196,7 @@ def sharers_under_stage3(
     alike = all(own[other] == own[rank] for rank, ranks in enumerate(groups) for other in ranks)
     if not alike or set(by_expert_rank) != set(expected) or len(set(groups)) != sharing.num_ranks:
         raise CorruptError(
-            "expert parallel ranks are not those that share experts",
+            "the expert parallel ranks differ from the ranks sharing experts",
             path=inners[0].path,
             expected=f"{pluralize(sharing.num_ranks, 'group')} of ranks in sub-group {number}",
             found="; ".join(f"{sorted(one)}: ranks {list(ranks)}" for one, ranks in by_expert_rank.items()),

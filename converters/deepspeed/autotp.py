@@ -73,7 +73,7 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
     for key in first.tensors:
         (fqn, role), cut = key, _recorded_cut(key, slices, sharing)
         if cut.is_added and role not in (WEIGHT, MASTER):
-            unread.add(role, "ranks add up what they have of it, and that of their sum is not known", [fqn])
+            unread.add(role, "ranks add up their parts, and its sum is unknown", [fqn])
             continue
         parts = [one.checkpoint.tensors[key] for one in slices]
         held = cut.check("a tensor parallel rank's", parts, [one.file.path for one in slices])
@@ -88,12 +88,12 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
     quantized = next((method for each in slices for method in each.checkpoint.quantized.methods.values()), None)
     if quantized is not None:
         raise NotFoundError(
-            f"optimizer states of AutoTP's ranks that are stored quantized ({quantized}) are not supported",
+            f"quantized optimizer states on AutoTP ranks ({quantized}) are not supported",
             path=first.path,
         )
     _check_distinct(slices, sharing, sources)
     client = {**(first.state.client_state or {}), **sharing.client} or None
-    note = Brief(f"parts of {len(slices)} tensor parallel ranks are put together {sharing.how}")
+    note = Brief(f"parts from {len(slices)} tensor parallel ranks are joined {sharing.how}")
     return replace(
         first,
         tensors=tensors,
@@ -119,7 +119,7 @@ def _check_alike(first: RankSlice, other: RankSlice) -> None:
     for what, ours, theirs in told:
         if ours != theirs:
             raise CorruptError(
-                f"tensor parallel ranks have different {what}: files of different runs in one folder?",
+                f"tensor parallel ranks have different {what}: are there files from different runs in one folder?",
                 path=other.file.path,
                 expected=f"as {first.file.path}",
             )
@@ -140,7 +140,7 @@ def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cu
         shape = slices[0].checkpoint.tensors[key].shape
         return Cut(shape, (shape,) * len(slices), ((whole(shape),),) * len(slices))
     if fqn not in sharing.cuts:
-        raise tensor_parallel(slices[0].file.path, f", and nothing is recorded of {fqn}")
+        raise tensor_parallel(slices[0].file.path, f", without a record for {fqn}")
     return sharing.cuts[fqn]
 
 
@@ -175,7 +175,7 @@ def cut_of(
     ranks = {int(rank): one for rank, one in entry["ranks"].items()}
     if sorted(ranks) != list(found) or len(found) != found[-1] + 1:
         raise CorruptError(
-            "the ranks that share a parameter are not those that have files",
+            "the ranks sharing a parameter differ from the ranks with files",
             path=file.path,
             fqn=fqn,
             expected=f"ranks {', '.join(map(str, sorted(ranks)))}",
@@ -202,10 +202,8 @@ def _boxes(
         follows = len(pieces) == 1 or sizes[1:] == shard[1:]
         is_box = len(sizes) == len(shape) and tuple(steps) == strides and place == at and follows
         if not is_box or tuple(inner) != contiguous_strides(shard) or piece.get("scale", 1.0) != 1.0:
-            reason = (
-                "a bias that ranks hold divided by their number" if piece.get("scale", 1.0) != 1.0 else "fused parts"
-            )
-            raise unsupported(file.path, f": {fqn} is shared in a way that is not a cut ({reason})")
+            reason = "a bias divided by the number of ranks" if piece.get("scale", 1.0) != 1.0 else "fused parts"
+            raise unsupported(file.path, f": {fqn} is not cut ({reason})")
         offsets = []
         for stride in strides:
             offset, start = divmod(start, stride) if stride else (0, start)
@@ -214,7 +212,7 @@ def _boxes(
         at += prod(sizes)
     if at != prod(shard):
         raise CorruptError(
-            "the pieces of a parameter do not make up a rank's part of it",
+            "the pieces do not add up to a rank's part",
             path=file.path,
             fqn=fqn,
             expected=f"{pluralize(prod(shard), 'element')}",

@@ -29,7 +29,7 @@ def notes(sharing: Sharing) -> Iterator[str]:
     """Yield notes for the user about the experts."""
     if sharing.counts:
         layers, size = len(sharing.counts), sharing.num_ranks
-        yield f"experts of {layers} MoE layers are for ep_size {size}: build the model with it"
+        yield f"the experts in {layers} MoE layers are for ep_size {size}: build the model with it"
 
 
 def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
@@ -120,18 +120,18 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
     sizes = _recorded_sizes(model)
     if ep_size is None and len(sizes) != 1:
         raise UsageError(
-            "DeepSpeed's layers of the source have several ep_size, or record none; all get the same one",
+            "the source's MoE layers record several ep_size, or none; pass one for all",
             path=model.checkpoint.path,
             found=", ".join(map(str, sorted(sizes))) or "none",
-            hint="--ep-size says which; with several, DeepSpeed's own files have groups in another order on each rank",
+            hint="pass --ep-size N; with several, DeepSpeed orders groups differently on each rank",
         )
     size = ep_size or sizes.pop()
     if uneven := [count for count in (num_ranks, *counts.values()) if count % size]:
         raise UsageError(
-            f"experts do not divide among expert parallel ranks of ep_size {size}",
-            expected="an ep_size that divides the ranks and the experts of every layer",
+            f"ep_size {size} does not divide the experts",
+            expected="an ep_size dividing the ranks and every layer's experts",
             found=f"{pluralize(num_ranks, 'rank')}; {', '.join(map(str, counts.values()))} experts",
-            hint=f"--ep-size N, which divides {uneven[0]}",
+            hint=f"--ep-size N, a divisor of {uneven[0]}",
         )
     if sizes - {size}:
         _refuse_split_groups(model)
@@ -159,7 +159,9 @@ def _recorded_sizes(model: DeepSpeedModel) -> set[int]:
         if not experts:
             continue
         if len(experts) < len(group.fqns) or not group.options.get("moe") or not name.startswith(_PREFIX):
-            raise LossError("a param group is not one of experts alone, as DeepSpeed makes them", fqn=experts[0])
+            raise LossError(
+                "a param group mixes experts with other parameters; DeepSpeed groups experts alone", fqn=experts[0]
+            )
         sizes.add(int(name.removeprefix(_PREFIX)))
     return sizes
 
@@ -175,8 +177,8 @@ def _refuse_split_groups(model: DeepSpeedModel) -> None:
         key = (group.options.get("name"), _other_options(group))
         if group.options.get("moe") and key in seen:
             raise LossError(
-                "experts of one ep_size are in several param groups with the same options, split by a size that "
-                "nothing records, or by hand: with another ep_size DeepSpeed may split them elsewhere",
+                "experts with one ep_size are in several param groups with the same options: DeepSpeed may split "
+                "them differently for another ep_size",
                 fqn=group.fqns[0],
                 hint=f"keep the ep_size of the source, {str(key[0]).removeprefix(_PREFIX)}",
             )

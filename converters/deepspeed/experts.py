@@ -43,7 +43,7 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Shari
             counts.setdefault(begin, recorded[layer])
         if list(counts)[layer:] != list(begins):
             raise CorruptError(
-                "an expert's file does not hold the parameters of an expert of its layer",
+                "an expert file does not match the parameters in its layer",
                 path=path,
                 found=", ".join(begins) or "nothing",
             )
@@ -68,18 +68,18 @@ def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[
     """
     recorded = model.content.get("num_experts") or []
     if not isinstance(recorded, Sequence) or not all(type(count) is int for count in recorded):
-        raise CorruptError("the numbers of experts are no list of them", path=model.path, found=recorded)
+        raise CorruptError("the expert numbers are not a list", path=model.path, found=recorded)
     wanted = [(layer, expert) for layer, count in enumerate(recorded) for expert in range(count)]
     if extra := sorted(files.keys() - set(wanted)):
         raise CorruptError(
-            "a file of an expert that the model does not have: left over from another run",
+            "an expert file has no expert in the model: left over from another run",
             path=files[extra[0]],
             expected=f"{', '.join(map(str, recorded))} experts in {pluralize(len(recorded), 'layer')}",
-            hint="move it away if it does not belong to this run",
+            hint="move it out of the folder if it does not belong to this run",
         )
     if missing := [one for one in wanted if one not in files]:
         raise IncompleteError(
-            "files of experts are missing",
+            "expert files are missing",
             path=Path(model.path).parent,
             expected=f"{pluralize(len(wanted), 'file')}, among them "
             + "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing[0]),
@@ -90,7 +90,7 @@ def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[
 
 def entries_of(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
     if not isinstance(content, Mapping):
-        raise CorruptError("this is no expert's file", path=path, expected="a dict", found=type(content).__name__)
+        raise CorruptError("this is not an expert file", path=path, expected="a dict", found=type(content).__name__)
     return content.items()
 
 
@@ -99,7 +99,7 @@ def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
     match = EXPERT.fullmatch(name) if isinstance(name, str) else None
     if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
         raise CorruptError(
-            "an entry of an expert's file is not one of the expert's tensors",
+            "an expert file has an entry from outside the expert",
             path=path,
             fqn=str(name),
             expected=f"a tensor of expert {expert}",

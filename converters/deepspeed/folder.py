@@ -99,7 +99,7 @@ def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Itera
             if whole is not None:
                 error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
             else:
-                error.hint = "is this folder complete? it may still be being written, or have been copied only in part"
+                error.hint = "is this folder complete? a run may still be writing it, or only part of it was copied"
         raise
 
 
@@ -116,7 +116,7 @@ def check_names(folder: Path) -> None:
     num_ranks = max(len(list_step_folder(step, 0).optimizer) for step in zero_steps(folder.parent))
     if not list_step_folder(folder, 0).has_files_of(num_ranks):
         raise IncompleteError(
-            "files of ranks are missing", path=folder, expected=f"files of {pluralize(num_ranks, 'rank')}"
+            "rank files are missing", path=folder, expected=f"files of {pluralize(num_ranks, 'rank')}"
         )
 
 
@@ -166,9 +166,9 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
             experts_optimizer[int(match[1])] = str(confined(path, name))
         if PIPELINE_LAYER.fullmatch(name):
             raise NotFoundError(
-                "this checkpoint holds the layers of a DeepSpeed pipeline, which is another format",
+                "this is a DeepSpeed pipeline checkpoint, another format",
                 path=full,
-                hint="Megatron-DeepSpeed's and GPT-NeoX's: the format is megatron-deepspeed",
+                hint="use the format megatron-deepspeed (Megatron-DeepSpeed, GPT-NeoX)",
             )
         for pattern, files in ((OPTIMIZER, optimizer), (_MODEL_PER_RANK, per_rank)):
             if match := pattern.fullmatch(name):
@@ -184,11 +184,11 @@ def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | No
     """Add a file under its key. Raise CorruptError if the key is taken."""
     if key in files:
         raise CorruptError(
-            "two files of one rank: one of them is left over from an earlier run",
+            "one rank has two files: one is left over from an earlier run",
             path=folder / name,
             rank=rank,
             found=f"also {os.path.basename(files[key])}",
-            hint="remove the one that does not belong to this run",
+            hint="remove the file from the other run",
         )
     files[key] = str(confined(folder, name))
 
@@ -207,10 +207,9 @@ def tensor_parallel(path: str, what: str = "") -> NotFoundError:
     """Return the error for tensor-parallel files without a record of the sharding."""
     return _unsupported(
         path,
-        "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers" + what,
-        "AutoTP's are read where DeepSpeed recorded how ranks share tensors (0.19.8); else have the "
-        "script that trained it save whole tensors, as Accelerate's get_state_dict does under AutoTP; GPT-NeoX writes "
-        "files of layers with pipe_parallel_size 1",
+        "tensor parallel parts (mp_rank other than 00) without pipeline layer files" + what,
+        "AutoTP needs DeepSpeed's sharding record (0.19.8); without it, have the script that trained it save whole "
+        "tensors (Accelerate: get_state_dict); GPT-NeoX writes layer files with pipe_parallel_size 1",
     )
 
 
@@ -218,9 +217,9 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
     """Return the error for experts spread over ranks in an unsupported way."""
     return _unsupported(
         path,
-        "experts that DeepSpeed-MoE spread over ranks" + what,
-        "load it with the script that trained it at ep_size 1 (AutoEP: autoep_size 1), where every rank has all "
-        "experts, and save the module's state dict with torch.save: the format `full` is that (`ckpt convert full hf`)",
+        "experts spread over ranks by DeepSpeed-MoE" + what,
+        "load it with the script that trained it at ep_size 1 (AutoEP: autoep_size 1), so that every rank has all "
+        "experts; save the module's state dict with torch.save, then use `ckpt convert full hf`",
     )
 
 
@@ -262,4 +261,4 @@ def is_universal(folder: Path) -> bool:
 
 
 def _unsupported(path: str, what: str, hint: str) -> NotFoundError:
-    return NotFoundError(f"this checkpoint holds {what}, which is not supported", path=path, hint=hint)
+    return NotFoundError(f"unsupported: {what}", path=path, hint=hint)

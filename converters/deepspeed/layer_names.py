@@ -53,12 +53,12 @@ def _in_megatron(checkpoint: Checkpoint, shapes: dict[str, Shape]) -> Checkpoint
         if found := layers.canonical(number, name):
             canonical[fqn] = found
         elif fqn not in left:
-            raise LossError("nothing is known of this entry of a layer", path=checkpoint.path, fqn=fqn)
+            raise LossError("this layer entry is unknown", path=checkpoint.path, fqn=fqn)
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in left}
     named = translate(replace(checkpoint, tensors=tensors), Relation.renaming(canonical, shapes), MEGATRON)
-    notes: list[str] = [Brief("the names are GPT-NeoX's without a pipeline, which are related to those of its layers")]
+    notes: list[str] = [Brief("the names are GPT-NeoX's names without a pipeline")]
     if left:
-        notes.append("rotary frequencies (rotary_emb.inv_freq) are left out: every model computes them")
+        notes.append("left out rotary frequencies (rotary_emb.inv_freq): every model computes them")
     return replace(named, ties={}, notes=(*checkpoint.notes, *notes))
 
 
@@ -72,7 +72,7 @@ def _in_transformers(checkpoint: Checkpoint, shapes: dict[str, Shape]) -> Checkp
     kept = {alias: owner for alias, owner in copies.items() if owner in shapes}
     named = translate(checkpoint, Relation(tuple(links), shapes, after, a_copies=kept), checkpoint.namespace)
     ties = {alias: owner for alias, owner in named.ties.items() if not alias.endswith((_AGAIN, _ROUTER))}
-    note = Brief("the experts have DeepSpeed's AutoEP's names, which are related to those of transformers' modules")
+    note = Brief("the experts have DeepSpeed AutoEP's names")
     return replace(named, ties=ties, notes=(*named.notes, note))
 
 

@@ -127,8 +127,8 @@ class DeepSpeedModel:
             for fqn in fqns if name not in self.uneven_numbers else ():
                 if fqn in values and found.setdefault(name, values[fqn]) != values[fqn]:
                     raise LossError(
-                        f"parameters of one group have taken different numbers of steps ({name}), which ZeRO's flat "
-                        "buffers cannot tell apart",
+                        f"parameters in one group have taken different numbers of steps ({name}): ZeRO's flat "
+                        "buffers cannot store this",
                         fqn=fqn,
                         expected=f"{name} {found[name]}",
                         found=f"{name} {values[fqn]}",
@@ -138,7 +138,7 @@ class DeepSpeedModel:
     @property
     def dropped(self) -> list[str]:
         """Notes on optimizer states that are numbers and don't fit flat buffers."""
-        why = "parameters of one group have different numbers, and ZeRO's flat buffers have one"
+        why = "parameters in one group have different values, and ZeRO's flat buffers store one"
         return [f"optimizer state {name}: {why}" for name in self.uneven_numbers]
 
 
@@ -211,9 +211,9 @@ def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native
         None,
     ):
         raise UsageError(
-            "DeepSpeed loads the experts that ranks share from files of their own, which are not written",
+            "DeepSpeed loads shared experts from separate files, and ckpt does not write them",
             fqn=expert,
-            hint="hf, full and dcp hold all experts, as the model at ep_size 1 has them",
+            hint="hf, full and dcp hold all experts, like the model at ep_size 1",
         )
 
 
@@ -233,11 +233,10 @@ def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
 def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | None) -> Iterator[str]:
     if recorded is not None:
         yield (
-            f"the model is {recorded}, as its config says, and its float32 weights are the masters; "
-            "--dtype fp32 makes it a float32 model"
+            f"the config's dtype is {recorded}, so float32 weights became masters; use --dtype fp32 for a float32 model"
         )
     elif dtype is None and checkpoint.state.ds_config is None:
-        yield "no DeepSpeed config is recorded: the files are those of a model in its stored precision (--dtype)"
+        yield "no DeepSpeed config is recorded: the files keep the model's stored precision (--dtype)"
 
 
 def _kept_as_stored(
@@ -256,8 +255,8 @@ def _kept_as_stored(
 def _kept_notes(kept: Mapping[str, Choice]) -> Iterator[str]:
     if kept:
         yield (
-            f"{listed(list(kept))} kept as stored: the optimizer does not own it, and the source does not tell frozen "
-            "parameters from buffers; DeepSpeed rounds the former as it loads them"
+            f"{listed(list(kept))} kept as stored: the source does not separate frozen parameters from buffers; "
+            "DeepSpeed rounds frozen parameters on load"
         )
 
 
@@ -304,7 +303,7 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
         for name in group.fqns:
             fqn = checkpoint.ties.get(name, name)
             if fqn not in weights:
-                raise LossError("a parameter group names a parameter that the source does not have", fqn=name)
+                raise LossError("a parameter group names a parameter missing from the source", fqn=name)
             if fqn not in taken and weights[fqn].tensor.numel:
                 fqns.append(fqn)
                 taken.add(fqn)
@@ -336,8 +335,8 @@ def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[st
 def _unknown_group_notes(resumable: bool, is_elastic: bool) -> Iterator[str]:
     if is_elastic:
         yield (
-            "the source records no hyperparameters, and neither does this: load it with elastic_checkpoint, and "
-            "DeepSpeed goes on with those of its config, including the first learning rate"
+            "the source records no hyperparameters: load this with elastic_checkpoint, and DeepSpeed uses its "
+            "config's, including the first learning rate"
         )
     elif not resumable:
         yield (
@@ -349,11 +348,11 @@ def _unknown_group_notes(resumable: bool, is_elastic: bool) -> Iterator[str]:
 def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
     if not _is_deepspeed(checkpoint) and checkpoint.state.lr_scheduler is None:
         yield (
-            "the source records no LR schedule of DeepSpeed's or torch's: where DeepSpeed has the scheduler, "
+            "the source records no LR schedule from DeepSpeed or torch: if DeepSpeed has the scheduler, "
             + (
                 "load this with load_checkpoint(..., load_lr_scheduler_states=False)"
                 if checkpoint.state.step is None or not checkpoint.optimizer_states
-                else f"it goes on as the config has it after {pluralize(checkpoint.state.step or 0, 'step')}"
+                else f"it continues from its config after {pluralize(checkpoint.state.step or 0, 'step')}"
             )
         )
 
@@ -379,7 +378,7 @@ def _states(
         by_role.setdefault(role, []).append(fqn)
     left_out: dict[Key, str] = {}
     for role, fqns in by_role.items():
-        why = "not shaped like a trainable parameter, as ZeRO's flat buffers are"
+        why = "its shape differs from the parameter, and ZeRO's flat buffers need the same shape"
         left_out |= dict.fromkeys(((fqn, role) for fqn in fqns), f"optimizer state {role} of {listed(fqns)}: {why}")
     return states, left_out
 
@@ -400,7 +399,7 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
             if missing:
                 gaps.setdefault(role, []).extend(missing)
     for role, fqns in gaps.items():
-        yield f"optimizer state {role} of {listed(fqns)} is not in the source: zeros, as DeepSpeed starts it"
+        yield (f"optimizer state {role} of {listed(fqns)} is missing from the source: wrote zeros")
 
 
 # -- other records -----------------------------------------------------------------------------------------------------
@@ -423,7 +422,7 @@ def ds_config(model: DeepSpeedModel, stage: int, requested: DType | None) -> tup
     notes = []
     if stage == 3 and options.get("elastic_checkpoint"):
         options["elastic_checkpoint"] = False
-        notes.append("ds_config: elastic_checkpoint is off, as ZeRO-3 has none")
+        notes.append("ds_config: elastic_checkpoint is off, because ZeRO-3 does not support it")
     config["zero_optimization"] = options
     if requested is not None or not recorded:  # otherwise the run's own config has the precision
         config |= {
@@ -489,5 +488,5 @@ def client_state(model: DeepSpeedModel) -> tuple[dict[str, Any], list[str]]:
         dropped.append(f"training state of the pipeline's ranks: {', '.join(pipeline['of_slices'])}")
     for name in [name for name in client if name in MODEL_FILE]:
         del client[name]
-        dropped.append(f"training state {name!r}: DeepSpeed's files have an entry of their own under this name")
+        dropped.append(f"training state {name!r}: DeepSpeed's files use this name")
     return client, dropped

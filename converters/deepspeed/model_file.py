@@ -59,11 +59,11 @@ def _state_dict(model: RankFile, num_tensor_parallel: int) -> dict[str, StoredTe
     module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
     if isinstance(num_model_parallel, int) and num_model_parallel not in (0, 1, num_tensor_parallel):
         raise NotFoundError(
-            "model-parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
+            "model parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
         )
     if not isinstance(module, Mapping):
         raise NotFoundError(
-            "a DeepSpeed pipeline or a model-parallel run, which is not supported", path=model.path, found="no module"
+            "DeepSpeed pipelines and model parallel runs are not supported", path=model.path, found="no module"
         )
     if any(_is_component(fqn, value) for fqn, value in module.items()):
         raise NotFoundError("a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path)
@@ -107,12 +107,12 @@ def buffer_names(model: RankFile) -> set[str]:
 def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
     """Return a recorded dict of fqn to shape (torch.Size, tuple or list)."""
     if not isinstance(value, Mapping):
-        raise CorruptError(f"{what} is no dict of shapes", **file.where)
+        raise CorruptError(f"{what} is not a dict of shapes", **file.where)
     shapes = {}
     for fqn, shape in value.items():
         sizes = tuple(shape) if isinstance(shape, Sequence) else None
         if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-            raise CorruptError(f"{what} is no dict of shapes", **file.where, fqn=str(fqn))
+            raise CorruptError(f"{what} is not a dict of shapes", **file.where, fqn=str(fqn))
         shapes[fqn] = sizes
     return shapes
 
@@ -138,8 +138,8 @@ def is_dealt(model: RankFile, inner: RankFile) -> bool:
 
 #: Message for a run saved with `save_checkpoint(exclude_frozen_parameters=True)`.
 FROZEN_LEFT_OUT = (
-    "the run was saved without its frozen parameters, which are in none of these files (DeepSpeed's "
-    "exclude_frozen_parameters, as HF Trainer has it with PEFT)"
+    "the run was saved without its frozen parameters (DeepSpeed's exclude_frozen_parameters, used by HF Trainer with "
+    "PEFT)"
 )
 
 
@@ -157,7 +157,7 @@ def check_left_out(model: RankFile, fqn: str) -> None:
     """Raise CorruptError for an unrecorded stage 3 placeholder, unless frozen parameters were left out."""
     if frozen_saved(model, 3) is not False:
         raise CorruptError(
-            "the elements of a parameter are stored nowhere",
+            "a parameter's elements are stored nowhere",
             path=model.path,
             fqn=fqn,
             expected="its shape in param_shapes or frozen_param_shapes",
@@ -184,7 +184,7 @@ def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tens
 def _fragment(model: RankFile, fqn: str) -> StoredTensor:
     stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
     if not isinstance(stored, StoredTensor):
-        raise CorruptError("a rank has no part of a frozen parameter", **model.where, fqn=fqn)
+        raise CorruptError("a rank's part is missing for a frozen parameter", **model.where, fqn=fqn)
     return stored
 
 

@@ -56,7 +56,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
     size = len(ranks)
     if args["model_parallel_size"] != size or list(ranks) != list(range(size)):
         raise CorruptError(
-            "there are files of other tensor parallel ranks than the run had",
+            "the tensor parallel rank files do not match the run",
             path=file.path,
             expected=f"{pluralize(args['model_parallel_size'], 'rank')}",
             found=f"files of ranks {', '.join(map(str, ranks))}",
@@ -70,7 +70,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
     sizes = {"h": args["hidden_size"], "v": args["padded_vocab_size"], "p": args["max_position_embeddings"]}
     if args["num_layers"] != len(layers.transformers):
         raise CorruptError(
-            "there are other layers than the run's arguments tell",
+            "the layers do not match the run's arguments",
             path=file.path,
             expected=f"{pluralize(args['num_layers'], 'layer')}",
             found=f"{pluralize(len(layers.transformers), 'layer')}",
@@ -78,7 +78,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
     cuts: dict[str, Cut] = {}
     are_added = _are_added(folders)
     for number, held in entries.items():
-        hint = "--config with the Hub's config.json of the model, whose use_parallel_residual tells it"
+        hint = "--config with the Hub's config.json of the model, for its use_parallel_residual"
         check_neox(held, file, size if are_added is None else 1, hint)
         for name, stored in held.items():
             if is_recomputed(name):
@@ -87,12 +87,12 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
             canonical = layers.canonical(number, name)
             split = split_of(canonical) if canonical else None
             if canonical is None or split is None:
-                raise LossError("nothing is known of this entry of a layer", path=file.path, fqn=fqn)
+                raise LossError("this layer entry is unknown", path=file.path, fqn=fqn)
             known = _neox_cut(fqn, canonical, split, stored.extent.shape, size, sizes, file)
             cuts[fqn] = replace(known, is_added=bool(are_added) and canonical.endswith(_ROW_BIASES))
-    how = "as GPT-NeoX shares them"
+    how = "by GPT-NeoX's rules"
     if any(one.is_added for one in cuts.values()):
-        how += ", biases of row parallel layers added up, as with the config's parallel residual"
+        how += ", with row parallel biases added up for the parallel residual"
     client = {"args": recorded(file.content["args"], {"tensor_model_parallel_size": 1})}
     return Sharing(file.path, size, cuts, how=how, client=client)
 
@@ -115,10 +115,10 @@ def _neox_cut(
     expected = tuple((3 if dim[0] == "3" else 1) * sizes.get(dim[-1], 0) for dim in dims)
     if shape != expected:
         raise CorruptError(
-            "a tensor parallel rank's part is not as the run's arguments tell",
+            "a tensor parallel rank's part does not match the run's arguments",
             path=file.path,
             fqn=fqn,
-            expected=f"a part of {list(expected)}",
+            expected=f"a part with shape {list(expected)}",
             found=list(local),
         )
     boxes = tuple(rank_boxes(split, shape, size, rank) for rank in range(size))

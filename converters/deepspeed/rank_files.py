@@ -24,9 +24,9 @@ from converters.optimizers.state_dicts import GROUPS, groups_of
 def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspeed") -> AbstractContextManager[None]:
     """Turn errors from files with an unknown structure into CorruptError."""
     return structure(
-        "the files are not built as those of any known version of DeepSpeed",
+        "the files match no known version of DeepSpeed",
         path,
-        expected="the structure that versions up to 0.19.8 write",
+        expected="the structure written by versions up to 0.19.8",
         found=lambda: f"{framework()}; ",
     )
 
@@ -34,7 +34,7 @@ def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspee
 def inner_file(file: RankFile) -> RankFile:
     content = file.need("optimizer_state_dict")
     if not isinstance(content, Mapping):
-        raise CorruptError("this is no DeepSpeed optimizer file", **file.where)
+        raise CorruptError("this is not a DeepSpeed optimizer file", **file.where)
     return RankFile(file.path, file.rank, content)
 
 
@@ -78,7 +78,7 @@ def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
         found = inner.need(key)
         if len(found) != count:
             raise CorruptError(
-                "the optimizer file and the model file do not belong together",
+                "the optimizer file and the model file do not match",
                 **inner.where,
                 expected=f"{pluralize(count, 'parameter group')}",
                 found=f"{len(found)}",
@@ -150,7 +150,7 @@ def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, s
 
 def flat_extent(stored: Any, inner: RankFile) -> Extent:
     if not isinstance(stored, StoredTensor) or len(stored.extent.shape) != 1 or not stored.extent.is_contiguous:
-        raise CorruptError("a rank's partition is no flat tensor", **inner.where, found=type(stored).__name__)
+        raise CorruptError("a rank's partition is not a flat tensor", **inner.where, found=type(stored).__name__)
     return stored.extent
 
 

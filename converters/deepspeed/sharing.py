@@ -163,7 +163,7 @@ class Sharing:
             self._check_counted(shapes, count, world_size)
             return
         if count * self.num_ranks != world_size or not all(fqn in self.cuts for fqn in shapes):
-            raise experts_unsupported(self.path, " (AutoEP) and whose param group has other parameters beside them")
+            raise experts_unsupported(self.path, " (AutoEP) in a param group with other parameters")
         for fqn, shape in shapes.items():
             if shape not in self.cuts[fqn].shards:
                 raise CorruptError(
@@ -191,7 +191,7 @@ class Sharing:
             known = self.counts.get(layer, 0)
             if known % num_ranks or max(numbers) >= known // num_ranks:
                 raise CorruptError(
-                    "a rank has experts that the layer does not have",
+                    "a rank has experts missing from the layer",
                     path=self.path,
                     fqn=layer,
                     expected=f"{pluralize(known, 'expert')} on {num_ranks} expert parallel ranks",

@@ -85,7 +85,7 @@ class Stage0(Format):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise UsageError("the format 'zero0' cannot be written")
+        raise UsageError("ckpt cannot write the format 'zero0'")
 
 
 ZERO0 = Stage0()
@@ -178,11 +178,11 @@ def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
     notes: list[str] = []
     if "optimizer" not in file.content:
         name = Path(file.path).name
-        notes.append(f"{name} lacks the entry 'optimizer', which DeepSpeed always writes: there are no states of one")
+        notes.append(f"{name} lacks the entry 'optimizer' from DeepSpeed: it has no optimizer states")
     if named is None:
         notes.append(
-            "the optimizer's states and masters are left out: DeepSpeed numbers them without names, and their shapes "
-            "do not prove which parameter has which number"
+            "left out the optimizer states and masters: DeepSpeed numbers them, and their shapes don't map the "
+            "numbers to parameters"
             + (", or layers are of several ep_size" if len(_expert_parallel_sizes(held.optimizers[0])) > 1 else "")
         )
     missing = _missing_optimizer(file)
@@ -245,7 +245,7 @@ def _optimizer(file: RankFile) -> Optimizer:
     """
     optimizer = file.content.get("optimizer") or {}
     if not isinstance(optimizer, Mapping):
-        raise CorruptError("this is no optimizer's state", path=file.path, found=type(optimizer).__name__)
+        raise CorruptError("this is not an optimizer state", path=file.path, found=type(optimizer).__name__)
     if "optimizer_state_dict" in optimizer and not {"fp32_groups", "fp32_groups_flat"} & set(optimizer):
         raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
     found = take_apart(optimizer.get("optimizer_state_dict", optimizer), file.path)

@@ -40,15 +40,14 @@ class StateDictNames:
             name, recorded = next(iter(self.renamed.items()))
             yield (
                 f"the model's state_dict() renames {pluralize(len(self.renamed), 'tensor')} ({recorded} to {name}); "
-                "parameters and buffers have the names of the module tree here, and values of trained parameters are "
-                "the masters"
+                "here parameters and buffers have the module tree's names, and trained parameters take the masters' "
+                "values"
             )
         if self.unmatched:
             shown = ", ".join(sorted(self.unmatched)[:4])
             yield (
-                f"{pluralize(len(self.unmatched), 'entry')} of the model's state_dict() are no parameters by name "
-                f"and as large as trained parameters without an entry ({shown}); they are left out, "
-                f"and the masters are taken"
+                f"{pluralize(len(self.unmatched), 'entry')} in the model's state_dict() have unknown names ({shown}"
+                "): left out, and the masters are used"
             )
 
 

@@ -54,7 +54,7 @@ class GroupStates:
         for name, value in self.numbers.items():
             found.agree(fqns, name, value, who, **file.where)
         for name, what in self.left.items():
-            found.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
+            found.unread.add(name, f"it is {what}, and belongs to several parameters", fqns)
 
 
 def group_states(
@@ -74,7 +74,7 @@ def group_states(
                 if value is None:
                     raise CorruptError("a rank lacks an optimizer state", **inner.where, expected=name)
                 if isinstance(value, StoredTensor) and len(value.shape) == 1 and value.shape[0] not in size:
-                    what = f"{name} does not have the size of the rank's part"
+                    what = f"{name} does not match the rank part's size"
                     expected = " or ".join(map(str, sorted(size)))
                     raise CorruptError(what, **inner.where, expected=expected, found=value.shape[0])
             found.buffers[name] = [_state_extent(value, inner) for inner, value in there]

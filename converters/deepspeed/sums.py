@@ -14,7 +14,9 @@ def added_up(tensors: Sequence[Tensor], path: str) -> tuple[Tensor, dict[str, Ca
     """Return the sum of equally shaped `tensors`, and its computation by a made-up path for `Checkpoint.computed`."""
     first = tensors[0]
     if first.dtype not in (BFLOAT16, FLOAT16, FLOAT32):
-        raise NotFoundError("ranks' parts in this dtype are not added up", path=path, fqn=first.fqn, found=first.dtype)
+        raise NotFoundError(
+            "ckpt cannot add up ranks' parts in this dtype", path=path, fqn=first.fqn, found=first.dtype
+        )
     name = f"sum:{path}:{first.fqn}:{first.role}"
     source = Whole(Extent.contiguous(name, 0, first.dtype, first.shape))
     found = Tensor(first.fqn, first.role, first.dtype, first.shape, source, first.native)

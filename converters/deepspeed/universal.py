@@ -125,12 +125,12 @@ def _read_folder(path: Path) -> Checkpoint:
     models = _model_files(reading)
     model = models[0]
     if model.content.get("ds_autoep_layers"):
-        raise experts_unsupported(model.path, " (AutoEP), put together as a universal checkpoint")
+        raise experts_unsupported(model.path, " (AutoEP) in a universal checkpoint")
     if model.content.get("num_experts"):
         raise NotFoundError(
-            "a universal checkpoint of a model whose experts DeepSpeed-MoE spread over ranks is not supported",
+            "universal checkpoints with experts spread over ranks by DeepSpeed-MoE are not supported",
             path=model.path,
-            hint="give the checkpoint that it was made from",
+            hint="give the checkpoint before its conversion to a universal checkpoint",
         )
     (module, names), ties = model_file.module_and_names(model), model_file.ties(model)
     buffers = model_file.buffer_names(model)
@@ -201,7 +201,7 @@ def _model_files(reading: _UniversalReading) -> list[RankFile]:
     count = world_size if isinstance(world_size, int) else max(len(models), 1)
     if [model.rank for model in models] != list(range(count)):
         raise CorruptError(
-            "model files are missing, or are of a run of another number of ranks",
+            "model files are missing, or come from a run with another number of ranks",
             path=reading.path,
             rank=", ".join(map(str, sorted(folder.model_per_rank.keys() ^ set(range(count)))[:16])),
             expected="mp_rank_00_model_states.pt, or one zero_pp_rank_*_mp_rank_00_model_states.pt for each rank"
@@ -216,7 +216,7 @@ def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: D
     folder = confined(reading.path / "zero", fqn)
     names = names_in(folder) if folder.is_dir() else []
     if f"{FP32}.pt" not in names:
-        raise CorruptError("the master of a parameter is missing", path=folder, fqn=fqn, expected=f"a file {FP32}.pt")
+        raise CorruptError("a parameter's master is missing", path=folder, fqn=fqn, expected=f"a file {FP32}.pt")
     for name in (name for name in names if name.endswith(".pt")):
         role = name.removesuffix(".pt")
         value = reading.sources.root(confined(folder, name), is_named=True)
@@ -226,7 +226,7 @@ def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: D
         extent = _param(value, folder / name).extent
         if extent.numel != prod(shape) or not extent.is_contiguous:
             raise CorruptError(
-                "a tensor has another size than the model's files say",
+                "a tensor's size differs from the model files",
                 path=folder / name,
                 fqn=fqn,
                 expected=f"{pluralize(prod(shape), 'element')}, for shape {list(shape)}",
@@ -240,7 +240,7 @@ def _param(value: Any, path: Path) -> StoredTensor:
     """Return the tensor in a file in either form."""
     stored = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(stored, StoredTensor):
-        raise CorruptError("the file holds no tensor", path=path, expected="a tensor, or a dict with `param`")
+        raise CorruptError("the file has no tensor", path=path, expected="a tensor, or a dict with `param`")
     return stored
 
 
@@ -281,11 +281,11 @@ def _check_complete(reading: _UniversalReading, groups: Sequence[Mapping[str, Sh
         for name, values in reading.scalars.items():
             without = [fqn for fqn in group if fqn not in values]
             if 0 < len(without) < len(group):
-                raise _missing_error(reading, without[0], f"a file {name}.pt, as others of its group have")
+                raise _missing_error(reading, without[0], f"a file {name}.pt, like others in its group")
 
 
 def _missing_error(reading: _UniversalReading, fqn: str, expected: str) -> CorruptError:
-    what = "an optimizer state of a parameter is missing"
+    what = "a parameter's optimizer state is missing"
     return CorruptError(what, path=reading.path / "zero" / fqn, fqn=fqn, expected=expected)
 
 
@@ -395,7 +395,7 @@ def _optimizer_state(
 def _dropped_numbers(model: DeepSpeedModel) -> Iterator[str]:
     for name in model.checkpoint.state.scalars:
         if name != STEP:
-            yield f"optimizer state {name}: a universal checkpoint has no place for numbers other than the step"
+            yield f"optimizer state {name}: a universal checkpoint stores no number except the step"
 
 
 def _universal_notes(model: DeepSpeedModel, stage: int | None) -> Iterator[str]:
@@ -408,17 +408,17 @@ def _universal_notes(model: DeepSpeedModel, stage: int | None) -> Iterator[str]:
         )
     if stage != 3 and zero_model.zero_options(model.checkpoint).get("round_robin_gradients"):
         yield (
-            "load this without round_robin_gradients: with it, DeepSpeed takes one parameter's elements for another's "
-            "when it loads a universal checkpoint"
+            "load this without round_robin_gradients: with it, DeepSpeed mixes up parameters' elements in universal "
+            "checkpoints"
         )
     if stage not in (1, 2):
         states = set(model.roles(model.masters))
         if states != _STAGE3_STATES or not model.checkpoint.state.scalars.get(STEP):
             yield "ZeRO-3 loads an optimizer from a universal checkpoint only if it is Adam and has taken a step"
         if any(group.options != model.groups[0].options for group in model.groups):
-            yield "ZeRO-3 gives all parameter groups the hyperparameters of the first when it loads this"
+            yield "ZeRO-3 applies the first group's hyperparameters to all parameter groups on load"
     for role in model.roles(model.masters):
         if without := [fqn for fqn in model.masters if role not in model.states.get(fqn, ())]:
-            yield f"optimizer state {role} of {listed(without)} is not in the source: zeros, as DeepSpeed starts it"
+            yield (f"optimizer state {role} of {listed(without)} is missing from the source: wrote zeros")
     if not model.resumable:
-        yield "the source records no hyperparameters: the optimizer goes on with those of its own config"
+        yield "the source records no hyperparameters: the optimizer keeps its own config's"

@@ -91,9 +91,9 @@ def _check_has_elements(model: DeepSpeedModel) -> None:
     """Raise LossError for an empty parameter, because stage 3 does not record it."""
     if empty := next((fqn for fqn, choice in model.weights.items() if not choice.tensor.numel), None):
         raise LossError(
-            "ZeRO-3 has no place for a parameter without elements",
+            "empty parameters cannot be written to ZeRO-3",
             fqn=empty,
-            hint="the formats zero1 and zero2 hold it",
+            hint="use the formats zero1 or zero2",
         )
 
 
@@ -115,8 +115,8 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
         yield Brief(f"weights of {pluralize(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
     if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
         yield (
-            f"the optimizer does not own {pluralize(len(model.frozen), 'tensor')}, taken for frozen parameters: the "
-            "source does not tell them from buffers, and ZeRO-3 loads neither as the other"
+            f"{pluralize(len(model.frozen), 'tensor')} outside the optimizer became frozen parameters: the source "
+            "does not separate them from buffers, and ZeRO-3 loads them differently"
         )
     yield from batch_notes(config, num_ranks)
 
@@ -125,7 +125,7 @@ def master_notes(model: DeepSpeedModel) -> Iterator[str]:
     """Yield notes on masters made from weights."""
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
-        what = "have no master in the source: their weights are the masters"
+        what = "have no master in the source: their weights became masters"
         yield Brief(f"{pluralize(len(upcast), 'parameter')} {what}")
 
 
@@ -134,7 +134,7 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
         ranks = pluralize(num_ranks, "rank")
-        yield f"ds_config: train_batch_size {batch} does not divide by {ranks}; resume with one that does"
+        yield f"ds_config: train_batch_size {batch} is not a multiple of {ranks}; resume with a multiple"
 
 
 # -- file names and shared content -------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
         return _read_slice(path, 0, 1).checkpoint
     first = list_step_folder(path, ranks[0])
     if first.experts:
-        raise experts_unsupported(str(path), " that are tensor parallel, too")
+        raise experts_unsupported(str(path), " with tensor parallelism")
     check_has_model(path)
     model = first.model or next(iter(first.model_per_rank.values()), None)
     if model is None:
@@ -189,7 +189,7 @@ def _understand(reading: _ZeroReading) -> RankSlice:
     for inner in inners:
         if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(
-                "files of different runs in one folder",
+                "the folder mixes files from different runs",
                 **inner.where,
                 expected=_layout_text(stage, counts),
                 found=_layout_text(_stage(inner), partition_counts(inner)),
@@ -227,12 +227,12 @@ def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: st
     extra = [rank for rank in files if rank >= world_size]
     if extra:
         raise CorruptError(
-            f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
+            f"{kind} files exist for more ranks than the run had: left over from an earlier, larger run",
             path=path,
             rank=", ".join(map(str, extra[:_SHOWN])),
             expected=f"{pluralize(world_size, 'rank')}",
             found=f"{pluralize(len(files), 'file')}",
-            hint="move them away if they do not belong to this run",
+            hint="move them out of the folder if they do not belong to this run",
         )
 
 
@@ -387,7 +387,7 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
             stored = module.get(fqn)
             if stored is None or (stored.extent.shape, stored.extent.dtype) != (tensor.shape, tensor.dtype):
                 raise CorruptError(
-                    "ranks hold different kinds of the same buffer",
+                    "ranks store one buffer as different kinds",
                     **model.where,
                     fqn=fqn,
                     expected=f"{tensor.dtype} {list(tensor.shape)}",
@@ -440,7 +440,7 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
     path = folder / f"{name}.tensor.swp"
     if "/" in name or not path.is_file():
         raise CorruptError(
-            "a buffer that was offloaded to NVMe is missing",
+            "a buffer offloaded to NVMe is missing",
             path=path,
             rank=inner.rank,
             expected=f"{pluralize(length, 'element')}",
@@ -448,7 +448,7 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
     file = reading.sources.add(path)
     if file.size < length * extent.dtype.itemsize:
         raise CorruptError(
-            "a file of offloaded elements is too short",
+            "a file with offloaded elements is too short",
             path=path,
             rank=inner.rank,
             expected=f"{pluralize(length * extent.dtype.itemsize, 'byte')}",
@@ -462,7 +462,7 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
     groups = base_groups(inner)
     members: list[Sequence[Any]] = [group.fqns for group in groups]
     if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
-        raise CorruptError("param groups do not list every sub-group once", path=inner.path, found=members)
+        raise CorruptError("param groups must list every sub-group once", path=inner.path, found=members)
     return in_sub_groups(groups, sub_groups)
 
 
@@ -482,9 +482,9 @@ def _check_step(reading: _ZeroReading) -> None:
     named = _DEFAULT_TAG.fullmatch(reading.folder.path.name)
     if named and int(named[1]) != recorded and taken in (int(named[1]), int(named[1]) - skipped):
         raise CorruptError(
-            "files of different steps in one folder",
+            "the folder mixes files from different steps",
             path=file.path,
-            expected=f"step {named[1]}, as the optimizer's files and the folder's name have it",
+            expected=f"step {named[1]}, from the optimizer files and the folder's name",
             found=f"step {recorded}",
         )
 
@@ -497,9 +497,7 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
     found = {fqn for fqn, _ in reading.tensors}
     for alias, owner in reading.ties.items():
         if owner not in found:  # aliases are not read
-            raise CorruptError(
-                "a parameter is recorded as tied to one that is not there", path=file.path, fqn=alias, expected=owner
-            )
+            raise CorruptError("a parameter is tied to a missing parameter", path=file.path, fqn=alias, expected=owner)
     state = model_file.training_state(
         file,
         inners[0].content,

@@ -51,8 +51,8 @@ from converters.names.transformers.ties import kept_names, tied_names
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
 
 _MAY_COMPUTE_IN_LESS = Brief(
-    "written in float32, as the run keeps its weights; nothing here records whether it computes in 16 bits, which "
-    "--dtype bf16 or fp16 rounds them to"
+    "wrote float32, like the run's weights; the compute dtype is not recorded, so use --dtype bf16 or fp16 for "
+    "16-bit weights"
 )
 
 
@@ -177,13 +177,13 @@ def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], li
     """Return the index, if any, the file names, and notes."""
     found = path.name if path.is_file() else _weights(folder)
     if found is None:
-        raise NotFoundError("there are no safetensors weights of a model here", path=path)
+        raise NotFoundError("found no safetensors model weights", path=path)
     if isinstance(found, list):
         check_shard_set(found, folder)
         return None, found, [index_is_missing(found[0])] if index_of(found[0]) else []
     if not found.endswith(".json"):
         both = not path.is_file() and (folder / INDEX).exists()
-        notes = [f"{SINGLE} and {INDEX} both stand in the folder; {SINGLE} is read, as transformers does"]
+        notes = [f"{SINGLE} and {INDEX} are both in the folder; reading {SINGLE}, like transformers"]
         return None, [found], notes if both else []
     index = parse_index(read_json(confined(folder, found), unique=True, max_bytes=MAX_INDEX), folder / found)
     return index, sorted(set(index.weight_map.values())), []
@@ -238,11 +238,11 @@ def _proof(
     if config is None or checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
         return [], loading.unproved(config, shapes)
     if layout.read(NameOptions).names == OWN_NAMES:
-        told = "the names are not compared with those of the config's architecture, as --names own asks"
+        told = "--names own: the names are not compared with the config's architecture"
         return [told], Loads(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
     saved = prove(config, shapes, checkpoint.path)
     if saved is None:
-        told = "config.json names no class (`architectures`), so the names are not compared with those of a class"
+        told = "config.json names no class (`architectures`), so the names are not compared with a class"
         return [told], loading.unproved(config, shapes)
     files = {file.name: file.literals[0][1] for file in beside}
     loads = loading.with_files(loading.accepted(loading.proved(saved.cls), config), files, parts)
@@ -256,9 +256,7 @@ def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]
     from converters.names.hub.expected_tensors import missing_parts
 
     shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})
-    cure = (
-        "--complete-from BASE takes it from the model that was trained, and a config.json without it promises nothing"
-    )
+    cure = "use --complete-from BASE to take it from the base model, or remove its entry from config.json"
     return [f"{one}: {cure}" for one in missing_parts(checkpoint.config, shapes)]
 
 
@@ -274,11 +272,11 @@ def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout
         if checkpoint.is_adapter:
             what, hint = "this is an adapter, not a model", f"`ckpt merge-lora {where} --base MODEL` makes one"
         else:
-            what = "this is a model with PEFT adapters, and from_pretrained loads none of its names from training"
+            what = "from_pretrained can't load this: it is a model with PEFT adapters under its training names"
             hint = f"`ckpt merge-lora {where}` merges the adapter into its base, "
-            hint += f"`ckpt convert auto peft {where}` takes it out; --names own writes all as it stands"
+            hint += f"`ckpt convert auto peft {where}` extracts it; --names own writes the names unchanged"
         raise UsageError(what, path=checkpoint.path, hint=hint)
     return [
-        "this is a model with PEFT adapters: its tensors keep the names they have in training (base_model.model. and "
-        "so on), under which from_pretrained finds neither a model nor an adapter"
+        "from_pretrained will find neither a model nor an adapter: the tensors keep their training names "
+        "(base_model.model...)"
     ]

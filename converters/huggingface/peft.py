@@ -64,8 +64,8 @@ TRAINED_IN_FULL = ("non_lora_trainables.bin", "non_lora_state_dict.bin")
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes wrapped names under FSDP2 with `activation_checkpointing`.
 _WRAPPED = (
-    "{}: {} names contain those of wrappers, such as {}; they are read without these. PEFT does not load such names, "
-    "and treats the adapter as untrained: `ckpt convert peft peft` writes it anew"
+    "{}: {} names contain wrapper prefixes, for example {}. PEFT ignores these tensors: use `ckpt convert peft peft` "
+    "to write an adapter it can load"
 )
 
 
@@ -88,7 +88,7 @@ class Peft(Format):
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights(folder)
         if name is None:
-            raise NotFoundError("there are no weights of an adapter here", path=path, expected=SAFETENSORS)
+            raise NotFoundError("found no adapter weights", path=path, expected=SAFETENSORS)
         file = confined(folder, name)
         sources = Sources()
         sources.add(file)
@@ -109,7 +109,7 @@ class Peft(Format):
             folders=tuple(str(p) for p in (request.config, folder) if p is not None),
             notes=(
                 *([_WRAPPED.format(name, len(wrapped), wrapped[0])] if wrapped else ()),
-                *(f"{one.name} belongs to the adapter: parameters that were trained in full" for one in beside),
+                *(f"{one.name} belongs to the adapter: fully trained parameters" for one in beside),
             ),
         )
 
@@ -144,7 +144,7 @@ class Peft(Format):
             key for key in checkpoint.tensors if key not in written and key not in reasons and key[1] in MODEL_ROLES
         ]
         count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
-        frozen = f"the base model's {pluralize(count, 'parameter')} and buffers ({size}), which were not trained"
+        frozen = f"the base model's {pluralize(count, 'parameter')} and buffers ({size}): not trained"
         return Target(
             files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, content), *beside),
             left_out={**dict.fromkeys(left, frozen), **reasons},
@@ -163,11 +163,11 @@ def prove_names(folder: Path) -> None:
     _, wrapped = _stored(confined(folder, name)) if name else ({}, [])
     if wrapped:
         raise LossError(
-            "PEFT would load nothing of this adapter",
+            "PEFT would not load this adapter",
             path=folder,
             fqn=wrapped[0],
-            found=f"{pluralize(len(wrapped), 'name')} that hold those of wrappers",
-            hint=f"`ckpt convert peft peft {folder}` writes one that it loads; --names own takes this as it is",
+            found=f"{pluralize(len(wrapped), 'name')} with wrapper prefixes",
+            hint=f"`ckpt convert peft peft {folder}` writes an adapter PEFT can load; --names own keeps these names",
         )
 
 
@@ -206,7 +206,7 @@ def _trained_in_full(file: Path, known: Mapping[str, Extent]) -> dict[str, Exten
     for fqn in found.keys() & known.keys():
         if _content(found[fqn]) != _content(known[fqn]):
             raise CorruptError(
-                "the adapter's file and the file next to it hold different values of this tensor", path=file, fqn=fqn
+                "the adapter's file and the file next to it disagree about this tensor", path=file, fqn=fqn
             )
     return {fqn: extent for fqn, extent in found.items() if fqn not in known}
 
@@ -227,12 +227,12 @@ def _as_peft_names(fqn: str, extent: Extent, path: Path) -> tuple[str, Extent]:
     match = _MLX_NAME.fullmatch(fqn)
     if match is None or len(extent.shape) != 2:
         raise UsageError(
-            "of mlx-lm's adapters only the factors of linear layers are read",
+            "ckpt reads only linear layers' factors from mlx-lm adapters",
             path=path,
             fqn=fqn,
             expected="lora_a [in, rank] and lora_b [rank, out]",
             found=f"shape {list(extent.shape)}",
-            hint="mlx_lm.fuse merges it, where MLX runs",
+            hint="use mlx_lm.fuse on a machine with MLX",
         )
     name = f"{adapter.PREFIX}{match['module']}.lora_{match['factor'].upper()}.weight"
     return name, extent._replace(shape=extent.shape[::-1], strides=extent.strides[::-1])
@@ -241,10 +241,10 @@ def _as_peft_names(fqn: str, extent: Extent, path: Path) -> tuple[str, Extent]:
 def _torch(path: Path) -> dict[str, Extent]:
     root = torchfile.read(path).root
     if not is_state_dict(root):
-        raise CorruptError("the adapter's file holds no state dict", path=path, found=type(root).__name__)
+        raise CorruptError("the adapter's file has no state dict", path=path, found=type(root).__name__)
     for name, value in root.items():
         if not isinstance(value, StoredTensor):
-            raise CorruptError("the adapter's file holds something else than tensors", path=path, fqn=name)
+            raise CorruptError("the adapter's file has an entry that is not a tensor", path=path, fqn=name)
     return {name: value.extent for name, value in root.items()}
 
 
@@ -257,7 +257,7 @@ def _check_pairs(fqns: Iterable[str], path: Path) -> None:
         for pair in ((adapter.A, adapter.B), (adapter.EMBEDDING_A, adapter.EMBEDDING_B)):
             if len(found.intersection(pair)) == 1:
                 raise CorruptError(
-                    "the adapter lacks one of a layer's factors",
+                    "the adapter lacks a LoRA factor for a layer",
                     path=path,
                     fqn=module,
                     expected=" and ".join(pair),

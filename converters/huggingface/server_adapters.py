@@ -97,15 +97,15 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
     for name in chosen:
         parsed = parse_name(name)
         if parsed.kind == names.BASE and ".base_layer." in name:
-            left_out[name] = "the base's own embedding, which the server has"
+            left_out[name] = "the base's own embedding (the server has it)"
         elif parsed.kind in (names.A, names.B):
             modules.setdefault(parsed.module, {})[parsed.kind] = name
         else:
             raise UsageError(
-                f"{server} does not load this part of an adapter",
+                f"{server} does not load this adapter part",
                 path=config.path,
                 fqn=name,
-                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+                hint="use `ckpt merge-lora` to merge it into the base for any server",
             )
     layers: list[_Layer] = []
     stacked: dict[str, list[str]] = {}
@@ -124,12 +124,14 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
             tensors += _repacked(chosen, experts, both, config)
         else:
             raise UsageError(
-                f"how {server} has the experts of this model is not known here",
+                f"ckpt does not know {server}'s expert layout for this model",
                 path=config.path,
                 fqn=experts,
                 expected=f"a model_type of {', '.join((*APART, *(STACKED if server == VLLM else ())))}",
-                found=f"model_type {model_type}" if model_type else "no config of the base",
-                hint="--config names the base's config.json" if model_type is None else "`ckpt merge-lora` merges it",
+                found=f"model_type {model_type}" if model_type else "no base config",
+                hint="give the base's config.json with --config"
+                if model_type is None
+                else "use `ckpt merge-lora` to merge it",
             )
     if server == SGLANG:
         _check_siblings(layers, config)
@@ -174,18 +176,18 @@ def _check_kind(chosen: Mapping[str, Choice], config: AdapterConfig, server: str
         ("modules_to_save", bool(config.saved)),
         ("trained biases", config.bias != "none" or bool(raw.get("lora_bias"))),
         ("trained tokens", bool(config.token_indices)),
-        ("a kind that PEFT alone merges", config.is_of_peft),
+        ("a kind only PEFT can merge", config.is_of_peft),
         (f"the init {init!r}", isinstance(init, str) and init.lower() not in _PLAIN_INITS),
     ):
         if is_there:
             raise UsageError(
                 f"{server} does not serve an adapter with {what}",
                 path=config.path,
-                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+                hint="use `ckpt merge-lora` to merge it into the base for any server",
             )
     for name, choice in chosen.items():
         if parse_name(name).kind in (names.A, names.B) and len(choice.tensor.shape) != 2:
-            raise UsageError(f"{server} serves adapters of linear layers only", path=config.path, fqn=name)
+            raise UsageError(f"{server} serves only linear layers' adapters", path=config.path, fqn=name)
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _parameters(
     targeted = [one for one in _PARAMETERS if config.targets_parameter(f"{experts}.{one}")]
     if len(targeted) != len(wrappers):
         raise CorruptError(
-            "the adapter's config and its weights do not agree on which experts' parameters are targeted",
+            "the adapter's config and weights target different expert parameters",
             path=config.path,
             fqn=experts,
             expected=f"adapters of {' and '.join(targeted) or 'none'}",
@@ -236,11 +238,11 @@ def _parameters(
             )
         if layout is None and rank > 1 and rows > rank:
             raise UsageError(
-                "nothing records how Unsloth packed this adapter of experts",
+                "Unsloth's packing for this expert adapter is not recorded",
                 path=config.path,
                 fqn=fqn,
-                hint='write "lora_B_layout": "grouped_by_expert" into its adapter_config.json where a version before '
-                '2026.9.6 trained it, and "rank_major" where a later one did',
+                hint='write "lora_B_layout": "grouped_by_expert" into its adapter_config.json if a version before '
+                '2026.9.6 trained it, and "rank_major" if a later one did',
             )
         by_expert = layout == "grouped_by_expert"
         found.append(_Stacked(fqn, parts[names.A], parts[names.B], rows // rank, rank, num_in, num_out, by_expert))
@@ -257,15 +259,15 @@ def _parameters(
             raise _odd_factors(
                 config,
                 experts,
-                "factors whose inputs and outputs fit each other",
+                "factors with matching inputs and outputs",
                 f"gate_up_proj {up.num_in} to {up.num_out}, down_proj {down.num_in} to {down.num_out}",
             )
     return found
 
 
 def _odd_factors(config: AdapterConfig, fqn: str, expected: str, found: str) -> LossError:
-    hint = "PEFT before 2026-04 stored some of these with the roles of A and B exchanged"
-    what = "the factors of these experts are not as PEFT lays them"
+    hint = "PEFT before 2026-04 stored some of these with A and B exchanged"
+    what = "these experts' factors do not match PEFT's layout"
     return LossError(what, path=config.path, fqn=fqn, expected=expected, found=found, hint=hint)
 
 
@@ -288,7 +290,7 @@ def _repacked(
     """Yield stacked factors under their own names, in PEFT's packing."""
     if len(both) != 2:
         raise LossError(
-            "vLLM loads adapters of both stacked parameters of a layer, or of none",
+            "vLLM needs LoRA on both stacked parameters of a layer, or on neither",
             path=config.path,
             fqn=experts,
             expected=" and ".join(_PARAMETERS),
@@ -334,12 +336,12 @@ def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str 
         if missing:
             expert, leaf = missing[0]
             raise LossError(
-                "vLLM loads adapters of all layers of all experts, or of none",
+                "vLLM needs LoRA on every expert of a layer, or on none",
                 path=config.path,
                 fqn=f"{experts}.{expert}.{leaf}",
                 expected=f"adapters of {', '.join(sorted(leaves))} in {pluralize(num, 'expert')}",
-                found="none of this one",
-                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+                found="no adapter on this expert",
+                hint="use `ckpt merge-lora` to merge it into the base for any server",
             )
 
 
@@ -359,10 +361,10 @@ def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:
         for other in needs.get(leaf, ()):
             if f"{parent}.{other}" not in known:
                 raise LossError(
-                    f"sglang loads an adapter of {leaf} only together with one of {other}",
+                    f"sglang needs LoRA on {other}, too, to load it on {leaf}",
                     path=config.path,
                     fqn=layer.module,
-                    hint="`ckpt merge-lora` merges it into the base, which every server loads",
+                    hint="use `ckpt merge-lora` to merge it into the base for any server",
                 )
 
 
@@ -378,7 +380,7 @@ def _vllm_adapter(layers: list[_Layer], stacked: list[ServedTensor], config: Ada
     largest = max([config.rank, *ranks.values()])
     if largest > _VLLM_RANKS[-1]:
         raise UsageError(
-            "the adapter's rank is above what vLLM serves",
+            "the adapter's rank is above vLLM's limit",
             path=config.path,
             expected=f"at most {_VLLM_RANKS[-1]}",
             found=largest,
@@ -395,17 +397,17 @@ def _sglang_adapter(layers: list[_Layer], _: list[ServedTensor], config: Adapter
     for module, other in scalings.items():
         if other != scaling:
             raise UsageError(
-                "sglang scales all layers of an adapter alike, and these layers are scaled otherwise",
+                "sglang uses one scaling for all layers, and these layers have another",
                 path=config.path,
                 fqn=module,
                 expected=scaling,
                 found=other,
-                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+                hint="use `ckpt merge-lora` to merge it into the base for any server",
             )
     rank = max(layer.rank for layer in layers)
     alpha = scaling * rank
     if not isclose(alpha / rank, scaling, rel_tol=1e-15):
-        raise UsageError("this scaling is no alpha / r that sglang could compute", path=config.path, found=scaling)
+        raise UsageError("sglang cannot compute this scaling as alpha / r", path=config.path, found=scaling)
     raw = {**_plain(layers, [], config), "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
     raw |= {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
     return rank, raw, (f"for sglang: --enable-lora --max-lora-rank {rank}, or more",)

@@ -438,7 +438,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
     heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
     if heads and (heads % tp or (args.get("group_query_attention") and groups and groups % tp and tp % groups)):
         raise UsageError(
-            "attention does not divide among the tensor parallel ranks",
+            "the tensor parallel size does not divide the attention heads",
             expected="heads divisible by --tp, and query groups divisible by --tp or dividing it",
             found=f"{heads} heads, {groups} query groups, tp {tp}",
             hint="another --tp",

@@ -36,7 +36,7 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
         return f"{name} {value} in {', '.join(Path(file.path).name for file in files[:_SHOWN])}{more}"
 
     raise CorruptError(
-        "ranks of different steps in one folder",
+        "the folder mixes ranks from different steps",
         **odd.where,
         fqn=fqn,
         expected=f"{name} {common}, as in {len(most)} of {pluralize(len(said), 'file')}",

@@ -89,7 +89,7 @@ def _may_have(shape: Shape, parameter: Shape) -> bool:
 def check_shape(fqn: str, name: str, found: Shape, expected: Shape, path: str) -> None:
     """Raise CorruptError if the state `name` of `fqn` does not have its parameter's `expected` shape."""
     if found != expected:
-        what = f"{name} does not have the shape of its parameter"
+        what = f"{name} does not have its parameter's shape"
         raise CorruptError(what, path=path, fqn=fqn, expected=str(list(expected)), found=str(list(found)))
 
 
@@ -100,6 +100,6 @@ def check_has_elements(states: Mapping[Any, Mapping[str, Any]], parameters: Mapp
     """
     empty = [key for key, values in states.items() if any(prod(shape) == 0 for shape in per_element(values).values())]
     if len(empty) > sum(prod(shape) == 0 for shape in parameters.values()):
-        what = "states of the optimizer have no elements"
-        found = f"states without elements for {pluralize(len(empty), 'parameter')}, the first is {empty[0]}"
-        raise CorruptError(what, path=path, expected="the shapes of the parameters", found=found)
+        what = "optimizer states have no elements"
+        found = f"empty states for {pluralize(len(empty), 'parameter')}, the first is {empty[0]}"
+        raise CorruptError(what, path=path, expected="the parameters' shapes", found=found)

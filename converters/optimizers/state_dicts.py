@@ -56,7 +56,7 @@ class Optimizer:
         """Raise CorruptError if a parameter has states but no group."""
         if strangers := self.states.keys() - set(self.members):
             raise CorruptError(
-                "the optimizer has states of a parameter that is in no param group",
+                "an optimizer state's parameter is in no param group",
                 path=path,
                 fqn=min(map(str, strangers)),
             )
@@ -64,7 +64,7 @@ class Optimizer:
     def check_known(self, fqns: Collection[str], path: str) -> None:
         """Raise CorruptError if a parameter is not among the model's `fqns`."""
         if strangers := {*self.members, *self.states}.difference(fqns):
-            what = "the optimizer has a parameter that the model does not have"
+            what = "the optimizer has a parameter missing from the model"
             raise CorruptError(what, path=path, fqn=min(strangers))
 
     def names(
@@ -176,7 +176,7 @@ def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -
             (states if kind == STATE else options).setdefault(_key(fqn), {})[name] = left.pop(key)
     groups = (*groups_of(node, path), *with_same_options(options))
     if odd := [key for group in groups for key in group.fqns if not isinstance(key, str | int)]:
-        raise CorruptError("a param group lists what is no parameter", path=path, found=repr(odd[0])[:40])
+        raise CorruptError("a param group lists something other than parameters", path=path, found=repr(odd[0])[:40])
     return Optimizer(states, groups, left)
 
 
@@ -230,7 +230,7 @@ def read_optimizer(
     if odd or not (is_nested or optimizer.groups):
         found = ", ".join(map(str, list(odd or node)[:5])) if node else type(content).__name__
         raise CorruptError(
-            "this is no optimizer's state", path=path, expected=f"`{STATE}` and `{GROUPS}`, by parameter", found=found
+            "this is not an optimizer state", path=path, expected=f"`{STATE}` and `{GROUPS}`, by parameter", found=found
         )
     if is_nested:
         optimizer.check_members(path)

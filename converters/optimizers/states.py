@@ -29,8 +29,7 @@ from converters.quantized.states import (
 )
 
 _UNFINISHED = (
-    "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "
-    "only); a sharded state dict has it"
+    "FSDP had not gathered this state before the save, so its values are undefined; a sharded state dict has it"
 )
 #: States with a value per element in every optimizer. Under other names some store a single number.
 _OF_ITS_SHAPE = (MASTER, "exp_avg")
@@ -68,7 +67,7 @@ class OptimizerStates:
         for name, value in understood(states).items():
             if isinstance(value, Quantized | StoredTensor) and name in hidden and value.shape[-len(shape) :] != shape:
                 # FSDP can't gather these, so they belong to the writing rank.
-                why = f"it has the shape {list(value.shape)}, not the parameter's: it may be the part of one rank"
+                why = f"it has the shape {list(value.shape)}, not the parameter's: it may be one rank's part"
                 self.unread.add(name, why, [fqn])
             elif isinstance(value, Quantized):
                 self.add_quantized(fqn, name, value.shape, {whole(value.shape): value})
@@ -110,7 +109,7 @@ class OptimizerStates:
         for fqn in fqns:
             if known.setdefault(fqn, value) != value:
                 raise CorruptError(
-                    f"{who} disagree in the optimizer's {name!r} of a parameter",
+                    f"{who} disagree about a parameter's {name!r} in the optimizer",
                     fqn=fqn,
                     expected=known[fqn],
                     found=value,
@@ -121,7 +120,7 @@ class OptimizerStates:
         """Add a tensor. A single element is a number, unless the parameter has only one."""
         extent = value.extent
         if extent.numel == 1 and prod(shape) > 1 and name in _OF_ITS_SHAPE:
-            expected = f"a tensor of the shape {list(shape)}"
+            expected = f"a tensor with the shape {list(shape)}"
             raise CorruptError(f"{name} is a single number", path=path, fqn=fqn, expected=expected)
         if extent.numel == 1 and len(extent.shape) <= 1 and (name == "step" or extent.shape != shape):
             self.add_number(fqn, name, number_state(name, extent))
@@ -196,19 +195,17 @@ class OptimizerStates:
         for method, (fqn, name, path) in self.odd.items():
             if sibling := self.known.get(method):
                 raise CorruptError(
-                    f"the parts of the quantized {name} do not fit each other",
+                    f"the parts don't match in the quantized {name}",
                     path=path,
                     fqn=fqn,
                     expected=f"{method}, built as {sibling[1]} of {sibling[0]}",
-                    found="codes or factors of another dtype, size or stride",
+                    found="codes or factors with another dtype, size or stride",
                 )
         return self.unread.sentences
 
     def add_tensor(self, tensor: Tensor, path: str) -> None:
         if tensor.role == WEIGHT:
-            raise CorruptError(
-                "an optimizer state has the name of a role", path=path, fqn=tensor.fqn, found=tensor.role
-            )
+            raise CorruptError("an optimizer state uses a role's name", path=path, fqn=tensor.fqn, found=tensor.role)
         if tensor.key in self.tensors:
-            raise CorruptError("a parameter has the same state twice", path=path, fqn=tensor.fqn, found=tensor.role)
+            raise CorruptError("one parameter has the same state twice", path=path, fqn=tensor.fqn, found=tensor.role)
         self.tensors[tensor.key] = tensor

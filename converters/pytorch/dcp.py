@@ -184,9 +184,9 @@ class _DcpReading:
         if missing := sorted({*range(1, max(counts) + 1)} - {*numbers}):
             left = f"{max(counts) - len(missing)} of {pluralize(max(counts), 'number')}"
             raise IncompleteError(
-                "files of safetensors are missing",
+                "safetensors files are missing",
                 path=folder,
-                expected=f"shard-...-model-{missing[0]:05d}-of-{max(counts):05d}.safetensors, of some rank",
+                expected=f"shard-...-model-{missing[0]:05d}-of-{max(counts):05d}.safetensors, from any rank",
                 found=f"{pluralize(len(names), 'file')}, {left}",
             )
         for tensor in read_shards(folder, names):
@@ -197,8 +197,8 @@ class _DcpReading:
             self.data.add_file(str(folder / name))
         self.data.ranks = max(self.data.ranks, *ranks)
         self.notes.append(
-            "safetensors files of DCP record neither the shapes of whole tensors nor the number of ranks: "
-            "that the last rank's file is missing would not be noticed"
+            "DCP's safetensors files record neither full shapes nor the number of ranks: a missing file from the "
+            "last rank would go unnoticed"
         )
 
     # -- FSDP1's LOCAL_STATE_DICT ----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _DcpReading:
         for fqn, leaf in found.weights.items():
             if leaf.wrapped:
                 raise NotFoundError(
-                    "a weight is of a tensor subclass, which is not supported",
+                    "a weight uses an unsupported tensor subclass",
                     path=leaf.path,
                     fqn=fqn,
                     found=next(iter(leaf.wrapped.values())).typename,
@@ -323,13 +323,11 @@ class _DcpReading:
         own = (name for name in spread if not name.startswith(others))
         lost = next((name for name in own if name.partition(".")[0] in (*MODEL_NAMES, *OPTIMIZER_NAMES)), None)
         if lost is not None:
-            raise CorruptError(
-                "nothing is known of a tensor of the model or the optimizer", path=self.metadata, fqn=lost
-            )
+            raise CorruptError("a model or optimizer tensor is unknown", path=self.metadata, fqn=lost)
         if spread:
             self.notes.append(
-                f"{pluralize(len(spread), 'tensor')} that belong neither to the model nor to its optimizer are spread "
-                f"over ranks and not carried: {', '.join(spread[:3])}{', ...' if len(spread) > 3 else ''}"
+                f"{pluralize(len(spread), 'tensor')} outside the model and optimizer are spread over ranks and not "
+                f"carried: {', '.join(spread[:3])}{', ...' if len(spread) > 3 else ''}"
             )
         return {name: value for name, value in items.items() if value is not _LEFT}
 
@@ -431,15 +429,13 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
     is_all = len(strange) == len(states)
     if is_all and is_pair and strange and found.weights:
         raise CorruptError(
-            "the optimizer's folder belongs to another model",
+            "the optimizer folder belongs to another model",
             path=path,
             fqn=strange[0],
             expected=next(iter(found.weights)),
         )
     if strange and not is_all:  # if all are strange, the optimizer uses its own names
-        raise CorruptError(
-            "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
-        )
+        raise CorruptError("the optimizer has states for a parameter missing from the model", path=path, fqn=strange[0])
     dimensions = {fqn: len(leaf.shape) for fqn, leaf in found.weights.items()}
     if error := _missing_state_error(found.groups, states, dimensions, CorruptError, path):
         raise error
@@ -467,7 +463,7 @@ def _missing_state_error(
                 may_lack = own < others and not (more - few) & _OF_EVERY
                 if few < more and not may_lack and all(states[fqn][name] == states[other][name] for name in few):
                     return kind(
-                        "a parameter lacks an optimizer state that others of its group have",
+                        "a parameter lacks an optimizer state of its group",
                         path=path,
                         fqn=fqn,
                         expected=", ".join(sorted(more - few)) + f", as {other} has",
@@ -511,9 +507,9 @@ def _refuse_flat(metadata: Metadata) -> None:
         return
     if any(GROUPS in key.split(".") for key in metadata.keys):
         raise CorruptError(
-            "the metadata does not record how the optimizer's keys are made up",
+            "the metadata does not record the optimizer's key structure",
             path=metadata.path,
-            expected="planner_data, as torch's default planner writes it",
+            expected="planner_data in the form torch's default planner writes",
         )
 
 

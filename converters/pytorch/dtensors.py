@@ -106,7 +106,7 @@ def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: st
     for name in names:
         if name not in known:
             raise LossError(
-                f"the source's files have a {what} of a form that is not known, so none can be made for other ranks",
+                f"the source's {what} has an unknown form, so ckpt can't write it for other ranks",
                 found=f"an attribute {name}",
                 hint="the format dcp holds weights and optimizer for any number of ranks",
             )

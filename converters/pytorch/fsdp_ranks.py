@@ -197,10 +197,10 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
             stated.setdefault(recorded, config.name)
     if len(stated) > 1:
         raise CorruptError(
-            "files of runs with different numbers of ranks in one folder",
+            "the folder mixes runs with different numbers of ranks",
             path=folder,
             found=", ".join(f"{pluralize(count, 'rank')}: {name}" for count, name in sorted(stated.items())),
-            hint="move those away that do not belong to this run",
+            hint="move the files from other runs out of the folder",
         )
     world_size = next(iter(stated), len(found["model"]))
     for kind in ("model", "optim", "extra"):
@@ -208,7 +208,7 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
         missing = [rank for rank in range(max(world_size, max(ranks, default=-1) + 1)) if rank not in ranks]
         if ranks and (missing or len(ranks) != world_size):
             raise IncompleteError(
-                f"files of ranks are missing: each has a part of every tensor ({kind})",
+                f"rank files are missing: each has a part of every tensor ({kind})",
                 path=folder,
                 rank=", ".join(map(str, missing[:16])),
                 expected=f"{pluralize(max(world_size, len(ranks) + len(missing)), 'file')}",
@@ -220,9 +220,9 @@ def _refuse_flat(models: list[RankFile]) -> None:
     for model in models:
         if any(isinstance(name, str) and _FLAT_PARAM.fullmatch(name) for name in model.content):
             raise NotFoundError(
-                "this is a LOCAL_STATE_DICT of FSDP1, flat parameters, under the names of verl's files",
+                "FSDP1 flat parameters (LOCAL_STATE_DICT) need Accelerate's file names, not verl's",
                 path=model.path,
-                hint="rename it as Accelerate does, pytorch_model_fsdp_rank0.bin; ckpt reads that",
+                hint="rename it to Accelerate's name, pytorch_model_fsdp_rank0.bin",
             )
 
 
@@ -239,7 +239,7 @@ def _part(shape: Shape, region: Region, extent: Extent, file: RankFile) -> _Part
 
 def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
     """Return the parts in one entry of a rank's file. An empty one has no elements."""
-    what = f"this {getattr(value, 'name', 'value')} is not built as those of any known version of torch"
+    what = f"this {getattr(value, 'name', 'value')} matches no known version of torch"
     try:
         with structure(what, file.path, rank=file.rank, fqn=fqn):
             if isinstance(value, StoredTensor):
@@ -278,7 +278,7 @@ def _placed(value: Record) -> tuple[Shape, Box, Any]:
     sizes, coordinate = _mesh(spec["mesh"])
     for entry in spec.get("shard_order") or ():  # since torch 2.10
         if list(entry.attributes["mesh_dims"]) != sorted(entry.attributes["mesh_dims"]):
-            raise NotFoundError("a tensor whose axes are cut in another order than the mesh's")
+            raise NotFoundError("unsupported: a tensor is cut in another order than the mesh's axes")
     box = _local_box(shape, sizes, coordinate, spec["placements"])
     return shape, box, content["_local_tensor"]
 
@@ -330,7 +330,7 @@ def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequenc
         if placement.name == "Replicate":
             continue
         if placement.name not in ("Shard", "_StridedShard"):
-            raise NotFoundError(f"a tensor that is placed as {placement.name} is a part of a sum, not of a tensor")
+            raise NotFoundError(f"a tensor placed as {placement.name} is part of a sum, not of a tensor")
         dim = int(placement.attributes["dim"])
         if placement.name == "_StridedShard" and int(placement.attributes["split_factor"]) > 1:
             _check_split_factor(placement, placements[axis + 1 :], mesh[axis + 1 :])
@@ -368,7 +368,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
     for model in models[1:]:
         if set(model.content) != set(first.content):
             odd = min(map(str, set(model.content) ^ set(first.content)))
-            raise CorruptError("ranks hold different tensors", **model.where, fqn=odd, expected=first.path)
+            raise CorruptError("ranks store different tensors", **model.where, fqn=odd, expected=first.path)
     extra: dict[str, Any] = {}
     parameters: list[str] = []
     owners: dict[Any, str] = {}
@@ -452,8 +452,8 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
 
 def _left_out(path: str) -> str:
     return (
-        f"{Path(path).name}: the optimizer's states are left out: they are numbered, and nothing in the files says "
-        "which parameter has which number"
+        f"{Path(path).name}: left out the optimizer states: they are numbered, and the files don't map numbers to "
+        "parameters"
     )
 
 
@@ -487,7 +487,7 @@ def _is_wrapped(value: Any) -> bool:
 
 def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Record | Extent, int, str]]:
     """Return a DTensor's whole shape and the rank's part, maybe a tensor subclass object."""
-    what = "this state is not built as those of any known version of torch and torchao"
+    what = "this state matches no known version of torch and torchao"
     with structure(what, file.path, rank=file.rank, fqn=fqn):
         shape, box, local = _placed(value)
         return shape, (box, local if isinstance(local, Record) else _extent(local, box), file.rank, file.path)

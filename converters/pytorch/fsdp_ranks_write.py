@@ -58,9 +58,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     version = options.fsdp_version or (1 if facts.flat_parameters else 2)
     if version == 1 and not facts.flat_parameters:
         raise UsageError(
-            "which parameters FSDP1 puts into which flat one is not known of this source",
+            "the source does not record FSDP1's flat parameters",
             path=checkpoint.path,
-            hint="--fsdp-version 2 writes files for FSDP2 (verl: strategy fsdp2)",
+            hint="use --fsdp-version 2 to write files for FSDP2 (verl: strategy fsdp2)",
         )
     chosen = kept_in_training(checkpoint, layout.dtype)
     states = _States.of(checkpoint, chosen)
@@ -86,9 +86,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         files += _position(checkpoint)
     written = {choice.key for choice in chosen.values()}
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(
-            f"fp32 masters of {pluralize(masters, 'parameter')}, as --dtype asks for weights in {layout.dtype}"
-        )
+        dropped.append(f"fp32 masters of {pluralize(masters, 'parameter')}: --dtype requests weights in {layout.dtype}")
     return Target(
         files=tuple(files),
         left_out=states.left_out,
@@ -122,11 +120,11 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
         if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():
             yield f"{role}/ beside it is a checkpoint of its own: convert {path.parent / role}, too, and put it here"
     if not states.groups:
-        yield "no optimizer's files: the source records no param groups (verl: load_contents without optimizer)"
+        yield "wrote no optimizer files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:
-        yield f"{pluralize(len(states.groups), 'param group')}, as the source has them; verl's own optimizer has one"
+        yield f"{pluralize(len(states.groups), 'param group')}, like the source; verl's own optimizer has one"
     if checkpoint.facts_of(TorchFacts).dtensor is None:
-        yield "device meshes are pickled in the form of torch 2.13, which older versions do not load"
+        yield "device meshes use torch 2.13's pickle format: older versions can't load them"
 
 
 def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[str]]:
@@ -141,9 +139,9 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
     ranks = [str(rank) for rank in range(num_ranks)]
     rng = [known[rank] for rank in ranks] if list(known) == ranks else []
     if known and not rng:
-        dropped.append(f"random states of {pluralize(len(known), 'rank')}: they are those of another number of ranks")
+        dropped.append(f"random states of {pluralize(len(known), 'rank')}: the number of ranks changed")
     others = replace(state, lr_scheduler=None, extra_state=None).entries().keys() - {_RNG}
-    dropped += [f"training state {name}: verl's files have no place for it" for name in sorted(others)]
+    dropped += [f"training state {name}: verl's files cannot hold it" for name in sorted(others)]
     return schedule, rng, dropped
 
 
@@ -197,11 +195,10 @@ class _States:
                 continue
             if not groups:
                 left_out[fqn, role] = (
-                    "the optimizer's states: they are numbered in these files, in the order of the param groups, and "
-                    "the source records none"
+                    "the optimizer states: these files number them by param group, and the source records no groups"
                 )
             elif fqn not in owned or tensor.shape != shapes.get(fqn):
-                left_out[fqn, role] = f"optimizer state {role} of {fqn}: not shaped like a parameter of a group"
+                left_out[fqn, role] = f"optimizer state {role} of {fqn}: its shape differs from its parameter"
             else:
                 tensors.setdefault(fqn, {})[role] = tensor
         scalars: dict[str, dict[str, Any]] = {}
@@ -238,7 +235,7 @@ class _States:
     def flat(self, num_ranks: int, rank: int) -> dict[str, Any]:
         """Return FSDP1's form: the rank's slice of each flat parameter, by the flat parameter's number."""
         if len(self.groups) != 1:
-            raise LossError("an optimizer of flat parameters with several param groups", found=str(len(self.groups)))
+            raise LossError("flat parameters support only one param group", found=str(len(self.groups)))
         states: dict[int, dict[str, Any]] = {}
         for index, unit in enumerate(self.units):
             held = self._numbers(unit)
@@ -259,7 +256,7 @@ class _States:
         dtypes = {tensor.dtype for tensor in found.values() if tensor is not None}
         if None in found.values() or len(dtypes) != 1:
             raise LossError(
-                f"parameters of one flat parameter have not the same optimizer states ({name})",
+                f"parameters in one flat parameter have different optimizer states ({name})",
                 fqn=next(fqn for fqn, tensor in found.items() if tensor is None or len(dtypes) != 1),
             )
         fill = (FromSource((p.fqn, name), FlatRange(p.start, p.stop), p.at) for p in pieces)
@@ -271,7 +268,7 @@ class _States:
         for fqn in unit:
             if self.scalars.get(fqn, {}) != first:
                 raise LossError(
-                    "parameters of one flat one have taken different numbers of steps, which it cannot tell apart",
+                    "parameters in one flat parameter have taken different numbers of steps",
                     fqn=fqn,
                     expected=f"{first}, as of {unit[0]}",
                     found=str(self.scalars.get(fqn, {})),

@@ -157,7 +157,7 @@ class Full(Format):
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights_in(folder)
         if name is None:
-            raise NotFoundError("there is no torch file with a model's weights here", path=path)
+            raise NotFoundError("found no torch file with model weights", path=path)
         reading = _Reading(folder)
         if isinstance(name, list):
             _read_shards(reading, name)
@@ -196,7 +196,7 @@ class Full(Format):
         extra = checkpoint.state.extra_state or {}
         if trained:
             if "max_shard_size" in layout.of_files():
-                what = "a training state is written in two files, one for the model and one for the optimizer"
+                what = "training state needs exactly two files, for the model and the optimizer"
                 raise UsageError(what, found="--max-shard-size", hint="leave --max-shard-size out")
             files = [
                 torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)),
@@ -289,7 +289,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
     """
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
-        raise NotFoundError("this torch file holds no state dict", path=path, found=type(root).__name__)
+        raise NotFoundError("this torch file has no state dict", path=path, found=type(root).__name__)
     root, tag = _unbundled(reading, name, root, tag, path)
     bundles = _bundles_in(root)
     others = _models_in(root)
@@ -305,7 +305,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
         if is_optimizer(root) or any(is_optimizer(_only(root.get(name))) for name in _OPTIMIZER_KEYS):
             raise optimizer_alone(Path(path))
         raise NotFoundError(
-            "this torch file holds no state dict",
+            "this torch file has no state dict",
             path=path,
             expected="names with tensors, or a dict with `model`",
             found=", ".join(map(str, list(root)[:8])),
@@ -314,7 +314,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
     rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
     reading.notes += [
-        f"{other!r} looks like another model, and is training state (--tag {other} takes it)"
+        f"{other!r} looks like another model: kept as training state (--tag {other} takes it)"
         for other in (*others, *bundles)
         if other not in (key, tag) and other in rest and tag not in others
     ]
@@ -326,9 +326,9 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
         _add_optimizer(reading, _only(rest.pop(optimizer)), path)
     for key, value in rest.items():
         if is_optimizer(value):
-            reading.notes.append(f"{key!r} looks like an optimizer under a name of its own: kept as training state")
+            reading.notes.append(f"{key!r} looks like an optimizer with its own name: kept as training state")
         elif isinstance(value, list) and len(value) > 1 and any(map(is_optimizer, value)):
-            reading.notes.append(f"{key!r} holds several optimizers, which are not told apart: kept as training state")
+            reading.notes.append(f"{key!r} holds several optimizers: kept as training state")
     reading.items |= {str(k): v for k, v in rest.items() if v is not None}
     reading.step = step_of(rest)
 
@@ -362,7 +362,7 @@ def _unbundled(
         else:
             break
         left = [str(other) for other in root if other != key and other not in beside]
-        reading.notes += [f"not carried are the others in {name}: {', '.join(left)}"] if left else []
+        reading.notes += [f"not carried from {name}: {', '.join(left)}"] if left else []
         root = {**beside, **root[key]}
     return root, tag
 
@@ -450,7 +450,7 @@ def _read_shards(reading: _Reading, names: list[str]) -> None:
 def check_has_index(folder: Path, shard: str) -> None:
     """Raise IncompleteError for shards without an index next to HF Trainer's or Accelerate's optimizer."""
     if first(folder, OPTIMIZERS) is not None:
-        what = "the index of the shards is missing, which is written after them, and no engine goes on without it"
+        what = "the shard index is missing: it is written last, and engines need it to resume"
         raise IncompleteError(what, path=folder, expected=index_of(shard), found="every shard")
 
 
@@ -460,11 +460,11 @@ def _read_shard(reading: _Reading, shard: str, expected: set[str] | None) -> Non
         raise missing_file(reading.folder / shard, dict.fromkeys(sorted(expected), shard))
     path, root = reading.load(shard)
     if not isinstance(root, Mapping):
-        raise CorruptError("a shard holds no state dict", path=path, found=type(root).__name__)
+        raise CorruptError("a shard has no state dict", path=path, found=type(root).__name__)
     expected = {*root} if expected is None else expected
     for fqn in expected ^ set(root):
-        lost = "the index names a tensor that its file does not hold"
-        what = lost if fqn in expected else "the file holds a tensor that the index does not place there"
+        lost = "the index names a tensor missing from its file"
+        what = lost if fqn in expected else "the file has a tensor missing from the index"
         raise CorruptError(what, path=path, fqn=str(fqn))
     _add_model(reading, root, path)
 
@@ -484,7 +484,7 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
             )
             is_whole = (reading.folder / "adapter_model.safetensors").is_file()
             raise (NeverWholeError if is_whole else IncompleteError)(
-                "this file holds one rank's parts of the tensors, not the tensors",
+                "this file has only one rank's parts, not whole tensors",
                 path=path,
                 fqn=fqn,
                 hint=beside if is_whole else _RANKS_HINT,
@@ -533,8 +533,8 @@ def optimizer_name(reading: Reading, number: int | None) -> str | None:
     if number is None or optimizers_fit(reading.folder):
         return found
     if first(reading.folder, OPTIMIZERS) is not None:
-        what = "the save has another number of models than optimizers, and does not record their pairs"
-        reading.notes.append(f"the optimizer's states are left out: {what}")
+        what = "the save has different numbers of models and optimizers, and does not record the pairs"
+        reading.notes.append(f"left out the optimizer states: {what}")
     return None
 
 
@@ -544,7 +544,7 @@ def own_state(reading: Reading) -> dict[str, Any]:
         return {}
     path, root = reading.load(STATE)
     if not isinstance(root, Mapping):
-        raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
+        raise CorruptError("this is not a training state", path=path, expected="a dict", found=type(root).__name__)
     return {str(key): value for key, value in root.items()}
 
 
@@ -627,7 +627,7 @@ def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     written = {choice.key for choice in chosen.values()}
     masters = [key for key in checkpoint.tensors if key[1] == MASTER and key not in written]
     if masters and checkpoint.optimizer_states:
-        return [f"the masters of {pluralize(len(masters), 'parameter')}: --dtype asks for another precision"]
+        return [f"the masters of {pluralize(len(masters), 'parameter')}: --dtype requests another precision"]
     return []
 
 
@@ -635,8 +635,8 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout,
     if not trained:
         return describe(chosen, checkpoint, layout.dtype)
     masters = sum(choice.tensor.role == MASTER and not choice.is_cast for choice in chosen.values())
-    what = "written as their masters are, which the optimizer updates"
+    what = "written like their masters, as the optimizer updates these"
     notes: list[str] = [Brief(f"{pluralize(masters, 'parameter')} {what}")] if masters else []
     if not checkpoint.state.param_groups:
-        notes.append("the source records no param groups: a live optimizer's own have to be kept when this is loaded")
+        notes.append("the source records no param groups: keep the live optimizer's groups when you load this")
     return notes

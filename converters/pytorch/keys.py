@@ -243,9 +243,9 @@ def _leave_out_others(chosen: _Model, models: Sequence[_Model], optimizers: _Opt
     for at in [at for at in optimizers if [at] != own]:
         del optimizers[at]
     if left:
-        found.notes.append(f"the model is {chosen.called!r}, and not carried are the others here: {', '.join(left)}")
+        found.notes.append(f"the model is {chosen.called!r}; not carried: {', '.join(left)}")
     if fitting and len(own) != 1:
-        found.notes.append(f"no optimizer is carried: nothing records the model of {_joined_names(fitting)}")
+        found.notes.append(f"left out the optimizer: no record names the model for {_joined_names(fitting)}")
 
 
 def _joined_names(optimizers: Iterable[Path_]) -> str:
@@ -264,7 +264,7 @@ def _name_others(found: Understood) -> None:
     for name in (model.called for model in _unnamed_models(found.rest)):
         if name in found.others:
             continue
-        found.notes.append(f"{name!r} looks like another model, and is training state (--tag {name} takes it)")
+        found.notes.append(f"{name!r} looks like another model: kept as training state (--tag {name} takes it)")
 
 
 def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:
@@ -274,7 +274,7 @@ def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, fo
         trained = [*_members(optimizers[at])]
         if not _has_some(model, trained) and any(_has_some(other.node, trained) for other in others):
             found.rest[_joined_names([at])] = optimizers.pop(at)
-            found.notes.append(f"{_joined_names([at])!r} is the optimizer of another model, and is training state")
+            found.notes.append(f"{_joined_names([at])!r} belongs to another model: kept as training state")
     members = [name for node in optimizers.values() for name in {*_members(node)}]
     if others and len({*members}) < len(members):
         own = ".".join(map(str, found.model_at)) or _TOP
@@ -284,7 +284,7 @@ def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, fo
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
     """Move the models that are not `meant` back to training state, and note it."""
     for other in others:
-        found.notes.append(f"the model is {meant}: {other.called!r} is another one, which is training state")
+        found.notes.append(f"the model is {meant}: {other.called!r} is another model, kept as training state")
         found.others.append(other.called)
         place = found.rest if other.within is None else found.rest.setdefault(other.within, {})
         place[other.name] = other.node
@@ -320,12 +320,12 @@ def without_tensors(found: Understood, path: str) -> CkptError:
     likely = [name for name, value in found.rest.items() if _is_all_tensors(value) and any("." in one for one in value)]
     if len(likely) > 1:
         return several_models(sorted(likely), path)
-    return CorruptError("there is no tensor of a model or an optimizer", path=path)
+    return CorruptError("found no model or optimizer tensor", path=path)
 
 
 def several_models(names: Sequence[str], path: str) -> SeveralModelsError:
     return SeveralModelsError(
-        "there are several models, and nothing tells which one is meant",
+        "found several models: choose one",
         path=path,
         tags=() if _TOP in names else names,
         found=", ".join(names),
@@ -371,7 +371,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
     (name,) = named
     found.model_at = (name,)
     node: Mapping[str, Any] = found.rest.pop(name)
-    found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")
+    found.notes.append(f"the tensors under {name!r} are used as the model: nothing is called 'model' here")
     return node
 
 
@@ -417,8 +417,8 @@ def _read_optimizer(
     names = optimizer.names()
     if names is None:
         found.notes.append(
-            f"the optimizer's {pluralize(len(optimizer.states), 'state')} are recorded by the parameters' numbers, not "
-            "by their names: they are not carried (torch's get_optimizer_state_dict saves names)"
+            f"the optimizer's {pluralize(len(optimizer.states), 'state')} are left out: they are numbered, without "
+            "parameter names (use torch's get_optimizer_state_dict to save names)"
         )
         return
     if optimizer.states.keys() - names:

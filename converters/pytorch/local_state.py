@@ -50,14 +50,14 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
     """
     names = clean_names(files[0].content, files[0].path)
     if odd := next((file for file in files if file.content.keys() != files[0].content.keys()), None):
-        raise CorruptError("ranks hold different tensors", **odd.where, expected=files[0].path)
+        raise CorruptError("ranks store different tensors", **odd.where, expected=files[0].path)
     for fqn in recorded.keys() & built.keys():
         if recorded[fqn] != built[fqn]:
             raise CorruptError(
-                "the config and the optimizer's states are of different models",
+                "the config and the optimizer states belong to different models",
                 path=files[0].path,
                 fqn=fqn,
-                expected=f"{list(recorded[fqn])}, as the states have it",
+                expected=f"{list(recorded[fqn])}, like the states",
                 found=f"{list(built[fqn])}",
             )
     shapes = {**built, **recorded}
@@ -103,7 +103,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
     """Return the ranks' slices of a flat parameter, in order and complete, and its length without padding."""
     found, lengths = [], set()
     for file in files:
-        what = "this flat parameter is not built as those of any known version of torch"
+        what = "this flat parameter matches no known version of torch"
         with structure(what, file.path, rank=file.rank, fqn=name):
             value = file.content[name]
             if not isinstance(value, Record) or value.name != "ShardedTensor":
@@ -116,13 +116,16 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
                 found.append(Slice(file, start, shard.attributes["tensor"].extent))
     if len(lengths) > 1:
         raise CorruptError(
-            "ranks of different models in one folder", path=files[0].path, fqn=name, found=f"lengths {sorted(lengths)}"
+            "the folder mixes ranks from different models",
+            path=files[0].path,
+            fqn=name,
+            found=f"lengths {sorted(lengths)}",
         )
     at = 0
     for one in found:
         if one.start != at:
             raise IncompleteError(
-                "files of ranks are missing or exchanged: each has the next part of every flat parameter",
+                "rank files are missing or exchanged: each has the next part of every flat parameter",
                 **one.file.where,
                 fqn=name,
                 expected=f"a part from element {at} on",
@@ -131,7 +134,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
         at += one.extent.numel
     if at != length:
         raise IncompleteError(
-            "files of ranks are missing: each has a part of every flat parameter",
+            "rank files are missing: each has a part of every flat parameter",
             path=files[-1].path,
             fqn=name,
             expected=f"{pluralize(length, 'element')}",
@@ -147,7 +150,7 @@ def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file:
         raise _unknown(file, f"which parameters are in {name}, {pluralize(length, 'element')}")
     if any(unit != fitting[0] for unit in fitting):
         raise CorruptError(
-            "the optimizer and the config name the parameters of a flat one in different orders",
+            "the optimizer and the config order a flat parameter's parameters differently",
             path=file.path,
             fqn=name,
             expected=", ".join(fitting[0][:4]),
@@ -158,9 +161,9 @@ def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file:
 
 def _unknown(file: RankFile, what: str) -> NotFoundError:
     return NotFoundError(
-        f"this is a LOCAL_STATE_DICT of FSDP1, flat parameters, and nothing tells {what}",
+        f"the parameters inside FSDP1's flat parameters (LOCAL_STATE_DICT) are unknown: {what}",
         path=file.path,
-        expected="states of the optimizer by name in optimizer_0/, or the config of a model that is known",
+        expected="named optimizer states in optimizer_0/, or a supported model's config",
         hint="--config takes the folder of a config.json; else load it with the script that wrote it, and save with "
         "SHARDED_STATE_DICT or FULL_STATE_DICT",
     )
@@ -171,7 +174,7 @@ def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -
     numel = sum(extent.numel for _, extent in own)
     if numel != prod(shape):
         raise CorruptError(
-            "what ranks have of a parameter does not make it up",
+            "the ranks' parts do not add up to the parameter",
             path=own[0][0].path,
             fqn=fqn,
             expected=f"{pluralize(prod(shape), 'element')}, of {list(shape)}",

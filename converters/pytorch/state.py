@@ -59,7 +59,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     written = {choice.key for choice in chosen.values()}
     rest, dropped = _rest(checkpoint)
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(f"fp32 masters of {pluralize(masters, 'parameter')}, as --dtype asks for weights in {dtype}")
+        dropped.append(f"fp32 masters of {pluralize(masters, 'parameter')}: --dtype requests weights in {dtype}")
     return StateDict(
         tuple(_model_entries(checkpoint, chosen)),
         tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
@@ -72,12 +72,12 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
 def _dcp_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
     exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
     if exact and dtype is None:
-        what = f"{pluralize(len(exact), 'parameter')} written as the fp32 masters are, bit for bit"
-        yield Brief(f"{what}, which is how FSDP keeps them; --dtype bf16 writes weights of that precision instead")
+        what = f"{pluralize(len(exact), 'parameter')} written from the fp32 masters, bit for bit"
+        yield Brief(f"{what}, like FSDP keeps them; use --dtype bf16 to write bfloat16 weights")
     else:
         yield from describe(chosen, checkpoint, dtype)
     if added := [name for group in checkpoint.state.param_groups for name in _missing(checkpoint, group.options)]:
-        yield f"options that torch's Adam asks for and the source does not record: {', '.join(dict.fromkeys(added))}"
+        yield f"added defaults for Adam options missing from the source: {', '.join(dict.fromkeys(added))}"
 
 
 def _model_entries(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tuple[Path_, Any]]:
@@ -156,5 +156,5 @@ def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
     for path, value in leaves:
         is_model = path[0] == "model" or (path[0] in MODEL_NAMES and isinstance(value, StoredTensor))
         if is_model or (path[0] == "optimizer" and not own):
-            raise LossError("an entry of the training state has the name of the model or its optimizer", found=path[0])
+            raise LossError("a training state entry uses the name of the model or optimizer", found=path[0])
     return leaves, [f"training state {', '.join(sorted(objects))}: objects of the framework's"] if objects else []

@@ -20,8 +20,7 @@ from converters.optimizers.state_dicts import read_optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 
 _UNPROVED = (
-    "{}: the optimizer's states are left out: they are numbered, and the order of the model's parameters and their "
-    "shapes do not prove which has which number"
+    "{}: left out the optimizer states: they are numbered, and order and shapes don't map the numbers to parameters"
 )
 
 
@@ -63,7 +62,7 @@ class Reading:
         for fqn, values in optimizer.states.items():
             owner = ties.get(fqn, fqn)
             if any(map(is_part, values.values())):
-                raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
+                raise NotFoundError("this file has only one rank's parts of the optimizer states", path=path, fqn=fqn)
             self.states.add(owner, shapes[owner], values, path)
         self.states.check_shapes(shapes, path)
         self.states.groups = optimizer.groups

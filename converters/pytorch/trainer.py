@@ -68,10 +68,8 @@ from converters.pytorch.full import (
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import Reading
 
-_UNORDERED = "nothing tells in which order the model registers its parameters, and HF Trainer's optimizer numbers them"
-_NO_STATE = (
-    f"the source has no {TRAINER_STATE}, without which HF Trainer does not resume: put one of the same step beside"
-)
+_UNORDERED = "the model's parameter order is unknown, and HF Trainer's optimizer needs it"
+_NO_STATE = f"the source has no {TRAINER_STATE}: add one from the same step, because HF Trainer needs it to resume"
 
 
 def _is_step(folder: Path) -> bool:
@@ -146,10 +144,10 @@ class Trainer(Format):
         """
         if not checkpoint.state.param_groups:
             raise UsageError(
-                "there is no optimizer to go on with, or none whose states are known by name",
+                "the source has no optimizer, or its states have no names",
                 path=checkpoint.path,
-                hint="`ckpt inspect` says what was left out and which steps there are; "
-                "the model alone is the format `hf`",
+                hint="use `ckpt inspect` to list what was left out and the steps; use the format `hf` for the model "
+                "only",
             )
         groups, notes = trainer_groups(checkpoint.state.param_groups, _order(checkpoint), _ambiguous_norms(checkpoint))
         numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group.fqns)}
@@ -232,8 +230,8 @@ def _order(checkpoint: Checkpoint) -> list[str]:
         raise LossError(
             _UNORDERED,
             path=checkpoint.path,
-            hint="--config names the folder of the Hub's model; of an architecture that `ckpt` has no tables of, "
-            "transformers has to be installed",
+            hint="give the Hub model's folder with --config; for an architecture unknown to `ckpt`, install "
+            "transformers",
         )
     return order
 
@@ -266,10 +264,10 @@ def trainer_groups(
     unsure = trained.intersection(ambiguous_norms)
     if len(groups) == 1 and unsure:
         raise LossError(
-            "HF Trainer gives weights of nn.LayerNorm no weight decay, and the source does not tell which those are",
+            "HF Trainer excludes nn.LayerNorm weights from weight decay, and the source does not mark them",
             expected="two param groups, with weight decay and without",
             found=f"one group, with {listed(sorted(unsure))} in it",
-            hint="the formats full and dcp hold them by name",
+            hint="use the formats full or dcp to store them by name",
         )
     without = {fqn for fqn in trained if not has_decay(fqn)}
     for group in groups if len(groups) == 2 else ():
@@ -283,11 +281,11 @@ def trainer_groups(
     if options.keys() <= {frozenset(fqns) for fqns in decayed}:
         return [ParamGroup(fqns, options.get(frozenset(fqns), groups[0].options)) for fqns in decayed], []
     if len(groups) == 1 and set().union(*decayed) == trained:
-        note = "the source's one param group became two, as HF Trainer has them, with its options"
+        note = "split the source's param group into two with the same options, for HF Trainer"
         return [ParamGroup(fqns, groups[0].options) for fqns in decayed], [note]
     raise LossError(
-        "HF Trainer numbers parameters by two groups, with weight decay and without, and the source has others",
+        "HF Trainer needs two param groups, with weight decay and without, and the source has others",
         expected=", ".join(f"{pluralize(len(fqns), 'parameter')}" for fqns in decayed),
         found=", ".join(f"{pluralize(len(group.fqns), 'parameter')}" for group in groups),
-        hint="the formats full and dcp hold them by name",
+        hint="use the formats full or dcp to store them by name",
     )

@@ -74,7 +74,7 @@ class StoredWeights:
         tensor = self.tensors.get(fqn)
         if tensor is None:
             raise CorruptError(
-                "a quantized weight lacks one of its parts", path=self.checkpoint.path, fqn=of, expected=fqn
+                "a part is missing for a quantized weight", path=self.checkpoint.path, fqn=of, expected=fqn
             )
         return tensor
 
@@ -93,12 +93,12 @@ class StoredWeights:
         inner = np.unravel_index(int(np.argmin(is_finite)), box.sizes) if box.sizes else ()
         index = [int(offset) + int(i) for offset, i in zip(box.offsets, inner, strict=True)]
         raise CorruptError(
-            "a scale of a quantized weight is NaN or infinite, so the plain weight would be too",
+            "a quantized weight has a NaN or infinite scale, so the plain weight would be too",
             path=self.checkpoint.path,
             fqn=fqn,
             expected="finite scales",
-            found=f"element {index}; {pluralize(int((~is_finite).sum()), 'such scale')} in the part that was read",
-            hint="`ckpt check --values` finds all of them; download or copy the folder again",
+            found=f"element {index}; {pluralize(int((~is_finite).sum()), 'such scale')} in the part read here",
+            hint="use `ckpt check --values` to find all of them; download or copy the folder again",
         )
 
     @cached_property
@@ -113,7 +113,7 @@ class StoredWeights:
         modules = describe(config, {fqn: tensor.shape for fqn, tensor in self.tensors.items()}, None)
         if modules is None:
             raise UsageError(
-                "the model has layers whose weights lie the other way round, and only its class tells which",
+                "some layers may store transposed weights, and only the model's class can tell",
                 path=self.checkpoint.path,
                 hint="pip install 'transformers>=5' torch",
             )
@@ -121,7 +121,7 @@ class StoredWeights:
 
     def corrupt(self, fqn: str, expected: object, found: object) -> CorruptError:
         return CorruptError(
-            "a part of a quantized weight is not as it should be",
+            "a part is wrong in a quantized weight",
             path=self.checkpoint.path,
             fqn=fqn,
             expected=expected,

@@ -130,10 +130,10 @@ def _check_values(stored: StoredWeights, owner: str, kind: str) -> None:
         if np.array_equal(values, _VALUES[kind]):
             return
     raise UsageError(
-        f"the weight's 16 values are not those that bitsandbytes has for {kind}",
+        f"the weight's 16 values differ from bitsandbytes' values for {kind}",
         path=stored.checkpoint.path,
         fqn=owner + MAP,
-        hint="load it with the bitsandbytes that wrote it, dequantize it there and save it",
+        hint="load it with the original bitsandbytes version, dequantize it and save it",
     )
 
 
@@ -214,7 +214,7 @@ def _eight_bits(stored: StoredWeights, module: str) -> Weight:
         layout = stored.read(module + FORMAT).reshape(-1).tolist()
         if layout != [_ROW_MAJOR]:
             raise UsageError(
-                "the weight is stored in a layout of a GPU's, which only that GPU turns back",
+                "the weight uses a GPU-specific layout, and only that GPU can convert it",
                 path=stored.checkpoint.path,
                 fqn=module + FORMAT,
                 expected=f"{_ROW_MAJOR}, row-major",

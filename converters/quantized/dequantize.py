@@ -69,11 +69,11 @@ def _finders(checkpoint: Checkpoint) -> Iterable[Callable[[StoredWeights], Itera
         return _METHODS.values()
     if quantization.method not in _METHODS:
         raise UsageError(
-            "weights of this method of quantization are not dequantized",
+            "ckpt cannot dequantize this quantization method",
             path=checkpoint.path,
             expected=" or ".join(_METHODS),
             found=f"quant_method {quantization.method!r}, recorded in {quantization.file}",
-            hint="take the full-precision model that it was made from",
+            hint="take the full-precision model from before quantization",
         )
     return [_METHODS[quantization.method]]
 
@@ -83,10 +83,10 @@ def _check_plain(checkpoint: Checkpoint, tensors: Mapping[Key, Tensor]) -> None:
     for (fqn, role), tensor in tensors.items():
         if role == WEIGHT and (tensor.dtype in _PACKED_DTYPES or fqn in parts):
             raise LossError(
-                "this tensor would stay quantized: what it is part of is not known",
+                "this tensor would stay quantized: its weight is unknown",
                 path=checkpoint.path,
                 fqn=fqn,
-                expected="the parts of weights in " + ", ".join(_METHODS),
+                expected="the weight parts in " + ", ".join(_METHODS),
                 found=f"{tensor.dtype} {list(tensor.shape)}",
             )
 
@@ -110,5 +110,5 @@ def _dequantized_notes(weights: list[Weight], unused: list[str]) -> list[str]:
     counts = Counter((weight.method, weight.dtype.name) for weight in weights)
     notes = [f"{pluralize(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     if unused:
-        notes.append(f"left out: {pluralize(len(unused), 'scale')} of activations, {unused[0]} for one")
+        notes.append(f"left out: {pluralize(len(unused), 'scale')} for activations, for example {unused[0]}")
     return notes or ["nothing is quantized here, so nothing is dequantized"]

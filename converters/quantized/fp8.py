@@ -42,7 +42,7 @@ def find(stored: StoredWeights) -> Iterator[Weight]:
             raise stored.corrupt(owner, f"a {_E4M3} matrix", f"{tensor.dtype} {list(tensor.shape)}")
         if scales.dtype not in CAST_SOURCES:
             raise UsageError(
-                "scales of this dtype are not dequantized",
+                "ckpt cannot dequantize scales in this dtype",
                 path=stored.checkpoint.path,
                 fqn=name,
                 expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
@@ -61,7 +61,7 @@ def _block_size(stored: StoredWeights, name: str, shape: tuple[int, ...], scales
     sizes = given if isinstance(given, list) and len(given) == 2 else [0]
     if not all(type(size) is int and size > 0 for size in sizes):
         raise UsageError(
-            "the config does not tell for how many elements a scale is",
+            "the config does not record the block size",
             path=stored.checkpoint.path,
             fqn=name,
             expected="weight_block_size, two sizes, in quantization_config",

@@ -195,7 +195,7 @@ def check_place(state: Quantized, box: Box, path: str | Path, fqn: str, name: st
     """Raise CorruptError unless the shape of `state`, stored in the file at `path`, fits its place in the tensor."""
     if state.shape != box.sizes:
         raise CorruptError(
-            f"the quantized {name} has not the shape of its place",
+            f"the quantized {name} has the wrong shape",
             path=path,
             fqn=fqn,
             expected=f"shape {list(box.sizes)}",

@@ -82,20 +82,20 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
     whole = flat_range(box, stored.shape)
     pieces = None if whole is None else _pieces(stored)
     if whole is None or pieces is None:
-        raise _refused(key, "it is not cut along the first dim alone")
+        raise _refused(key, "it is not cut along the first dim only")
     held = [one for one in pieces if one.start < whole.stop and whole.start < one.stop]
     if all(one.quantized is None for one in held):
         return NewTensor(FLOAT32, box.sizes, tuple(_from(key, "values", one, whole, 1) for one in held))
     kinds = {_kind_of_part(one.quantized) for one in held}
     if len(kinds) != 1 or held[0].quantized is None:
-        raise _refused(key, "parts of it are stored in different ways, and they would be together")
+        raise _refused(key, "its parts are stored in different ways, and the target joins them")
     first = held[0].quantized
     for one in held:
         low, high, size = max(one.start, whole.start), min(one.stop, whole.stop), first.block_size
         ends_with_both = high == whole.stop == one.stop
         inside = (low - one.start, low - whole.start, *(() if ends_with_both else (high - one.start,)))
         if any(offset % size for offset in inside):
-            raise _refused(key, f"blocks of {pluralize(size, 'element')} do not fall on the cuts between ranks")
+            raise _refused(key, f"blocks of {pluralize(size, 'element')} do not match the cuts between ranks")
     return _put_together(key, first, held, whole, box.sizes)
 
 
@@ -103,7 +103,7 @@ def carried_tensor(key: Key, stored: Stored, box: Box) -> NewTensor | Record:
     """Return the same as `carried`, for formats that only hold tensors: torchao's states, not bitsandbytes'."""
     found = carried(key, stored, box)
     if isinstance(found, Blocks):
-        raise _refused(key, "bitsandbytes keeps it in several tensors, which only `full` has places for")
+        raise _refused(key, "bitsandbytes keeps it in several tensors, and only `full` can hold them")
     return found
 
 
@@ -147,19 +147,20 @@ def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRang
         return Blocks(codes, scale, values)
     if numel % like.block_size:
         raise _refused(
-            key, f"its part on a rank is no multiple of {pluralize(like.block_size, 'element')}, a block of torchao's"
+            key,
+            f"its part on a rank is not a multiple of {pluralize(like.block_size, 'element')}, a block of torchao's",
         )
     made: dict[str, Any] = {"codes": codes, "scale": scale, "qmap": values, "_shape": Size(sizes)}
     state = {name: made.get(name, value) for name, value in like.record.attributes.items()}
     for name, value in state.items():
         if name not in made and type(value) not in (int, bool):
-            raise _refused(key, f"torchao keeps {name} with it, which is unknown here")
+            raise _refused(key, f"torchao keeps {name} with it, and ckpt does not know that")
     return wrapper(like.record.module, like.record.name, FLOAT32, sizes, state)
 
 
 def _refused(key: Key, why: str) -> LossError:
     return LossError(
-        "an optimizer state is stored quantized, and its blocks cannot be carried to the target as they are",
+        "a quantized optimizer state's blocks cannot be copied to the target",
         fqn=key[0],
         found=f"{key[1]}: {why}",
         hint=_HINT,

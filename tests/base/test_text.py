@@ -13,16 +13,14 @@ import converters
 from ckpt.base.text import pluralize
 
 #: Texts before a verb: `config.json names no modules`.
-VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{name} names", "{name} records"} | {
-    *("{path} names", "{server} serves adapters", "{writer} names")
-}
+VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{name} names", "{name} records"}
 #: Texts other than a single number: several numbers, `all`, or a kind.
 NO_NUMBERS = {
     *("{', '.join(map(str, counts.values()))} experts", "{', '.join(map(str, recorded))} experts"),
     *("{', then '.join(ranks)} ranks", "{'with' if slot else 'without'} these names", "{_listed(counts)} ranks"),
-    *("{_runs(row.stages)} layers", "{_stored(beside)} weights", "{_stored(cast)} weights", "{kind} files"),
+    *("{_runs(row.stages)} layers", "{_stored(cast)} weights", "{kind} files"),
     *("{_stored(exact)} masters", "{_stored(rounded)} masters", "{pluralize(len(names), 'tensor')} that files"),
-    *("{count} names", "{have} no elements"),
+    *("{count} names", "{have} no elements", "{'some' if few else 'all'} layers"),
     *("{short(nbytes)} bytes", "{short(numel)} elements"),
 }
 #: Limits, and numbers from a file, perhaps with another type.

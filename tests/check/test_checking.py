@@ -166,7 +166,7 @@ def test_an_optimizer_of_a_later_save_is_not_resumed(fixtures: Path, tmp_path: P
     assert result.code == 0 and result.out.strip() == str(run / "checkpoint-2"), result
     assert "checkpoint-3 is skipped" in result.err and "the optimizer has taken 7" in result.err
     alone = run_ckpt("resume", later)
-    assert alone.code == 4 and "the model is of step 3, and the optimizer has taken 7" in alone.err
+    assert alone.code == 4 and "the model is from step 3, but the optimizer has taken 7" in alone.err
     zero = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "zero"))
     for file in (zero / "checkpoint-2/global_step2").glob("*optim_states.pt"):
         shutil.copy(file, zero / "checkpoint-1/global_step1")
@@ -248,7 +248,7 @@ def test_engines_beside_a_final_model_are_checked(fixtures: Path, tmp_path: Path
     checked = run_ckpt("check", run)
     assert checked.code == 0, checked.out
     assert [checked.out.count(f"{name}/global_step2: whole") for name in engines] == [1] * len(engines), checked.out
-    told = f"the model of the folder itself is taken; beside it: {', '.join(engines)} (--tag takes it)"
+    told = f"using the folder's own model; also here: {', '.join(engines)} (--tag takes it)"
     assert told in run_ckpt("inspect", run).out
     assert "zero2" in run_ckpt("inspect", run, "--tag", engines[-1]).out
     next((run / engines[-1]).rglob("*rank_1*optim_states.pt")).unlink()

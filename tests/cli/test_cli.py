@@ -131,14 +131,14 @@ def test_what_a_killed_conversion_left_is_gone_on_with(run: Path, option: tuple[
     gone_on = run_ckpt(*source, "-o", "again")
     assert gone_on.code == 0 and not staging.exists()
     assert re.search(
-        r"note: going on with \S+\.again\.ckpt-staging \(\S+ kB\), which a stopped conversion left\n", gone_on.err
+        r"note: going on with \S+\.again\.ckpt-staging \(\S+ kB\), left by a stopped conversion\n", gone_on.err
     )
     assert f"{show_size(tensor_bytes(written))} were there already" in gone_on.err
     assert snapshot_of_files("again") == snapshot_of_files("outputs-hf")
     staging = Path(".fourth.ckpt-staging")
     staging.mkdir()
     (staging / "model.safetensors").write_bytes(written.read_bytes())  # without a journal nothing can continue
-    removed = r"note: removed \S+\.fourth\.ckpt-staging \(\d+\.\d+ kB\), which a stopped conversion left\n"
+    removed = r"note: removed \S+\.fourth\.ckpt-staging \(\d+\.\d+ kB\), left by a stopped conversion\n"
     assert re.search(removed, run_ckpt(*source, "-o", "fourth").err)
 
 
@@ -150,14 +150,16 @@ def test_what_another_command_left_is_named_and_cleared_only_when_that_is_asked_
     before = snapshot(staging)
     for other in (("convert", "auto", "full", run, *out), (*convert, "--dtype", "fp16", "--names", "own")):
         refused = run_ckpt(*other)
-        assert refused.code == 2 and "the conversion that was stopped there is another one" in refused.err, refused
+        assert (
+            refused.code == 2 and "the stopped conversion there has other options or another source" in refused.err
+        ), refused
         assert f"file: {Path.cwd() / staging}\n" in refused.err
         said = r"found: \S+ kB, last written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, by `\S* ?convert auto hf outputs -o out`\n"
         assert re.search(said, refused.err), refused.err
         assert "hint: the same command goes on with it; --restart clears what is there and begins anew\n" in refused.err
         assert snapshot(staging) == before and not Path("out").exists()
     anew = run_ckpt("convert", "auto", "full", run, *out, "--restart")
-    assert anew.code == 0 and re.search(r"note: removed \S+ \(\S+ kB\), which a stopped conversion left\n", anew.err)
+    assert anew.code == 0 and re.search(r"note: removed \S+ \(\S+ kB\), left by a stopped conversion\n", anew.err)
     assert not staging.exists()
 
 
@@ -167,7 +169,7 @@ def test_what_a_changed_source_made_stale_is_cleared_only_when_that_is_asked_for
     changed = next(run.rglob("*optim_states.pt"))
     changed.touch()
     refused = run_ckpt(*convert)
-    assert refused.code == 4 and "the source has changed since the conversion that was stopped" in refused.err
+    assert refused.code == 4 and "the source has changed since the stopped conversion" in refused.err
     assert changed.name in refused.err and "hint: --restart clears what is there and begins anew: " in refused.err
     assert staging.is_dir() and not Path("out").exists()
     assert run_ckpt(*convert, "--restart").code == 0 and not staging.exists()
@@ -196,7 +198,7 @@ def test_what_a_stopped_conversion_left_is_read_as_no_checkpoint(run: Path) -> N
     for place in (staging, staging / "model.safetensors"):
         for command in (("inspect", place), ("convert", "auto", "full", place), ("verify", place, place)):
             refused = run_ckpt(*command)
-            assert refused.code == 4 and "this is of a conversion that has not ended\n" in refused.err, refused
+            assert refused.code == 4 and "this conversion has not finished\n" in refused.err, refused
     shutil.rmtree(run)
     missing = run_ckpt("inspect", ".")
     assert missing.code == 3 and "ckpt-staging" not in missing.err, missing
@@ -210,7 +212,7 @@ def test_a_newer_step_that_was_saved_meanwhile_is_named(run: Path) -> None:
     assert process(*convert, script=KILLED, cwd=Path.cwd()).code == -9
     newer.rename(run / "checkpoint-2")
     refused = run_ckpt(*convert)
-    assert refused.code == 2 and "the conversion that was stopped there is of another source\n" in refused.err
+    assert refused.code == 2 and "the stopped conversion there has another source\n" in refused.err
     assert re.search("expected: .*/checkpoint-1/.*\n  found: .*/checkpoint-2/.*\n", refused.err), refused.err
     assert "hint: that source goes on with it (--tag names a step of a run); --restart" in refused.err
     assert run_ckpt(*convert, "--tag", "checkpoint-1", "--verify").code == 0

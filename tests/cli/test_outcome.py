@@ -42,7 +42,7 @@ def test_plain_success_has_at_most_five_lines(fixtures: Path, tmp_path: Path, na
     report = json.loads(run_ckpt("convert", "auto", "hf", fixtures / name, "--dry-run", "--json", "-o", out / "x").out)
     long = run_ckpt("convert", "auto", "hf", fixtures / name, "-o", tmp_path / "long", "-v").err
     for one in report["left_out"]:
-        assert f"not in the target: {one}" in long, "with -v nothing is shortened"
+        assert f"not written: {one}" in long, "with -v nothing is shortened"
     assert all(f"note: {note}" in long for note in report["notes"])
     assert len(report["left_out"]) < 2 or "(-v: all of it)" in done.err
 
@@ -73,7 +73,7 @@ def test_every_fixture_is_converted_in_few_lines(fixtures: Path, tmp_path: Path)
         words[target] += 1
         lines = done.out.splitlines()
         notes = _of_kind(lines, "note: ", "notes: ")
-        warnings = [*notes, *_of_kind(lines, "not in the target: "), *_of_kind(lines, "not read: ")]
+        warnings = [*notes, *_of_kind(lines, "not written: "), *_of_kind(lines, "not read: ")]
         assert len(lines) - len(warnings) <= 5 and len(notes) <= 2 and len(warnings) <= 4, done.out
         assert len(lines) <= 5 or len(warnings) > 1, done.out
         if notes:

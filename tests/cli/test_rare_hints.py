@@ -294,7 +294,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "remove entries that change nothing": lambda at: typed(
         "convert", "peft", "peft", adapter(at / "a", brand_new=True), "--server", "vllm", "-o", at / "out"
     ),
-    "--only weights compares the model's tensors": lambda at: typed(
+    "use --only weights to compare the model's tensors": lambda at: typed(
         "verify", model(at / "a"), model(at / "b"), "--only", "optimizer"
     ),
     "pip install torch": lambda at: is_lacking(
@@ -337,8 +337,8 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         lambda: inner(allowed.__wrapped__),
     ),
     "mpirun -x MASTER_ADDR=HOST": lambda at: launched(at),
-    "pip install torch; where one process": lambda at: is_lacking(at, "torch.distributed", lambda: launched(at)),
-    "do all of them run this command, and reach that port?": lambda at: launched(
+    "pip install torch; to use one process": lambda at: is_lacking(at, "torch.distributed", lambda: launched(at)),
+    "check that every process runs this command and can reach the port": lambda at: launched(
         at, "2", "1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     ),
     "start the same command everywhere": lambda at: inner(lambda: check_alike({"tag": "1"}, others({"tag": "2"}))),
@@ -346,8 +346,8 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         lambda: _check_seen_by_all(_Way(str(at / "gone"), ""), others("another"))
     ),
     "fill it before it is sharded": lambda at: called(lambda: toolkit.load_into(sharded(), named(at / "b"))),
-    "move those away that do not belong to this run": lambda at: typed("inspect", ranks_of_two_runs(at)),
-    "rename it as Accelerate does": lambda at: typed(
+    "move the files from other runs out of the folder": lambda at: typed("inspect", ranks_of_two_runs(at)),
+    "rename it to Accelerate's name": lambda at: typed(
         "inspect", tensors(at / "run/model_world_size_1_rank_0.pt", _flat_param=torch.ones(2)).parent
     ),
     "docs/new-architecture.md says how to add one": lambda at: typed(
@@ -359,7 +359,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         lambda: None,
         lambda: typed("convert", "auto", "hf", stacked(at / "a"), "-o", at / "out"),
     ),
-    "the formats full and dcp hold them by name": lambda at: inner(
+    "use the formats full or dcp to store them by name": lambda at: inner(
         lambda: trainer_groups([ParamGroup((name,), {}) for name in "abc"], "abc")
     ),
     "give the path of a run or a checkpoint": lambda at: called(lambda: toolkit.StorageReader().read_metadata()),

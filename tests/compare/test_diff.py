@@ -171,7 +171,7 @@ def test_what_cannot_be_read_ends_with_its_own_code(tmp_path: Path) -> None:
 
 def test_a_tolerance_below_zero_or_without_end_is_a_mistake(tmp_path: Path) -> None:
     place = saved(tmp_path / "a", model(1))
-    with pytest.raises(UsageError, match=r"^rtol is no tolerance"):
+    with pytest.raises(UsageError, match=r"^rtol is not a tolerance"):
         ckpt.diff(place, place, rtol=float("nan"))
     assert run_ckpt("diff", place, place, "--atol", "-1").code == 2
     assert run_ckpt("diff", place, place, "--rtol", "inf", "--json").code == 2  # JSON can't represent it

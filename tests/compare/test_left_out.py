@@ -19,7 +19,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
-WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
+WHY = "they are outside the model and the optimizer; use `ckpt verify --run` to compare them"
 
 
 def run_states(seed: int) -> dict:
@@ -69,12 +69,14 @@ def test_configs_that_differ_and_unread_tensors_are_named(tmp_path: Path) -> Non
     config = json.loads((b / "config.json").read_text())
     (b / "config.json").write_text(json.dumps({**config, "transformers_version": "4.0", "use_cache": False}))
     same = ckpt("verify", a, b)
-    assert same.code == 0 and "configs of" not in same.out + same.err and "not compared" not in same.out + same.err
+    assert (
+        same.code == 0 and "the configs differ" not in same.out + same.err and "not compared" not in same.out + same.err
+    )
     (b / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     shutil.copy(a / "model.safetensors", b / "value_head.safetensors")
     other = ckpt("verify", a, b)
     said = " ".join((other.out + other.err).split())
-    assert other.code == 0 and "the configs of A and B differ: rms_norm_eps 1e-06 and 0.5" in said, said
+    assert other.code == 0 and "the configs differ between A and B: rms_norm_eps 1e-06 and 0.5" in said, said
     assert "not compared, of B: value_head.safetensors: no reader opened it" in said, said
 
 
@@ -82,8 +84,8 @@ def test_a_config_entry_that_only_one_side_states_is_named(tmp_path: Path) -> No
     a, b = model_folders(tmp_path)
     config = json.loads((b / "config.json").read_text())
     (b / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0, "nothing": None}))
-    assert "configs of A and B differ: final_logit_softcapping 30.0 only in B" in said_by(a, b)
-    assert "configs of A and B differ: final_logit_softcapping 30.0 only in A" in said_by(b, a)
+    assert "configs differ between A and B: final_logit_softcapping 30.0 only in B" in said_by(a, b)
+    assert "configs differ between A and B: final_logit_softcapping 30.0 only in A" in said_by(b, a)
     assert "nothing" not in said_by(a, b)
 
 
@@ -120,15 +122,15 @@ def test_other_files_of_a_model_that_differ_are_named(tmp_path: Path) -> None:
     assert "other files" not in said_by(a, b)
     for name, (content, changed) in FILES.items():
         (b / name).write_bytes(changed)
-        assert f"other files of A and B are not the same: differ: {name}" in said_by(a, b)
+        assert f"other files differ between A and B: differ: {name}" in said_by(a, b)
         (b / name).unlink()
-        assert f"other files of A and B are not the same: only in A: {name}" in said_by(a, b)
+        assert f"other files differ between A and B: only in A: {name}" in said_by(a, b)
         (b / name).write_bytes(content)
     (b / "tokenizer_config.json").write_text("{")
-    assert "not the other files of A and B: the JSON file ends too early (tokenizer_config.json)" in said_by(a, b)
+    assert "not other files in A and B: the JSON file ends too early (tokenizer_config.json)" in said_by(a, b)
     (b / "tokenizer_config.json").write_bytes(FILES["tokenizer_config.json"][0])
     (b / "config.json").unlink()
-    assert "other files of A and B are not the same: only in B: config.json" in said_by(b, a)
+    assert "other files differ between A and B: only in B: config.json" in said_by(b, a)
 
 
 def test_other_files_of_a_model_with_the_same_meaning_are_not_named(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_settings_of_an_adapter_that_differ_are_named(tmp_path: Path) -> None:
     assert "only tensors" not in said_by(a, b)
     config = json.loads((b / "adapter_config.json").read_text())
     (b / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
-    assert "other files of A and B are not the same: differ: adapter_config.json" in said_by(a, b)
+    assert "other files differ between A and B: differ: adapter_config.json" in said_by(a, b)
 
 
 def test_a_training_checkpoint_without_tokenizer_lacks_nothing(tmp_path: Path) -> None:

@@ -519,7 +519,7 @@ class TestNothingIsNeverEqual:
         b = one_file(tmp_path / "b", [("model.x", WEIGHT, floats(1))])
         report = verify(a, b)
         assert report.counts == {"=": 0, "*": 0, "-": 1, "+": 1, "!": 0}
-        assert "no name is on both sides (A hub, B own)" in report.notes[0]
+        assert "A and B share no names (A hub, B own)" in report.notes[0]
 
     def test_two_different_halves(self, tmp_path: Path) -> None:
         a = one_file(tmp_path / "a", [("x", WEIGHT, floats(1))])

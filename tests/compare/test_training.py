@@ -26,7 +26,7 @@ def runs(fixtures: Path, tmp_path: Path) -> tuple[Path, Path]:
 def test_the_same_run(runs: tuple[Path, Path]) -> None:
     done = ckpt("verify", "--run", *runs)
     assert done.code == 0
-    assert done.out.startswith("equal: ") and done.out.endswith(" values of the training state equal\n")
+    assert done.out.startswith("equal: ") and done.out.endswith(" values in the training state equal\n")
 
 
 def test_another_step(runs: tuple[Path, Path]) -> None:
@@ -41,7 +41,7 @@ def test_another_step(runs: tuple[Path, Path]) -> None:
         "differs  lr_scheduler.last_batch_iteration: 0 and 1",
         "differs  global_samples: 24 and 48",
     ]
-    assert done.out.splitlines()[-1].startswith("different: 7 values of the training state, ")
+    assert done.out.splitlines()[-1].startswith("different: 7 values in the training state, ")
 
 
 def test_random_states_and_schedules_beside_the_checkpoint(runs: tuple[Path, Path]) -> None:
@@ -71,7 +71,7 @@ def test_what_the_bundled_trainer_recorded(runs: tuple[Path, Path]) -> None:
         (run / "records" / "step-2.json").write_text(json.dumps(facts))
     done = ckpt("verify", "--run", *runs)
     assert (done.code, done.out.splitlines()[0]) == (1, "differs  record.ranks[0].dropout.p[0]: 0.1 and 0.0")
-    assert done.out.splitlines()[1].startswith("different: 1 value of the training state, ")
+    assert done.out.splitlines()[1].startswith("different: 1 value in the training state, ")
 
 
 def test_no_state_at_all_is_not_equal(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_verify_loads_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
         "missing: model.norm.weight",
         "unexpected: extra",
         "mismatched: model.layers.0.self_attn.q_proj.weight has shape [3, 5]",
-        "eos_token_id 1000000 is no row of the embedding",
+        "eos_token_id 1000000 is outside the embedding",
         "tokenizer: ",
     ):
         assert expected in problems

@@ -155,7 +155,7 @@ def test_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "not the config of a run"),
+        ("[]", "not a run config"),
         ("{a: 1}", "not a run config"),
         ("{a: [", "neither YAML nor JSON"),
         ("{base_model: x, optimizer: adafactor}", "unknown optimizer"),

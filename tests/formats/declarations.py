@@ -163,7 +163,7 @@ def with_an_adapter(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
 def empty_parameters(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
     """Return the refusal, if any: stage 3 has no place for a parameter without elements."""
     empty = any(not tensor.numel for tensor in checkpoint.with_role(WEIGHT))
-    return ((LossError,), "without elements") if empty else None
+    return ((LossError,), "empty parameters") if empty else None
 
 
 def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
@@ -171,7 +171,7 @@ def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | N
     if not checkpoint.state.param_groups:
         return (UsageError,), "no optimizer"
     known = checkpoint.namespace == MEGATRON or sample.is_known_model
-    return None if known else ((LossError,), "in which order")
+    return None if known else ((LossError,), "parameter order is unknown")
 
 
 # -- other containers --------------------------------------------------------------------------------------------

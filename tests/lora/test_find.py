@@ -82,12 +82,12 @@ def test_the_base_may_be_of_any_format(linear: Path, bases: dict[str, Path], tmp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "POLY"}, "this kind of adapter is not merged"),
+        ({"peft_type": "POLY"}, "ckpt can't merge this kind of adapter"),
         ({"arrow_config": {"top_k": 1}}, "it uses Arrow"),
         ({"use_qalora": True}, "it uses QA-LoRA"),
         ({"alora_invocation_tokens": [1]}, "it uses activated LoRA"),
         ({"layer_replication": [[0, 2]]}, "it uses layer replication"),
-        ({"init_lora_weights": "pissa_niter_4"}, "takes part of the base weights"),
+        ({"init_lora_weights": "pissa_niter_4"}, "moves part of the base weights"),
     ],
 )
 def test_what_is_not_merged_is_refused_by_name(
@@ -102,11 +102,11 @@ def test_what_is_not_merged_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"r": "8"}, "r of the adapter's config is wrong"),
-        ({"r": 0}, "r of the adapter's config is wrong"),
-        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of the adapter's config"),
-        ({"rank_pattern": {"(": 3}}, "no regular expression"),
-        ({"use_dora": True}, "do not agree on use_dora"),
+        ({"r": "8"}, "r in the adapter config is wrong"),
+        ({"r": 0}, "r in the adapter config is wrong"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern in the adapter config"),
+        ({"rank_pattern": {"(": 3}}, "not a regular expression"),
+        ({"use_dora": True}, "disagree about use_dora"),
     ],
 )
 def test_a_wrong_config_is_found(linear: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -191,4 +191,4 @@ def test_an_adapter_without_its_config_or_a_factor(linear: Path, tmp_path: Path,
     save_file(tensors, half / "adapter_model.safetensors", metadata={"format": "pt"})
     result = ckpt("merge-lora", half)
     assert result.code == CorruptError.exit_code
-    assert "lacks one of a layer's factors" in result.err
+    assert "lacks a LoRA factor for a layer" in result.err

@@ -267,9 +267,9 @@ def test_the_outcome_counts_layers_and_verify_proves_them(loha: Path, own: Path,
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("LILY", "this kind of adapter is not merged"),
+        ("LILY", "ckpt can't merge this kind of adapter"),
         ("PREFIX_TUNING", "PEFT does not merge prompts"),
-        (None, "peft_type of the adapter's config is missing or wrong"),
+        (None, "the adapter config's peft_type is missing or wrong"),
     ],
 )
 def test_other_kinds_are_refused_by_name(kind: str | None, message: str, loha: Path, own: Path, tmp_path: Path) -> None:

@@ -65,4 +65,4 @@ def test_factors_of_an_older_release_are_not_written_for_a_server(release: str, 
     name = f"qwen3_moe-{release}"
     command = ("convert", "peft", "peft", FIXTURE / name, "--config", base_of(name), "-o", tmp_path / "out")
     refused = ckpt(*command, "--server", "vllm")
-    assert refused.code == 6 and "not as PEFT lays them" in refused.err
+    assert refused.code == 6 and "do not match PEFT's layout" in refused.err

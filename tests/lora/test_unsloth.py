@@ -163,7 +163,7 @@ def test_a_merge_by_another_layout_is_not_gone_on_with(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch, pytest.raises(StorageError):
         patch.setattr(manifest, "make_manifest", disk_is_full)
         package.merge_lora(GROUPED, tmp_path / "out", expert_layout="unsloth", **how)
-    with pytest.raises(UsageError, match="is another one"):
+    with pytest.raises(UsageError, match="has other options or another source"):
         package.merge_lora(GROUPED, tmp_path / "out", expert_layout="peft", **how)
     assert package.merge_lora(GROUPED, tmp_path / "out", expert_layout="unsloth", **how).num_done
 

@@ -85,9 +85,9 @@ def test_verls_rank_files_become_an_adapter_and_a_merged_model(
 @pytest.mark.parametrize(
     ("meta", "error", "said"),
     [
-        ({"r": 3}, CorruptError, "lora_alpha of the adapter is not recorded"),
-        ({**META, "use_dora": True}, UsageError, "recorded something of this adapter that is not known"),
-        ({**META, "r": "3"}, CorruptError, "r of the adapter's config is wrong"),
+        ({"r": 3}, CorruptError, "lora_alpha is not recorded for the adapter"),
+        ({**META, "use_dora": True}, UsageError, "adapter record has an unknown entry"),
+        ({**META, "r": "3"}, CorruptError, "r in the adapter config is wrong"),
     ],
 )
 def test_what_verl_records_is_known_or_refused(
@@ -139,9 +139,9 @@ def test_an_adapter_of_mlx_is_merged_and_written_as_pefts(linear: Path, bases: d
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"fine_tune_type": "dora"}, UsageError, "of mlx-lm's fine-tuning only LoRA is read"),
-        ({"fine_tune_type": "full"}, UsageError, "of mlx-lm's fine-tuning only LoRA is read"),
-        ({"lora_parameters": {"rank": 3}}, CorruptError, "rank and scale of the adapter are not recorded"),
+        ({"fine_tune_type": "dora"}, UsageError, "ckpt reads only LoRA from mlx-lm"),
+        ({"fine_tune_type": "full"}, UsageError, "ckpt reads only LoRA from mlx-lm"),
+        ({"lora_parameters": {"rank": 3}}, CorruptError, "the adapter's rank and scale are not recorded"),
         ({"lora_parameters": {"rank": 4, "scale": 2.0}}, Exception, "config and its weights have different ranks"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_is_no_lora_of_mlx_is_refused(
 def test_stacked_experts_of_mlx_are_refused(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     adapter = by_mlx(linear, bases["llama"], tmp_path / "mlx")
     save_file({"model.layers.0.mlp.switch_mlp.up_proj.lora_a": torch.zeros(4, 3, 8)}, adapter / "adapters.safetensors")
-    with pytest.raises(UsageError, match="only the factors of linear layers"):
+    with pytest.raises(UsageError, match="only linear layers' factors"):
         package.merge_lora(adapter, tmp_path / "out")
 
 
@@ -181,7 +181,11 @@ def test_other_writers_are_refused_by_name_with_the_way_out(
         save_file({name: torch.zeros(2, 2) for name in names}, folder / "pytorch_lora_weights.safetensors")
     refused = ckpt(*command, folder, "-o", tmp_path / "out")
     assert refused.code == 2, refused.err
-    assert f"this is an adapter as {writer}" in refused.err and way in refused.err and names[0] in refused.err
+    assert (
+        f"ckpt can't read an adapter with names from {writer}" in refused.err
+        and way in refused.err
+        and names[0] in refused.err
+    )
 
 
 def test_torchtunes_own_copy_for_peft_is_merged(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:

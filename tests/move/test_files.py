@@ -353,7 +353,7 @@ class TestLesserFilesystems:
         if existing:
             make(tmp_path / "out", OLD)
         monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(StorageError, match="the output is complete, but may not outlast") as caught:
+        with pytest.raises(StorageError, match="the output is complete, but may not survive") as caught:
             write(tmp_path / "out", overwrite=True)
         assert contents(tmp_path / "out") == NEW
         assert ("is still there, in .out.ckpt-" in str(caught.value)) == existing

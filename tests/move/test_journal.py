@@ -199,5 +199,5 @@ class TestRefused:
         file = replace(other.plan.target.files[0], literals=((0, b"HEADER 0: "),))
         plan = replace(other.plan, target=replace(other.plan.target, files=(file, *other.plan.target.files[1:])))
         checkpoint = replace(plan.checkpoint, files=case.plan.checkpoint.files)
-        with pytest.raises(UsageError, match="is another one"):
+        with pytest.raises(UsageError, match="has other options or another source"):
             run(replace(plan, checkpoint=checkpoint), tmp_path / "out")

@@ -117,7 +117,7 @@ def test_adapter_that_lacks_a_magnitude_or_trained_tokens_is_damaged(tmp_path: P
     get_peft_model(Layers(), LoraConfig(target_modules=["up", "down"], **options)).save_pretrained(tmp_path / "whole")
     assert toolkit.check(tmp_path / "whole").whole
     for part, what in (
-        ("magnitude", "do not agree on use_dora"),
+        ("magnitude", "disagree about use_dora"),
         ("trainable_tokens", "rows of trained tokens are missing"),
     ):
         broken = edited(tmp_path / "whole", tmp_path / part)
@@ -142,6 +142,6 @@ def test_a_config_that_contradicts_the_tensors_is_damage(trained: str | None, en
     assert toolkit.check(tmp_path / "whole").whole
     changed = edited(tmp_path / "whole", tmp_path / "changed", **{entry: None if trained else on})
     checked = ckpt("check", changed)
-    assert checked.code == CorruptError.exit_code and f"do not agree on {entry}" in checked.out, checked.out
-    with pytest.raises(CorruptError, match=f"do not agree on {entry}"):
+    assert checked.code == CorruptError.exit_code and f"disagree about {entry}" in checked.out, checked.out
+    with pytest.raises(CorruptError, match=f"disagree about {entry}"):
         open_adapter(str(changed))

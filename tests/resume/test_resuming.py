@@ -380,7 +380,7 @@ def test_an_optimizer_that_only_its_engine_knows_is_gone_on_with_as_it_is(run: P
             weights = load_file(step / "model.safetensors")
             torch.save(dict(sorted(weights.items())), step / "pytorch_model.bin")
             (step / "model.safetensors").unlink()
-        assert any("are left out" in note for note in ckpt.open(outputs).notes)
+        assert any("left out" in note for note in ckpt.open(outputs).notes)
         assert not ckpt.open(outputs).optimizer_states
         assert ckpt.resume(outputs, world_size=2) == str(step)
         with pytest.raises(LossError, match="would be lost"):
@@ -416,7 +416,7 @@ class TestStepsOfSeveralEngines:
         shutil.copytree(mixed / "global_step2", mixed / "global_step4")
         said: list[str] = []
         assert ckpt.resume(mixed, say=said.append) == str(mixed)
-        assert "note: global_step2 is what `latest` records; there is also global_step4 (--tag takes it)" in said
+        assert "note: global_step2 is recorded in `latest`; there is also global_step4 (--tag takes it)" in said
         assert ckpt.open(mixed).path.endswith("global_step2")
 
     @pytest.mark.parametrize("lost", ["latest", "trainer_state.json", "*rank_1*optim_states.pt"])

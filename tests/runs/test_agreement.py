@@ -258,7 +258,7 @@ def test_commands_agree_about_every_folder(originals: Path, expected: dict[str, 
         listed = [Path(one.replace("CASE", str(case))) for one in chosen["check"]]
         assert any(place.is_relative_to(one) for one in listed), (name, "check")
         resumed = chosen["resume"]
-        if can_resume(opened) and not opened.passed_over and not any("beside it" in note for note in opened.notes):
+        if can_resume(opened) and not opened.passed_over and not any("also here" in note for note in opened.notes):
             is_same = resumed[:3] == chosen["convert"][:3]
             has_equal = any(step.number == opened.state.step for step in run_at(case).steps)
             assert is_same or (has_equal and resumed[2] == opened.state.step), (name, "resume")

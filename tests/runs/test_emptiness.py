@@ -76,7 +76,7 @@ def test_an_unused_parameter_is_named_and_not_refused(
     write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
 ) -> None:
     place = write(trained(2), tmp_path / "save")
-    told = "2 of 4 parameters have no optimizer state (unused.weight, unused.bias): no gradient ever came"
+    told = "2 of 4 parameters have no optimizer state (unused.weight, unused.bias): no gradient arrived"
     done = ckpt("check", place)
     assert done.code == 0 and told in done.out and WHOLE not in done.out, done.out
     assert told in " ".join(map(str, api.open(place).notes))

@@ -74,12 +74,12 @@ def test_no_command_makes_a_checkpoint_from_optimizer_states_alone(kind: str, tm
     for to in ("hf", "full", "dcp", "zero2", "universal", "fsdp-ranks"):
         done = ckpt("convert", "auto", to, place, "-o", out)
         assert done.code == HalfError.exit_code, done.err
-        assert "holds only optimizer states" in done.err
+        assert "has only optimizer states" in done.err
         assert not out.exists()
     for extra in ((), ("--model-only",), ("--format", "hf")):
         done = ckpt("resume", place, *extra)
         assert (done.code, done.out) == (HalfError.exit_code, "")
-        assert "holds only optimizer states" in done.err
+        assert "has only optimizer states" in done.err
     checked = ckpt("check", place)
     assert checked.code == CorruptError.exit_code
     assert "half a checkpoint" in checked.out and "every part of every tensor" not in checked.out
@@ -136,7 +136,7 @@ def test_a_step_that_lacks_some_of_its_model_files_is_incomplete(fixture: str, l
     place = _without(fixture, lost)(tmp_path / "source")
     done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
     assert done.code == CorruptError.exit_code, done.err
-    assert "holds only optimizer states" not in done.err
+    assert "has only optimizer states" not in done.err
     checked = ckpt("check", place)
     assert checked.code == CorruptError.exit_code and "incomplete" in checked.out and lost in checked.out
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_without_tensors_is_never_converted(tmp_path: Path) -> None
     save_file({}, model / "model.safetensors")
     (model / "config.json").write_text("{}")
     done = ckpt("convert", "auto", "hf", model, "-o", tmp_path / "out")
-    assert done.code == CorruptError.exit_code and "holds no tensors" in done.err
+    assert done.code == CorruptError.exit_code and "has no tensors" in done.err
     assert ckpt("check", model).code == CorruptError.exit_code
 
 
@@ -288,4 +288,4 @@ def test_an_optimizer_of_another_model_is_not_paired(names: tuple[str, str], tmp
     for command in (("check", place), ("convert", "auto", "full", place, "-o", tmp_path / "out"), ("resume", place)):
         done = ckpt(*command)
         assert done.code == CorruptError.exit_code, done
-        assert "the optimizer's folder belongs to another model" in done.out + done.err
+        assert "the optimizer folder belongs to another model" in done.out + done.err

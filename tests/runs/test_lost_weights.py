@@ -55,7 +55,7 @@ def test_an_adapter_without_weights_is_incomplete_for_every_command(adapter: Pat
     (place / "adapter_model.safetensors").unlink()
     for command in commands(place, tmp_path / "out"):
         done = ckpt(*command)
-        assert done.code == LOST and "the weights of the adapter are missing" in done.err, done.err
+        assert done.code == LOST and "the adapter's weights are missing" in done.err, done.err
     checked = ckpt("check", place)
     assert checked.code == LOST and "incomplete" in checked.out
     assert not (tmp_path / "out").exists()
@@ -66,7 +66,7 @@ def test_a_step_without_its_adapter_is_skipped_with_a_note(adapter: Path, tmp_pa
     for number in (2, 4):
         step = shutil.copytree(adapter, run / f"checkpoint-{number}")
         (step / "trainer_state.json").write_text(json.dumps({"global_step": number}))
-    told = "checkpoint-4 is skipped, it is not complete: the weights of the adapter are missing"
+    told = "checkpoint-4 is skipped, it is not complete: the adapter's weights are missing"
     done = ckpt("convert", "auto", "peft", run, "-o", tmp_path / "whole")
     assert done.code == 0 and told not in done.err
     (run / "checkpoint-4" / "adapter_model.safetensors").unlink()
@@ -77,7 +77,7 @@ def test_a_step_without_its_adapter_is_skipped_with_a_note(adapter: Path, tmp_pa
     merged = ckpt("merge-lora", run, "--base", base, "--dry-run", "-q")
     assert merged.code == 0 and told in merged.err, merged.err
     tagged = ckpt("merge-lora", run, "--tag", "checkpoint-4", "--base", base, "--dry-run")
-    assert tagged.code == LOST and "the weights of the adapter are missing" in tagged.err
+    assert tagged.code == LOST and "the adapter's weights are missing" in tagged.err
     resumed = ckpt("resume", run, "--model-only", "--format", "peft")
     assert resumed.out.strip().endswith("checkpoint-2"), resumed.err
 
@@ -102,7 +102,7 @@ def test_a_trainers_step_without_weights(keeps_optimizer: bool, tmp_path: Path) 
     (step / "model.safetensors").unlink()
     if not keeps_optimizer:
         (step / "optimizer.pt").unlink()
-    code, told = (HalfError.exit_code, "only optimizer states") if keeps_optimizer else (LOST, "weights of the step")
+    code, told = (HalfError.exit_code, "only optimizer states") if keeps_optimizer else (LOST, "the step's weights")
     for place in (step, step.parent):
         for command in commands(place, tmp_path / "out"):
             done = ckpt(*command)
@@ -176,8 +176,8 @@ def test_an_optimizer_of_a_later_step_is_refused_by_every_command(tmp_path: Path
     for place in (step, zero):
         assert ckpt("check", place).code == 0
     for place, told in (
-        (of_step(step, 7.0), "the model is of step 2, and the optimizer has taken 7"),
-        (of_model_step(zero, 0), "the model is of step 0, and the optimizer has taken 2"),
+        (of_step(step, 7.0), "the model is from step 2, but the optimizer has taken 7"),
+        (of_model_step(zero, 0), "the model is from step 0, but the optimizer has taken 2"),
     ):
         for command in every_command(place, tmp_path / "out"):
             done = ckpt(*command)
@@ -191,7 +191,7 @@ def test_an_optimizer_of_one_more_step_is_refused_if_the_weights_are_of_another_
     run = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run"))
     for file in (run / "checkpoint-2/global_step2").glob("*optim_states.pt"):
         shutil.copy(file, run / "checkpoint-1/global_step1")
-    told = "the model is of step 1, and the optimizer has taken 2: are all files of one save?"
+    told = "the model is from step 1, but the optimizer has taken 2: are all files from one save?"
     for command in every_command(run / "checkpoint-1", tmp_path / "out"):
         done = ckpt(*command)
         assert done.code == LOST and told in done.out + done.err, (command, done)
@@ -204,7 +204,7 @@ def test_an_optimizer_of_fewer_steps_is_refused_if_the_weights_are_of_another_sa
     run = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run"))
     for file in (run / "checkpoint-1/global_step1").glob("*optim_states.pt"):
         shutil.copy(file, run / "checkpoint-2/global_step2")
-    told = "the model is of step 2, and the optimizer has taken 1: are all files of one save?"
+    told = "the model is from step 2, but the optimizer has taken 1: are all files from one save?"
     for command in every_command(run / "checkpoint-2", tmp_path / "out"):
         done = ckpt(*command)
         assert done.code == LOST and told in done.out + done.err, (command, done)
@@ -215,7 +215,7 @@ def test_an_optimizer_of_fewer_steps_is_refused_if_the_weights_are_of_another_sa
 def test_an_optimizer_that_began_anew_is_named(tmp_path: Path) -> None:
     """Its masters round to the model's weights: only weights were loaded, and steps count from their save."""
     run = of_model_step(Path(shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "run")), 7)
-    told = "the model is of step 7, and the optimizer has taken 2: are all files of one save?"
+    told = "the model is from step 7, but the optimizer has taken 2: are all files from one save?"
     for command in every_command(run, tmp_path / "out"):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         done = ckpt(*command)

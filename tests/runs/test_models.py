@@ -96,7 +96,7 @@ def test_a_save_of_two_models_is_asked_about(kind: str, tmp_path: Path) -> None:
     for command in (("inspect", place), ("convert", "auto", "hf", place, "-o", tmp_path / "out"), ("hash", place)):
         done = ckpt(*command)
         assert done.code == UsageError.exit_code, done.err
-        assert "this save holds 2 models" in done.err and ", ".join(names) in done.err
+        assert "this save has 2 models" in done.err and ", ".join(names) in done.err
         assert f"--tag {names[0]} or --tag {names[1]}" in done.err
     assert not (tmp_path / "out").exists()
     for tag in names:
@@ -138,7 +138,7 @@ def test_check_looks_at_every_model_of_a_save(kind: str, tmp_path: Path) -> None
     done = ckpt("check", place)
     assert done.code == IncompleteError.exit_code and names[0] in done.out + done.err
     done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
-    assert done.code == IncompleteError.exit_code and "a model of the save is missing" in done.err
+    assert done.code == IncompleteError.exit_code and "this save lacks a model" in done.err
     assert ckpt("resume", place).code == IncompleteError.exit_code
 
 
@@ -207,7 +207,7 @@ def test_optimizers_without_recorded_models_are_not_guessed(tmp_path: Path) -> N
     (place / "optimizer_1.bin").unlink()
     found = api.open(place, tag="model_1")
     assert not found.optimizer_states
-    assert "does not record their pairs" in " ".join(found.notes)
+    assert "does not record the pairs" in " ".join(found.notes)
 
 
 def test_the_optimizer_next_to_a_model_of_fsdp_is_read(tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def check(run: Path, out: Path, model: LlamaForCausalLM, expected: DType, option
 @pytest.mark.parametrize(
     ("dtype", "arguments", "expected", "said"),
     [
-        ("bfloat16", {}, BFLOAT16, "the run computes in (the dtype in config.json)"),
-        ("float32", {"bf16": True}, BFLOAT16, "the run computes in (bf16 in training_args.bin)"),
-        ("bfloat16", {"fp16": True}, FLOAT16, "the run computes in (fp16 in training_args.bin)"),
+        ("bfloat16", {}, BFLOAT16, "the run's compute dtype (the dtype in config.json)"),
+        ("float32", {"bf16": True}, BFLOAT16, "the run's compute dtype (bf16 in training_args.bin)"),
+        ("bfloat16", {"fp16": True}, FLOAT16, "the run's compute dtype (fp16 in training_args.bin)"),
         ("float32", {}, FLOAT32, None),
         (None, {}, FLOAT32, None),
     ],
@@ -69,14 +69,14 @@ def test_what_is_written_is_what_the_run_computes_in(
 ) -> None:
     run = run_of(model, tmp_path / "run", kind, dtype, **arguments)
     told = check(run, tmp_path / "out", model, expected, [])
-    assert said in told and "--dtype fp32 writes these" in told if said else "computes in" not in told
+    assert said in told and "use --dtype fp32 for the unrounded" in told if said else "compute dtype" not in told
     report = process("verify", run, tmp_path / "out")
     assert report.code == 0 and ("after rounding" in report.out) == (said is not None), report.out + report.err
 
 
 def test_masters_are_still_to_be_had(model: LlamaForCausalLM, tmp_path: Path) -> None:
     run = run_of(model, tmp_path / "run", "dcp", "bfloat16", bf16=True)
-    assert "computes in" not in check(run, tmp_path / "out", model, FLOAT32, ["--dtype", "fp32"])
+    assert "compute dtype" not in check(run, tmp_path / "out", model, FLOAT32, ["--dtype", "fp32"])
 
 
 def test_a_hugging_face_folder_keeps_its_dtype(model: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_damaged_training_arguments_tell_nothing_and_it_is_said(model: LlamaForC
     (run / "checkpoint-1" / "training_args.bin").write_bytes(b"\x80\x02no pickle")
     checkpoint = api.open(run)
     assert checkpoint.computes_in is None
-    assert any("training_args.bin is damaged and not read" in note for note in checkpoint.notes)
+    assert any("training_args.bin is damaged and was not read" in note for note in checkpoint.notes)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [(True, False), (False, True)])
@@ -113,8 +113,8 @@ def test_what_is_recorded_nowhere_is_said(model: LlamaForCausalLM, tmp_path: Pat
     if not arguments:
         (run / "checkpoint-1" / "training_args.bin").unlink()
     told = check(run, tmp_path / "out", model, FLOAT32, [])
-    assert ("nothing here records whether it computes in 16 bits, which --dtype bf16" in " ".join(told.split())) == said
-    assert "nothing here records" not in check(run, tmp_path / "bf16", model, BFLOAT16, ["--dtype", "bf16"])
+    assert ("the compute dtype is not recorded, so use --dtype bf16" in " ".join(told.split())) == said
+    assert "compute dtype is not recorded" not in check(run, tmp_path / "bf16", model, BFLOAT16, ["--dtype", "bf16"])
 
 
 def test_training_arguments_beside_a_given_config_are_another_runs(model: LlamaForCausalLM, tmp_path: Path) -> None:

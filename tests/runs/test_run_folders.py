@@ -60,7 +60,7 @@ def test_weights_alone_are_no_step_to_go_on_from(run: Path) -> None:
         result = ckpt("convert", "hf", way, weights, "--world-size", "2", "-o", run.with_name(way))
         assert result.code == 0, result.err
         assert "resume_from_checkpoint" not in result.err
-        assert "not in the target: files of the run trainer_state.json" in result.err
+        assert "not written: files of the run trainer_state.json" in result.err
         assert not (run.with_name(way) / "trainer_state.json").exists()
 
 
@@ -109,8 +109,8 @@ def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
         ranks = ("--world-size", "2") if way == "zero3" else ()
         result = ckpt("convert", "full", way, whole, "--dry-run", *ranks)
         assert result.code == 0
-        assert not [line for line in result.out.splitlines() if "not in the target" in line and "optimizer.bin" in line]
-    assert "not in the target: optimizer states" in result.out
+        assert not [line for line in result.out.splitlines() if "not written" in line and "optimizer.bin" in line]
+    assert "not written: optimizer states" in result.out
 
 
 def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> None:
@@ -118,7 +118,7 @@ def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> N
     run = fixtures / "axolotl-fsdp2/outputs/gpt-oss-out"
     checkpoint = api.open(run)
     assert checkpoint.format == "hf" and checkpoint.state.step is None
-    told = "the model of the folder itself is taken; beside it: checkpoint-2 (--tag takes it)"
+    told = "using the folder's own model; also here: checkpoint-2 (--tag takes it)"
     assert told in checkpoint.notes
     assert told in ckpt("inspect", run).err + ckpt("inspect", run).out
-    assert all("beside it" not in note for note in api.open(run, tag="checkpoint-2").notes)
+    assert all("also here" not in note for note in api.open(run, tag="checkpoint-2").notes)

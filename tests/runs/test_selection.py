@@ -103,7 +103,7 @@ def test_merge_lora_takes_the_adapter_that_other_commands_take(fixtures: Path, t
         assert adapter.path == str(run) and adapter.folder == run
         assert adapter.checkpoint.path == ckpt.open(run).path == str(run)
         assert adapter.notes == ckpt.open(run).notes
-        assert any("beside it: checkpoint-2 (--tag takes it)" in note for note in adapter.notes)
+        assert any("also here: checkpoint-2 (--tag takes it)" in note for note in adapter.notes)
         assert open_adapter(str(run), tag="checkpoint-2").checkpoint.path == str(older)
 
 
@@ -146,7 +146,7 @@ def test_epochs_and_steps_are_not_compared(tmp_path: Path) -> None:
     for name in ("epoch_1", "step_50"):
         (tmp_path / name).mkdir()
         save_file({"layer.weight": torch.ones(2, 2)}, tmp_path / name / "model.safetensors")
-    with pytest.raises(UsageError, match="which checkpoint") as caught:
+    with pytest.raises(UsageError, match="nothing records the newest") as caught:
         ckpt.open(tmp_path)
     hints = [shlex.split(hint) for hint in str(caught.value.hint).split(" or ")]
     assert [words[0] for words in hints] == ["--tag", "--tag"]
@@ -161,7 +161,7 @@ def test_resume_asks_if_the_folders_own_step_is_unknown(run: Path, tmp_path: Pat
     optimizer.step()
     torch.save({"model": {"weight": parameter.data}, "optimizer": optimizer.state_dict()}, run / "model.pt")
     assert ckpt.open(run).optimizer_states
-    with pytest.raises(UsageError, match="which checkpoint") as caught:
+    with pytest.raises(UsageError, match="nothing records the newest") as caught:
         ckpt.resume(run)
     for words in (shlex.split(hint) for hint in str(caught.value.hint).split(" or ")):
         assert ckpt.open(run, tag=words[1]).optimizer_states
@@ -222,7 +222,7 @@ def test_a_record_names_the_step_whatever_its_format(record: str, fixtures: Path
     (tmp_path / record).write_text("5")
     opened = ckpt.open(tmp_path)
     assert Path(opened.path).name == name.format(5) and ckpt.resume(tmp_path) == opened.path
-    assert f"`{record}` records; there is also {name.format(8)} (--tag takes it)" in " ".join(opened.notes)
+    assert f"is recorded in `{record}`; there is also {name.format(8)} (--tag takes it)" in " ".join(opened.notes)
     assert ckpt.open(tmp_path, tag="8").path == str(tmp_path / name.format(8))
 
 

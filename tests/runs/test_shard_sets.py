@@ -80,7 +80,7 @@ def test_a_step_of_hf_trainer_without_the_index_is_incomplete(tmp_path: Path) ->
         save_file({name: weights[name] for name in own}, step / f"model-0000{number}-of-00002.safetensors")
     (step / "model.safetensors").unlink()
     places = (step, step.parent)
-    for shard, what in (("none", "the index of the shards is missing"), ("*-00002-of*", "the set of shards is not")):
+    for shard, what in (("none", "the shard index is missing"), ("*-00002-of*", "the set of shards is not")):
         for gone in step.glob(shard):
             gone.unlink()
         for command in [one for place in places for one in [*commands(place, tmp_path / "out"), ("resume", place)]]:

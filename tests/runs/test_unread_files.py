@@ -99,7 +99,7 @@ def test_convert_and_resume_write_and_say_so(fixtures: Path, tmp_path: Path) -> 
     run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
     torch.save(TENSORS, run / "global_step2" / "layer_wise_optimizer_0.pt")
     done = run_ckpt("convert", "auto", "hf", run, "--names", "own")
-    line = "not read: layer_wise_optimizer_0.pt: it is named like training state"
+    line = "not read: layer_wise_optimizer_0.pt: its name suggests training state"
     assert done.code == 0 and line in done.err.splitlines()
     quiet = run_ckpt("convert", "auto", "full", run, "-q")
     assert quiet.code == 0 and quiet.err == f"{line}\n"
@@ -112,7 +112,7 @@ def test_the_list_of_a_run_says_which_step_is_not_all_read(fixtures: Path, tmp_p
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     torch.save(TENSORS, run / "checkpoint-1" / "global_step1" / "optimizer_rank_9.pt")
     table = run_ckpt("inspect", run).out
-    assert "not all read: global_step1/optimizer_rank_9.pt: not read: it is named like training state" in table
+    assert "not all read: global_step1/optimizer_rank_9.pt: not read: its name suggests training state" in table
     assert run_ckpt("check", run).code == 4
 
 
@@ -121,12 +121,12 @@ def test_a_file_next_to_the_folder_of_a_step_is_named_by_every_command(fixtures:
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     assert run_ckpt("check", run).code == 0
     torch.save(TENSORS, run / "checkpoint-2" / "value_head.bin")
-    line = "../value_head.bin: next to the checkpoint: a file of torch's"
+    line = "../value_head.bin: next to the checkpoint: a torch file"
     assert line in run_ckpt("inspect", run).out
     checked = run_ckpt("check", run)
     assert checked.code == 4
     assert "checkpoint-2: not all read" in checked.out and "every part of every tensor" not in checked.out
-    assert "  - value_head.bin: not read: next to the checkpoint: a file of torch's" in checked.out.splitlines()
+    assert "  - value_head.bin: not read: next to the checkpoint: a torch file" in checked.out.splitlines()
     assert f"not read: {line}" in run_ckpt("convert", "auto", "full", run, "-o", tmp_path / "out").err.splitlines()
     said: list[str] = []
     ckpt.resume(run, format="zero2", world_size=5, say=said.append)
@@ -222,7 +222,7 @@ def test_another_checkpoint_in_a_folder_is_named(fixtures: Path, tmp_path: Path,
     (folder / "pictures").mkdir()
     (folder / "pictures" / "loss.dat").write_bytes(b"a picture")
     assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("ema/", "other")]
-    assert "not read: ema/: a folder whose files hold tensors" in run_ckpt("convert", "auto", "full", run).err
+    assert "not read: ema/: a folder with tensor files" in run_ckpt("convert", "auto", "full", run).err
     assert run_ckpt("check", run).code == 0
 
 

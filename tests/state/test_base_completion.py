@@ -108,7 +108,7 @@ def test_multi_token_prediction_that_is_not_there_is_said_and_taken_from_a_base(
         "the config promises 1 layer of multi-token prediction (mtp_num_hidden_layers), and there is nothing of it"
     )
     plain = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "plain")
-    assert plain.code == 0 and f"note: {promise}: --complete-from BASE" in plain.err
+    assert plain.code == 0 and f"note: {promise}: use --complete-from BASE" in plain.err
     for folder in (run, tmp_path / "plain"):
         checked = ckpt("check", folder)
         assert checked.code == 0 and f"  - config.json: {promise}" in checked.out, checked.out
@@ -188,7 +188,7 @@ def test_a_tied_output_layer_is_not_taken(tmp_path: Path) -> None:
 
 def test_another_model_is_refused(sees: Path, predicts: Path, tmp_path: Path) -> None:
     run = without(predicts, tmp_path / "run", "mtp.")
-    with pytest.raises(UsageError, match="not the base of the run"):
+    with pytest.raises(UsageError, match="not the run's base model"):
         package.convert(run, "hf", tmp_path / "out", complete_from=sees)
     small = saved(
         tmp_path / "small",
@@ -207,7 +207,7 @@ def test_a_base_with_other_layers_of_text_is_refused(sees: Path, tmp_path: Path)
     config = json.loads((run / "config.json").read_text())
     config["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="not the base of the run"):
+    with pytest.raises(UsageError, match="not the run's base model"):
         package.convert(run, "hf", tmp_path / "out", names="own", complete_from=sees)
 
 

@@ -63,7 +63,7 @@ def test_what_is_read_is_one_commit(hub: HubServer, tmp_path: Path) -> None:
     objects_before = sorted(tmp_path.iterdir())
     ranges.forget()
     # this server keeps no old commit
-    with pytest.raises(NotFoundError, match=r"no such branch, tag or commit\n.*hf://org/name/model\.safetensors"):
+    with pytest.raises(NotFoundError, match=r"unknown branch, tag or commit\n.*hf://org/name/model\.safetensors"):
         conversion.run(tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == objects_before
 

@@ -261,7 +261,7 @@ def test_keys_that_are_folders_and_odd_names(store: ObjectStore, tmp_path: Path)
     assert api.digests(there) == api.digests(here)
     assert len([*(places.local(url) / "logs").iterdir()]) == 1100
     store.put(f"{key}/logs", b"and a file")
-    with pytest.raises(StorageError, match=r"an object has the same name as a folder of objects\n.*run/logs"):
+    with pytest.raises(StorageError, match=r"an object and a folder have the same name\n.*run/logs"):
         ckpt.open(url)
 
 

@@ -213,7 +213,7 @@ def test_a_claim_that_stays_is_told(store: ObjectStore) -> None:
         store.faults.expired = store.faults.expired or (method, key) == ("POST", "")  # the first removal
 
     store.faults = Faults(before=expire)
-    with pytest.raises(StorageError, match="the output is complete, but what says") as caught:
+    with pytest.raises(StorageError, match="the output is complete, but its in-progress marker") as caught:
         ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/claimed")
     assert str(caught.value.path).endswith(f"/claimed/{upload._CLAIM}")
     store.faults = Faults()

@@ -59,7 +59,7 @@ KINDS = (
         (
             r"\b(?:copy|fetch|download|push|save) (?:the folder|the whole folder|it|or copy|the files)\b",
             r"\bkeep the run on shared storage\b|\bfill it before it is sharded\b",
-            r"\bcopied (?:completely|only in part)\b|\bor have been copied\b|\bwas one copied over\b",
+            r"\bcopied (?:completely|only in part)\b|\bonly part of it was copied\b|\bwas one copied over\b",
             r"\bfetch or save it again\b",
             r"\ba sharded state dict has it\b|\bit still has them$",
         ),
@@ -69,7 +69,8 @@ KINDS = (
         "Another process or device has to do something first.",
         (
             r"\bwait (?:for it|until)\b|\bstart again\b|\bis (?:a run|the disk)\b|\bgoes on from what is done\b",
-            r"\bdo all of them run this command\b|\bstart the same command everywhere\b|\bsame options, and the same\b",
+            r"\bcheck that every process runs this command\b|\bstart the same command everywhere\b",
+            r"\bsame options, and the same\b",
         ),
     ),
     Kind(
@@ -134,7 +135,7 @@ KINDS = (
         (
             r"^DeepSpeed before [\d.]+ saved no\b|^PEFT (?:before [\d-]+ stored|does not merge)\b",
             r"^versions of Megatron-Bridge after\b|^see the red parts in",
-            r"^the file is (?:truncated|of another save)\b|^when it has, what it wrote\b",
+            r"^the file is (?:truncated|of another save)\b|^wait until it has finished\b",
         ),
     ),
     Kind("question", "It names what the user has to look at.", (r"\?$", r"\?; ", r"^check ")),

@@ -97,7 +97,7 @@ def test_what_fails_is_logged_and_training_goes_on(tmp_path: Path, caplog: pytes
     trainer = trained(tmp_path / "outputs", ckpt.TrainerCallback(to="zero3"))  # for how many ranks?
     assert trainer.state.global_step == 4
     warnings = [record.getMessage() for record in caplog.records if record.name == "ckpt.training"]
-    assert len(warnings) == 2 and all("exit code 2: the source has no number of ranks" in text for text in warnings)
+    assert len(warnings) == 2 and all("exit code 2: the source has no rank count" in text for text in warnings)
     assert sorted(os.listdir(tmp_path)) == ["outputs"]
 
 

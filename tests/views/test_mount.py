@@ -221,7 +221,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_without_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mfusepy", SimpleNamespace())
     monkeypatch.setattr(mount, "DEVICE", str(tmp_path / "fuse"))
-    with pytest.raises(NotFoundError, match="which this system does not offer"):
+    with pytest.raises(NotFoundError, match="this system has no FUSE"):
         mount.mount(ckpt.plan(ckpt.open(ZERO3), "hf"), tmp_path / "view")
 
 

@@ -458,7 +458,7 @@ def _convert(
         if num_done:
             say(f"{show_size(num_done)} were there already, and are unchanged")
         for line in (*plan.target.notes, *plan.target.not_written):
-            say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
+            say(f"note: {line}" if line in plan.target.notes else f"not written: {line}")
         for line in unread_files.lines([one.to_json() for one in unread_files.not_read(plan.checkpoint)]):
             say(line)
 

@@ -216,7 +216,7 @@ def _stat(path: str, key: str, box: Box | None) -> SourceFile:
 
 def too_short(path: str, size: int, end: int, key: str, box: Box | None) -> CorruptError:
     return CorruptError(
-        "the file ends before what the metadata places in it",
+        "the file ends before the data listed in the metadata",
         path=path,
         fqn=key,
         expected=f"{pluralize(end, 'byte')} or more{_for(box)}",
@@ -251,7 +251,7 @@ def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
 
 def _other(path: str, key: str, box: Box, dtype: DType, found: str) -> CorruptError:
     return CorruptError(
-        "an item is not what the metadata says",
+        "an item contradicts the metadata",
         path=path,
         fqn=key,
         expected=f"{dtype} of shape {list(box.sizes)} for {box}",

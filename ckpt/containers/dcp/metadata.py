@@ -242,20 +242,20 @@ class _Parser:
         if not isinstance(root, Record) or root.typename not in classes:
             kind = root.typename if isinstance(root, Record) else type(root).__name__
             if kind.startswith("megatron."):
-                raise NotFoundError("this is a checkpoint of Megatron's, not one of torch alone", path=self.path)
-            self.fault("this is no metadata of torch's distributed checkpoint", expected="Metadata", found=kind)
+                raise NotFoundError("this is a Megatron checkpoint, not a plain torch checkpoint", path=self.path)
+            self.fault("this is not torch distributed checkpoint metadata", expected="Metadata", found=kind)
         described = _columns(root.get("state_dict_metadata"))
         if described is None:
             self.fault("the metadata lists no tensors", expected="state_dict_metadata")
         keys, descriptions = described
         if odd := {*map(type, keys)} - {str}:
-            self.fault("a key of the metadata is no text", found=odd.pop().__name__)
+            self.fault("a metadata key is not text", found=odd.pop().__name__)
         numbers = _Numbers(keys)
         ids = [*map(id, descriptions)]  # equal descriptions are mostly one object
         kinds = {name: _kind_of_object(what) for name, what in dict(zip(ids, descriptions, strict=True)).items()}
         if strange := set(kinds.values()) - {_TENSOR, "BytesStorageMetadata"}:
             key, kind = next((key, kinds[name]) for key, name in zip(keys, ids, strict=True) if kinds[name] in strange)
-            self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
+            self.fault("the metadata has an entry of unknown type (neither tensor nor value)", key, found=kind)
         rows, chunks = self._rows(root.get("storage_data"), runs, numbers)
         tensors = [number for number, name in enumerate(ids) if kinds[name] == _TENSOR]
         entries = {
@@ -278,7 +278,7 @@ class _Parser:
     def _rows(self, stored: Any, runs: Runs, numbers: _Numbers) -> tuple[list[int], dict[tuple[int, Shape], int]]:
         """Return each value's item row by number, and each chunk's row by tensor number and offsets."""
         if not isinstance(stored, Mapping):
-            self.fault("the metadata does not say where anything is stored", expected="storage_data")
+            self.fault("the metadata has no storage locations", expected="storage_data")
         self._take_places(runs)
         rows = [-1] * len(numbers.keys)
         chunks: dict[tuple[int, Shape], int] = {}
@@ -294,10 +294,10 @@ class _Parser:
         fqns = []
         for index, info in stored.items():
             if not isinstance(index, Record) or index.name != "MetadataIndex" or not isinstance(info, Record):
-                self.fault("the storage data are not those of torch's file writer")
+                self.fault("the storage data is not from torch's file writer")
             fqns.append(index.get("fqn"))
             if type(fqns[-1]) is not str:
-                self.fault("a key of the storage data is no text")
+                self.fault("a storage data key is not text")
         unknown = set()
         for fqn, number, (index, info) in zip(fqns, numbers.of(fqns), stored.items(), strict=True):
             row, offset = len(self.places.paths), index.get("offset")
@@ -333,16 +333,16 @@ class _Parser:
         name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if transforms := info.get("transform_descriptors"):
             raise NotFoundError(
-                "the data were transformed when they were saved (compressed, for example), which is not supported",
+                "the data was transformed during the save (compressed, for example); this is not supported",
                 path=self.path,
                 fqn=key,
                 found=", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else None,
                 hint="load and save it again in torch, without extensions",
             )
         if type(name) is not str or type(offset) is not int or type(length) is not int:
-            self.fault("the place of an item is damaged", key)
+            self.fault("an item's storage location is damaged", key)
         if not (0 <= offset < 1 << 63 and 0 <= length < 1 << 63):
-            self.fault("the place of an item makes no sense", key, found=f"{pluralize(length, 'byte')} at {offset}")
+            self.fault("an item's storage location is invalid", key, found=f"{pluralize(length, 'byte')} at {offset}")
         path = self.files.get(name)
         if path is None:
             path = self.files[name] = str(confined(self.folder, name))
@@ -400,7 +400,7 @@ class _Parser:
             chunks[box] = row
             if least > self.places.lengths[row]:
                 self.fault(
-                    "a chunk is larger than the item that holds it",
+                    "a chunk is larger than its item",
                     key,
                     expected=f"{pluralize(box.numel, 'element')} of {dtype} for {box}",
                     found=f"an item of {pluralize(self.places.lengths[row], 'byte')} in {self.places.paths[row]}",
@@ -450,9 +450,9 @@ class _Parser:
             steps = tuple(steps)
         good = type(steps) is tuple and 0 < len(steps) <= _MAX_DEPTH
         if not good or not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 31) for step in steps):
-            self.fault("the path of a value in the state dict is damaged", key)
+            self.fault("a value's state dict path is damaged", key)
         if (joined := ".".join(map(str, steps))) != key:
-            self.fault("the path of a value in the state dict is not that of its key", key, key, joined)
+            self.fault("a value's state dict path contradicts its key", key, key, joined)
         path: Path_ = steps
         return path
 

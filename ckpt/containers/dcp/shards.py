@@ -53,7 +53,7 @@ def saved_offsets(header: Header, path: str) -> dict[str, Shape]:
     """Return the offsets of each piece in its tensor, by name. Raise CorruptError if the header lacks them."""
     text = header.metadata.get(DCP_KEY)
     if text is None:
-        raise CorruptError("the file does not say which parts of tensors it holds", path=path, expected=DCP_KEY)
+        raise CorruptError("the file does not record its tensor parts", path=path, expected=DCP_KEY)
     try:
         info = json.loads(text) if len(text) <= _MAX_JSON else None
     except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ def _shape(value: Any, name: str, path: str) -> Shape:
 def _add(found: dict[str, Sharded], entry: HeaderEntry, offsets: Shape | None, path: str) -> None:
     if offsets is None or len(offsets) != len(entry.shape):
         raise CorruptError(
-            "the file does not say which part of a tensor it holds",
+            "the file does not record its part of a tensor",
             path=path,
             fqn=entry.name,
             expected=f"{pluralize(len(entry.shape), 'offset')}",
@@ -83,7 +83,7 @@ def _add(found: dict[str, Sharded], entry: HeaderEntry, offsets: Shape | None, p
     tensor = found.setdefault(entry.name, Sharded(entry.name, entry.dtype, reach, path))
     if tensor.dtype != entry.dtype or len(tensor.shape) != len(reach):
         raise CorruptError(
-            "pieces of one tensor differ in dtype or dims",
+            "pieces of a tensor differ in dtype or dims",
             path=path,
             fqn=entry.name,
             expected=f"{tensor.dtype} of {pluralize(len(tensor.shape), 'dim')}",

@@ -78,7 +78,7 @@ class Tiling:
 
     def _overlap(self, place: ItemPlace, number: int, expected: str) -> CorruptError:
         return CorruptError(
-            "the metadata places an item in the bytes of another one",
+            "the metadata has overlapping items",
             path=place.path,
             fqn=self._metadata.keys[number],
             expected=expected,

@@ -130,7 +130,7 @@ class Writing:
         """Add a value of the state dict: a tensor to cut, a small tensor, or a plain value."""
         key = ".".join(map(str, path))
         if key in self.paths:
-            raise CorruptError("two values of the training state have one name", found=key)
+            raise CorruptError("two training state values have the same name", found=key)
         self.paths[key] = path
         if isinstance(value, SourceTensor):
             self._add_sharded(key, value)

@@ -57,7 +57,7 @@ def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
             return Record(cls.module, cls.name, (cls.members[name],))
         found = f"{cls.typename}, {name}"
     raise UnsafeError(
-        "the pickle calls builtins.getattr on what is neither an enum nor a class with nested ones; nothing was run",
+        "the pickle calls builtins.getattr on an unsupported object; nothing was run",
         path=machine.path,
         found=found,
     )
@@ -67,7 +67,7 @@ def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     """Handle `copyreg._reconstructor(cls, object, None)`, used by protocols 0 and 1 to create an object."""
     cls, base, state = args
     if type(base) is not Global or base.name != "object" or state is not None:
-        raise MalformedError("an object of a class that is derived from a built-in one")
+        raise MalformedError("an object of a class derived from a built-in class")
     return machine.new(cls, ()) if type(cls) is Global else machine.call(cls, ())
 
 
@@ -93,7 +93,7 @@ def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
         return bytearray(_encode(machine, _, args))
     (data,) = args
     if type(data) is not bytes:  # an int would allocate that many bytes
-        raise MalformedError("a bytearray whose argument is not bytes")
+        raise MalformedError("a bytearray with an argument other than bytes")
     machine.spend(len(data))
     return bytearray(data)
 
@@ -130,7 +130,7 @@ def _ordered_dict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Store
 
 def _defaultdict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> StoredDict:
     if args and args[0] is not None and type(args[0]) is not Global:
-        raise MalformedError("a default factory that is not a class")
+        raise MalformedError("a default factory other than a class")
     return _ordered_dict(machine, cls, args[1:])
 
 
@@ -156,7 +156,7 @@ def _call_builder(kind: Callable[..., Any], num_args: int, types: tuple[type, ..
 
 def _path(machine: Machine, cls: Global, args: tuple[Any, ...]) -> PurePosixPath | PureWindowsPath:
     if any(type(part) is not str for part in args):
-        raise MalformedError("a path whose parts are not text")
+        raise MalformedError("a path with parts other than text")
     machine.spend(sum(map(len, args)))
     return PureWindowsPath(*args) if "Windows" in cls.name else PurePosixPath(*args)
 
@@ -167,7 +167,7 @@ _TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
 def _time(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
     """Build one of the standard library's time objects. The constructors check the pickled bytes."""
     if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
-        raise MalformedError(f"a {cls.name} whose arguments are not numbers")
+        raise MalformedError(f"a {cls.name} with non-numeric arguments")
     return TIMES[cls.name](*args)
 
 
@@ -203,7 +203,7 @@ def _size(machine: Machine, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]
         machine.spend(len(size))
         return tuple(size)
     if type(size) is not tuple:
-        raise MalformedError("a torch.Size whose argument is not a tuple")
+        raise MalformedError("a torch.Size with an argument other than a tuple")
     return size
 
 
@@ -238,7 +238,7 @@ def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: A
 def _plain_bits(machine: Machine, metadata: Any) -> None:
     """Refuse a lazily conjugated or negated tensor: its stored bits are not its values."""
     if metadata:
-        machine.unsupported("a tensor whose conjugate or negative bit is set (call resolve_conj() and resolve_neg())")
+        machine.unsupported("a tensor with its conjugate or negative bit set (call resolve_conj() and resolve_neg())")
 
 
 def _tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
@@ -251,7 +251,7 @@ def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTens
     """Handle `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
     if len(args) > 6:
         if len(args) > 7:
-            raise MalformedError("a tensor of too many arguments")
+            raise MalformedError("a tensor with too many arguments")
         _plain_bits(machine, args[6])
     storage, offset, shape, strides, requires_grad = args[:5]
     return StoredTensor(_tensor_extent(storage, storage.dtype, offset, shape, strides), requires_grad is True)
@@ -275,7 +275,7 @@ def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     if type(data) is Record:  # a DTensor parameter
         return data
     if type(data) is not StoredTensor:
-        raise MalformedError("a parameter that is not a tensor")
+        raise MalformedError("a parameter without a tensor")
     return StoredTensor(data.extent, requires_grad is True, _attributes(machine, state))
 
 
@@ -293,7 +293,7 @@ def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     """Handle `_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or a subclass."""
     function, cls, inner, state = args
     if type(function) is not Global or type(cls) is not Global or type(inner) is not tuple:
-        raise MalformedError("a tensor of a subclass that makes no sense")
+        raise MalformedError("an invalid tensor subclass")
     if function.build is _wrapper_subclass:
         if not cls.is_listed:
             machine.unsupported(f"a tensor of class {cls.typename}")
@@ -320,7 +320,7 @@ def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Stor
     """Handle `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
     data, dtype, _device, requires_grad = args
     if type(data) is not StoredTensor or dtype is not data.dtype:
-        raise MalformedError("a device tensor whose data is of another dtype")
+        raise MalformedError("a device tensor with data in another dtype")
     return StoredTensor(data.extent, requires_grad is True)
 
 
@@ -333,14 +333,14 @@ FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     (
         "builtins __builtin__",
         "complex",
-        _call_builder(complex, 2, (float,), "a complex number whose parts are not numbers"),
+        _call_builder(complex, 2, (float,), "a complex number with non-numeric parts"),
     ),
     (
         "builtins __builtin__",
         "slice",
-        _call_builder(slice, 3, (int, type(None)), "a slice whose bounds are not integers"),
+        _call_builder(slice, 3, (int, type(None)), "a slice with non-integer bounds"),
     ),
-    ("builtins __builtin__", "range xrange", _call_builder(range, 3, (int,), "a range whose bounds are not integers")),
+    ("builtins __builtin__", "range xrange", _call_builder(range, 3, (int,), "a range with non-integer bounds")),
     ("builtins __builtin__", "getattr", _getattr),
     ("copyreg copy_reg", "_reconstructor", _reconstructor),
     ("_codecs", "encode", _encode),

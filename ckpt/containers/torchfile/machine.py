@@ -154,7 +154,7 @@ class Machine:
         """Refuse a tree that cannot be walked, or a flood of objects, before it fills the memory."""
         self.look = length + _LOOK
         if self.containers > _FREE_CONTAINERS + length // _CONTAINER:
-            raise MalformedError("it makes more objects than a pickle of its length holds")
+            raise MalformedError("it makes too many objects for its length")
         if length > self.walk:
             self.walk = _WALK * length
             check_tree(self.stack, length)
@@ -196,7 +196,7 @@ class Machine:
         alike = self.alike[place] = self.alike.get(place, -1) + 1
         self.left_alike -= alike
         if self.left_alike < 0:
-            raise MalformedError("too many keys whose hashes are alike")
+            raise MalformedError("too many keys with equal hashes")
 
     def check_key(self, key: Any, depth: int = 0) -> None:
         """Refuse a dict key or set element that is unhashable, or whose hash would recurse or take long."""
@@ -213,7 +213,7 @@ class Machine:
     def look_up(self, module: Any, name: Any) -> Any:
         """Return the table's entry for a global. Raise UnsafeError if it is missing or unsupported."""
         if type(module) is not str or type(name) is not str:
-            raise MalformedError("the name of a global is no text")
+            raise MalformedError("a global's name is not text")
         try:
             found = self.table[module, name]
         except KeyError:
@@ -238,7 +238,7 @@ class Machine:
             name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
             raise UnsafeError(f"the pickle calls {name}, which cannot be called; nothing was run", path=self.path)
         if type(args) is not tuple:
-            raise MalformedError("the arguments of a call are no tuple")
+            raise MalformedError("a call's arguments are not a tuple")
         return function.build(self, function, args)
 
     def new(self, cls: Global, args: tuple[Any, ...]) -> Any:
@@ -313,7 +313,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, MalformedError):
         return str(error)
     if isinstance(error, KeyError):
-        return "it refers to what it has not stored"
+        return "it refers to an object that was never stored"
     if isinstance(error, IndexError):
         return "its stack is empty"
     return f"a value makes no sense ({type(error).__name__})"
@@ -587,7 +587,7 @@ def _newobj_ex(machine: Machine, pos: int) -> None:
     cls = machine.stack[-1]
     made = machine.call(cls, args) if type(cls) is not Global or type(args) is not tuple else machine.new(cls, args)
     if type(kwargs) is not dict or (kwargs and type(made) is not Record):
-        raise MalformedError("keyword arguments that make no sense")
+        raise MalformedError("invalid keyword arguments")
     if kwargs:
         made.kwargs = kwargs
     machine.stack[-1] = made
@@ -605,7 +605,7 @@ def _build(machine: Machine, pos: int) -> None:
     kind = type(target)
     if kind is Record:
         if target.state is not None:
-            raise MalformedError("the state of an object is set twice")
+            raise MalformedError("an object's state is set twice")
         if id(target) in machine.unlisted and not _is_plain_state(state):
             raise UnsafeError(
                 f"the pickle sets a state of {target.typename} that only its own code understands; nothing was run",

@@ -101,7 +101,7 @@ def read(
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
             raise CorruptError(
-                "the file is shorter than the place of the object within it",
+                "the file ends before the object's offset",
                 path=path,
                 expected=f"{pluralize(offset + length, 'byte')} or more",
                 found=f"{pluralize(available, 'byte')}",
@@ -244,7 +244,7 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
 
 def _zeros_at_end(region: _Region, zeros: int) -> NoReturn:
     region.corrupt(
-        "the end of the file is zeros: it was not written completely",
+        "the file ends in zeros: it was not written completely",
         expected=f"the end record of a zip archive in the last 22 of {pluralize(region.size, 'byte')}",
         found=f"{pluralize(zeros, 'byte')} of zeros at the end",
     )
@@ -273,10 +273,10 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
     if region.size >= 42 and (locator := region.read(region.size - 42, 20)).startswith(_LOCATOR):
         _, disk64, end64, total_disks = _locator_fields(locator)
         if disk64 != 0 or total_disks != 1:
-            region.unsafe("the zip archive says that it continues in other files")
+            region.unsafe("the zip archive is split over several files")
         if end64 + 56 != region.size - 42:
             region.corrupt(
-                "the file is not as long as its end says: something is missing or was added in the middle",
+                "the file size contradicts the zip end record: bytes are missing or were added",
                 expected=f"{pluralize(end64 + 56 + 42, 'byte')}",
                 found=f"{pluralize(region.size, 'byte')}",
             )
@@ -284,26 +284,26 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
         fields = _end64_fields(region.read(end64, 56))
         signature, record_size, _, _, disk64, first64, here64, count64, size64, offset64 = fields
         if signature != _END64 or record_size != 44:
-            region.corrupt("the 64-bit end record of the zip archive is damaged")
+            region.corrupt("the 64-bit zip end record is damaged")
         disks += [disk64, first64]
         narrow = (min(here64, _FULL16), min(count64, _FULL16), min(size64, _FULL32), min(offset64, _FULL32))
         plausible = ((a, b, full) for a, b, full in zip((here, count, size, offset), narrow, _FULL, strict=True))
         if any(a not in (b, full) for a, b, full in plausible):
             if _end_pack(_END, disk, first_disk, *narrow, 0).startswith(tail.rstrip(b"\0")):
                 _zeros_at_end(region, 22 - len(tail.rstrip(b"\0")))
-            region.unsafe("the two end records of the zip archive contradict each other")
+            region.unsafe("the two zip end records contradict each other")
         here, count, size, offset = here64, count64, size64, offset64
     if any(n not in (0, _FULL16) for n in disks) or here != count:
-        region.unsafe("the zip archive says that it continues in other files")
+        region.unsafe("the zip archive is split over several files")
     if offset + size != end:
         region.corrupt(
-            "the file is not as long as its directory says: something is missing or was added in the middle",
+            "the file size contradicts the zip directory: bytes are missing or were added",
             expected=f"{pluralize(region.size - end + offset + size, 'byte')}",
             found=f"{pluralize(region.size, 'byte')}",
         )
     if size > MAX_DIRECTORY or count * _ENTRY_SIZE > size:
         region.unsafe(
-            "the directory of the zip archive is absurd",
+            "the zip directory is invalid",
             found=f"{pluralize(count, 'record')} in {pluralize(size, 'byte')}",
         )
     return offset, size, count
@@ -316,15 +316,15 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
     at = 0
     for _ in range(count):
         if at + _ENTRY_SIZE > len(data):
-            region.corrupt("the directory of the zip archive ends too early")
+            region.corrupt("the zip directory ends too early")
         fields = _entry_fields(data, at)
         signature, flags, method, crc32, packed, size, name_size, extra_size, comment_size, disk, header = fields
         if signature != _ENTRY:
-            region.corrupt("the directory of the zip archive is damaged", found=f"at byte {offset + at}")
+            region.corrupt("the zip directory is damaged", found=f"at byte {offset + at}")
         at += _ENTRY_SIZE
         after = at + name_size + extra_size + comment_size
         if after > len(data):
-            region.corrupt("the directory of the zip archive ends too early")
+            region.corrupt("the zip directory ends too early")
         raw = data[at : at + name_size]
         if packed == _FULL32 or size == _FULL32 or header == _FULL32:
             extra = data[at + name_size : at + name_size + extra_size]
@@ -335,20 +335,20 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
         except UnicodeDecodeError:
             region.corrupt("a record's name is not UTF-8", found=repr(raw[:80]))
         if name in entries:
-            region.unsafe("two records of the zip archive have the same name", found=name)
+            region.unsafe("two zip records have the same name", found=name)
         if flags & 1:
-            region.unsafe("a record of the zip archive is encrypted", found=name)
+            region.unsafe("a zip record is encrypted", found=name)
         if method != 0 or packed != size:
             if _is_program(name):
                 _refuse_program(region)
-            region.unsafe("a record of the zip archive is compressed, which torch.save never does", found=name)
+            region.unsafe("a zip record is compressed, but torch.save never compresses", found=name)
         if flags & ~(_HAS_DESCRIPTOR | _UTF8):
-            region.unsafe("a record of the zip archive has unknown flags", found=f"{name}: {flags:#x}")
+            region.unsafe("a zip record has unknown flags", found=f"{name}: {flags:#x}")
         if disk:
-            region.unsafe("the zip archive says that it continues in other files")
+            region.unsafe("the zip archive is split over several files")
         entries[name] = _ZipEntry(name, flags, crc32, size, header)
     if at != len(data):
-        region.unsafe("there is something behind the directory of the zip archive")
+        region.unsafe("unexpected bytes after the zip directory")
     return _with_limits(region, entries, offset)
 
 
@@ -364,7 +364,7 @@ def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
             found = iter(struct.unpack_from(f"<{len(wide)}Q", extra, at + 4))
             return [next(found) if value == _FULL32 else value for value in narrow]
         at += 4 + size
-    return region.corrupt("a record of the zip archive lacks its 64-bit size")
+    return region.corrupt("a zip record lacks its 64-bit size")
 
 
 def _with_limits(region: _Region, entries: dict[str, _ZipEntry], end: int) -> dict[str, _ZipEntry]:
@@ -373,13 +373,11 @@ def _with_limits(region: _Region, entries: dict[str, _ZipEntry], end: int) -> di
     limited: dict[str, _ZipEntry] = {}
     for entry in sorted(entries.values(), key=lambda e: e.header, reverse=True):
         if entry.header + _LOCAL_SIZE + len(entry.name) + entry.size > limit:
-            region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
+            region.unsafe("zip records overlap each other or the directory", found=entry.name)
         limited[entry.name] = _ZipEntry(entry.name, entry.flags, entry.crc32, entry.size, entry.header, limit)
         limit = entry.header
     if limit != 0 and entries:
-        region.unsafe(
-            "there is something before the first record of the zip archive", found=f"{pluralize(limit, 'byte')}"
-        )
+        region.unsafe("unexpected bytes before the first zip record", found=f"{pluralize(limit, 'byte')}")
     return limited
 
 
@@ -403,7 +401,7 @@ def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
     signature, flags, method, crc32, packed, size, name_size, extra_size = _local_fields(header)
     if signature != _LOCAL:
         region.corrupt(
-            "a record is not where the directory of the zip archive says",
+            "a zip record is missing at its recorded offset",
             expected=f"{entry.name} at byte {region.start + entry.header}",
             found=repr(signature),
         )
@@ -418,10 +416,10 @@ def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
         or packed not in plausible
         or crc32 not in ((0, entry.crc32) if sizes_follow else (entry.crc32,))
     ):
-        region.unsafe("the header of a record contradicts the directory of the zip archive", found=entry.name)
+        region.unsafe("a record's header contradicts the zip directory", found=entry.name)
     offset = entry.header + _LOCAL_SIZE + name_size + extra_size
     if offset + entry.size > entry.limit:
-        region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
+        region.unsafe("zip records overlap each other or the directory", found=entry.name)
     _check_end(region, entry, offset + entry.size)
     return StoredRecord(entry.name.partition("/")[2], region.start + offset, entry.size, entry.crc32 or None)
 
@@ -488,7 +486,7 @@ def _archive_folder(region: _Region, entries: dict[str, _ZipEntry]) -> str:
     if len(folders) == 1 and f"{(folder := next(iter(folders)))}/data.pkl" in entries:
         return folder + "/"
     if any(name.endswith("/data.pkl") for name in entries):
-        region.unsafe("the records of the zip archive stand in several folders", found=", ".join(sorted(folders)[:5]))
+        region.unsafe("the zip records are in several folders", found=", ".join(sorted(folders)[:5]))
     raise NotFoundError(
         "this zip archive was not written by torch.save",
         path=region.path,
@@ -551,7 +549,7 @@ def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> An
 def _check_byteorder(region: _Region, order: str) -> None:
     if order == "big":
         raise UnsafeError(
-            "the file was written on a big-endian machine, which is not supported",
+            "big-endian files are not supported",
             path=region.path,
             hint="load and save it again with torch on a little-endian machine",
         )
@@ -566,12 +564,12 @@ def _storage_id(region: _Region, pid: Any, length: int) -> tuple[Any, str, int]:
             "the pickle holds the class of a module, not just its weights; nothing was run", path=region.path
         )
     if type(pid) is not tuple or len(pid) != length or pid[0] != "storage":
-        region.corrupt("a persistent id in the pickle is not one of a storage")
+        region.corrupt("a persistent id in the pickle is not a storage id")
     _, kind, key, location, numel = pid[:5]
     if type(kind) is not StorageType or type(key) is not str or type(numel) is not int or numel < 0:
         region.corrupt("a persistent id in the pickle is damaged")
     if location == "meta":
-        raise UnsafeError("the file holds a tensor on the meta device, which is not supported", path=region.path)
+        raise UnsafeError("tensors on the meta device are not supported", path=region.path)
     return kind.dtype, key, numel
 
 
@@ -658,14 +656,14 @@ def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> 
     _, at = run(0, "the magic number")
     version, at = run(at, "the protocol version")
     if version != _LEGACY_VERSION:
-        region.corrupt("the version of the format is unknown", expected=_LEGACY_VERSION, found=repr(version)[:40])
+        region.corrupt("unknown format version", expected=_LEGACY_VERSION, found=repr(version)[:40])
     info, at = run(at, "the system info")
     if type(info) is not dict or info.get("little_endian") is not True:
         _check_byteorder(region, "big" if type(info) is dict and info.get("little_endian") is False else "?")
     root, at = run(at, "the objects", storages)
     keys, at = run(at, "the keys of the storages")
     if type(keys) is not list or any(type(key) is not str for key in keys):
-        region.corrupt("the list of storages is damaged")
+        region.corrupt("the storage list is damaged")
     return root, keys, at
 
 
@@ -674,7 +672,7 @@ def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at:
     places: dict[str, StoredRecord] = {}
     for key in keys:
         if key in places or key not in dtypes:
-            region.corrupt("the list of storages does not fit the objects", found=key)
+            region.corrupt("the storage list does not match the objects", found=key)
         (numel,) = struct.unpack("<q", region.read(at, 8))
         size = numel * dtypes[key].itemsize
         if numel < 0:

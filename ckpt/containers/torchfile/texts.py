@@ -25,7 +25,7 @@ def two_complement(data: bytes) -> int:
 def quoted(line: bytes) -> str:
     """Decode a quoted string from Python 2's protocol 0. Escapes are unsupported: no framework writes any."""
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
-        raise MalformedError("a quoted string that is not plain text")
+        raise MalformedError("a quoted string with more than plain text")
     return line[1:-1].decode("ascii")
 
 

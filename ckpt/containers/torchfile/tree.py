@@ -100,7 +100,7 @@ def check_tree(root: Any, length: int) -> None:
             if height > MAX_DEPTH:
                 raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
             if elements > budget:
-                raise MalformedError("an object that is endless when it is unfolded")
+                raise MalformedError("an object too large after unfolding")
             if frames:
                 above = frames[-1]
                 if height >= above[2]:

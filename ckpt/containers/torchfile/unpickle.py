@@ -63,7 +63,7 @@ def read_pickle(path: str) -> bytes:
         size = os.fstat(descriptor).st_size
         if size > MAX_PICKLE:
             raise CorruptError(
-                "the pickle is too large to be one of a checkpoint",
+                "the pickle is too large for a checkpoint",
                 path=path,
                 expected=f"at most {show_size(MAX_PICKLE)}",
                 found=show_size(size),

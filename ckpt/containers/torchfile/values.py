@@ -189,7 +189,7 @@ class Array:
         """
         _, shape, dtype, fortran, data = state
         if self.dtype:
-            raise MalformedError("the state of an array is set twice")
+            raise MalformedError("an array's state is set twice")
         self.fill(shape, dtype, data, bool(fortran), spend)
 
     def fill(self, shape: Any, dtype: Any, data: Any, fortran: bool, spend: Callable[[int], None]) -> Array:
@@ -201,17 +201,17 @@ class Array:
         if type(shape) is int:
             shape = (shape,)
         if type(shape) is not tuple or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
-            raise MalformedError("an array whose shape is not a tuple of sizes")
+            raise MalformedError("an array with an invalid shape")
         if text == "|O":
             if type(data) is not list or len(data) != prod(shape):
-                raise MalformedError("an array that is not as long as its shape says")
+                raise MalformedError("an array's length contradicts its shape")
             self.objects = data
         else:
             if type(data) is bytearray:
                 spend(len(data))
                 data = bytes(data)
             if type(data) is not bytes or len(data) != prod(shape) * itemsize:
-                raise MalformedError("an array that is not as long as its shape says")
+                raise MalformedError("an array's length contradicts its shape")
             self.data = data
         self.dtype, self.record, self.shape, self.fortran = text, dtype, shape, fortran
         return self
@@ -228,10 +228,10 @@ def _dtype_text(value: Any) -> tuple[str, int]:
     if len(text) > 32 or not text[:1].isalpha() or not text[1:].isdigit():
         if text == "O":
             return "|O", 0
-        raise MalformedError("an array of an unknown dtype")
+        raise MalformedError("an array with an unknown dtype")
     order = value.state[1] if type(value.state) is tuple and len(value.state) > 1 else "|"
     if order not in ("<", ">", "|", "="):
-        raise MalformedError("an array of an unknown byte order")
+        raise MalformedError("an array with an unknown byte order")
     size = int(text[1:])
     if text[0] == "O":
         return "|O", 0

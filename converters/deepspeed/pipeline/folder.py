@@ -52,7 +52,7 @@ def list_folder(path: Path) -> Folder:
     for name in names_in(path):
         if _EXPERT.fullmatch(name):
             raise NotFoundError(
-                "this checkpoint holds experts that DeepSpeed-MoE spread over ranks, which is not supported",
+                "experts spread over ranks by DeepSpeed-MoE are not supported",
                 path=path / name,
             )
         if match := PIPELINE_LAYER.fullmatch(name):
@@ -64,11 +64,11 @@ def list_folder(path: Path) -> Folder:
     folder = Folder(path, layers, slices, partitions)
     numbers = sorted({number for number, _ in layers})
     of_layers = [(number, rank) for number in numbers for rank in range(folder.tp)]
-    check_all_there("the file of a layer is missing", layers, of_layers, path)
-    check_all_there("the model file of a rank is missing", slices, range(max(1, len(slices), folder.tp)), path)
+    check_all_there("a layer file is missing", layers, of_layers, path)
+    check_all_there("a rank's model file is missing", slices, range(max(1, len(slices), folder.tp)), path)
     if len(slices) % folder.tp:
         raise CorruptError(
-            "model files of ranks are missing: their number is no multiple of the tensor parallel ranks",
+            "model rank files are missing: their number is no multiple of the tensor parallel ranks",
             path=path,
             expected=f"a multiple of {folder.tp}",
             found=len(slices),

@@ -125,7 +125,7 @@ class Layers:
             kind = kind_of(entries)
             if kind is None:
                 raise LossError(
-                    "neither Megatron-DeepSpeed nor GPT-NeoX has such a layer in a pipeline",
+                    "unknown pipeline layer: neither Megatron-DeepSpeed nor GPT-NeoX has it",
                     path=path,
                     expected="word_embeddings, transformer layers, a final norm, lm_head or final_linear",
                     found=f"layer {layer}: " + ", ".join(entries[:4]),
@@ -138,11 +138,11 @@ class Layers:
         gaps = set(range(min(transformers, default=0), max(transformers, default=-1) + 1)) - set(transformers)
         if gaps:
             raise CorruptError(
-                "the files of a transformer layer are missing", path=path, expected=f"layer_{min(gaps):02d}"
+                "the files are missing for a transformer layer", path=path, expected=f"layer_{min(gaps):02d}"
             )
         if places != sorted(places) or not single or list(kinds.values()).count(Kind.OUTPUT) > 1:
             raise CorruptError(
-                "the files of layers do not make a model",
+                "the layer files do not form a model",
                 path=path,
                 expected="an embedding, transformer layers, a final norm and perhaps an output layer",
                 found=", ".join(f"{layer} {kind.value}" for layer, kind in kinds.items()),
@@ -214,7 +214,7 @@ class Layers:
     def _placed(self, fqn: str) -> tuple[int, str]:
         place = self.place(fqn)
         if place is None:
-            raise LossError("a pipeline of Megatron-DeepSpeed has no place for this tensor", fqn=fqn)
+            raise LossError("Megatron-DeepSpeed pipelines have no place for this tensor", fqn=fqn)
         return place
 
     def _is_tied(self, number: int) -> bool:

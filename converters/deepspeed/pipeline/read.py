@@ -48,7 +48,7 @@ from converters.optimizers.states import OptimizerStates
 
 _OLDEST_ORDER = 2.0
 #: Reader's note for the writer.
-OTHER_ORDER = "the pipeline's parameters are in another order than those of Megatron-DeepSpeed and GPT-NeoX"
+OTHER_ORDER = "the pipeline's parameter order differs from Megatron-DeepSpeed and GPT-NeoX"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class PipelineReading:
         for one in held:
             if (one.shape, one.dtype) != (first.shape, first.dtype):
                 raise CorruptError(
-                    f"ranks hold parts of different tensors under one name ({role})",
+                    f"ranks store different tensors under one name ({role})",
                     path=self.folder.path,
                     rank=one.slice,
                     fqn=fqn,
@@ -123,7 +123,7 @@ class PipelineReading:
             missing = [rank for rank in range(tp) if rank not in parts]
             if missing:
                 raise CorruptError(
-                    f"a tensor parallel rank has no part of a tensor that others have ({role})",
+                    f"a tensor parallel rank lacks its part for a tensor ({role})",
                     path=self.folder.path,
                     rank=stage + missing[0],
                     fqn=fqn,
@@ -164,7 +164,7 @@ def read_layers(reading: PipelineReading) -> None:
     for (layer, rank), file in contents.items():
         entries = {name: value for name, value in file.content.items() if not is_recomputed(name)}
         if len(entries) < len(file.content) and rank == 0 and layer == reading.layers.transformers[0]:
-            reading.notes.append("rotary frequencies (rotary_emb.inv_freq) are left out: every model computes them")
+            reading.notes.append("left out rotary frequencies (rotary_emb.inv_freq): every model computes them")
         if rank == 0:
             left = {name: value for name, value in file.content.items() if name not in entries}
             reading.recomputed |= {layer: left} if left else {}
@@ -178,9 +178,9 @@ def read_layers(reading: PipelineReading) -> None:
 def _note_weight(reading: PipelineReading, layer: int, rank: int, file: RankFile, name: str, value: Any) -> None:
     fqn = reading.layers.canonical(layer, name)
     if fqn is None:
-        raise LossError("nothing is known of this entry of a layer", path=file.path, rank=rank, fqn=f"{layer}.{name}")
+        raise LossError("this layer entry is unknown", path=file.path, rank=rank, fqn=f"{layer}.{name}")
     if not isinstance(value, StoredTensor):
-        raise CorruptError("an entry of a layer is no tensor", path=file.path, fqn=name, found=type(value).__name__)
+        raise CorruptError("a layer entry is not a tensor", path=file.path, fqn=name, found=type(value).__name__)
     extent = value.extent
     split = reading.split(fqn, file.path)
     held = _HeldPart(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
@@ -211,8 +211,8 @@ def check_neox(
     biases = [name for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias") if name in entries]
     if biases and tp > 1:
         raise LossError(
-            "under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and otherwise each has the same "
-            "one; the file does not say which of the two it is",
+            "GPT-NeoX adds up the ranks' biases in this layer under --gpt-j-residual, and the file does not record "
+            "that option",
             path=file.path,
             fqn=biases[0],
             hint=hint,
@@ -220,7 +220,7 @@ def check_neox(
     qkv, dense = (entries.get(f"attention.{name}.weight") for name in ("query_key_value", "dense"))
     if isinstance(qkv, StoredTensor) and isinstance(dense, StoredTensor) and qkv.shape[0] != 3 * dense.shape[1]:
         raise LossError(
-            "GPT-NeoX orders the rows of grouped queries in another way than Megatron, which is not supported",
+            "GPT-NeoX's row order for grouped queries is not supported",
             path=file.path,
             expected=f"{pluralize(3 * dense.shape[1], 'row')}",
             found=f"{qkv.shape[0]}",
@@ -239,20 +239,18 @@ def read_slices(reading: PipelineReading) -> list[RankFile]:
         slices = file.content.get("mp_world_size", len(files))
         if recorded not in (None, (folder.tp, folder.pp)) or slices != len(files):
             raise CorruptError(
-                "there are files of other ranks than the run had",
+                "the rank files do not match the run",
                 **file.where,
                 expected=f"TP {recorded[0]}, PP {recorded[1]}" if recorded else f"{pluralize(slices, 'model file')}",
                 found=f"TP {folder.tp}, PP {folder.pp}: {pluralize(len(files), 'model file')}",
             )
         if file.content.get("module") is not None:
             raise NotFoundError(
-                "a model file holds a module of its own beside a pipeline's layers, which is not supported",
+                "a model file with its own module next to pipeline layers is not supported",
                 path=file.path,
             )
         if file.content.get("optimizer") is not None:
-            raise NotFoundError(
-                "the optimizer of a run without ZeRO lies in the model files, which is not supported", path=file.path
-            )
+            raise NotFoundError("optimizer states inside the model files (no ZeRO) are not supported", path=file.path)
     _check_order(files[0])
     _check_layers(reading, files)
     recorded_dp = files[0].content.get("dp_world_size")
@@ -267,19 +265,19 @@ def _check_order(file: RankFile) -> None:
     version = file.content.get("checkpoint_version", _OLDEST_ORDER)
     if not isinstance(version, int | float) or version < _OLDEST_ORDER:
         raise NotFoundError(
-            "this version of Megatron's checkpoints orders the rows of query_key_value otherwise",
+            "unsupported order for the query_key_value rows in this Megatron checkpoint version",
             path=file.path,
             expected=f"checkpoint_version {_OLDEST_ORDER} or later",
             found=version,
-            hint="load and save it with Megatron-DeepSpeed, which reorders them",
+            hint="load and save it with Megatron-DeepSpeed to reorder them",
         )
     if has_qkv_in_blocks(attributes(file.content.get("args"))):
         raise NotFoundError(
-            "Megatron-DeepSpeed orders the rows of query_key_value otherwise since December 2024 (commit 676a482c): "
-            "all queries of a rank, its keys, its values; that order is not read",
+            "unsupported query_key_value row order: Megatron-DeepSpeed since December 2024 (commit 676a482c) stores "
+            "a rank's queries, then keys, then values",
             path=file.path,
             expected="rows by head, or by group of heads",
-            found="the argument ds_sequence_parallel_fpdt, which that version records",
+            found="the argument ds_sequence_parallel_fpdt from a newer version",
         )
 
 
@@ -289,16 +287,16 @@ def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
     found = len(reading.layers.transformers)
     if isinstance(recorded, int) and recorded != found:
         raise CorruptError(
-            "the files of transformer layers are missing, or left from another run",
+            "transformer layer files are missing, or left over from another run",
             path=reading.folder.path,
-            expected=f"{pluralize(recorded, 'layer')}, as the run's arguments say",
+            expected=f"{pluralize(recorded, 'layer')} from the run's arguments",
             found=f"{pluralize(found, 'layer')}",
         )
     for file in files:
         for name, number in _parameters(file):
             if number is not None and number not in reading.layers.kinds:
                 raise CorruptError(
-                    "the file of a layer is missing",
+                    "a layer file is missing",
                     path=reading.folder.path,
                     rank=file.rank,
                     fqn=name,
@@ -340,16 +338,16 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
         return None
     first, dp = None, reading.dp
     expected = [(rank, number) for number in range(len(slices)) for rank in range(dp)]
-    what = "the partition of an optimizer (data parallel rank, slice) is missing"
+    what = "an optimizer partition (data parallel rank, slice) is missing"
     check_all_there(what, folder.partitions, expected, folder.path)
     extra = [key for key in folder.partitions if key not in set(expected)]
     if extra:
         raise CorruptError(
-            "there are partitions of more ranks than the run had: left over from an earlier, larger run",
+            "found partitions from more ranks than the run had: left over from an earlier, larger run",
             path=folder.partitions[extra[0]],
             expected=f"{dp} data parallel ranks of {pluralize(len(slices), 'slice')}",
             found=f"{pluralize(len(folder.partitions), 'file')}",
-            hint="move them away if they do not belong to this run",
+            hint="move them out of the folder if they do not belong to this run",
         )
     for slice_file in slices:
         inners = [inner_file(reading.load(folder.partitions[rank, slice_file.rank], rank)) for rank in range(dp)]
@@ -384,7 +382,7 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
         for name, shape in shapes.items():
             fqn = reading.layers.of_parameter(name)
             if fqn is None:
-                raise LossError("nothing is known of this parameter", **file.where, fqn=name)
+                raise LossError("this parameter is unknown", **file.where, fqn=name)
             if is_tied(name) and file.rank >= reading.folder.tp and fqn.endswith("position_embeddings.weight"):
                 kept = "only the word embedding there is kept equal to the first stage's"
                 if (note := f"{fqn} of the last stage is left out: {kept}") not in reading.notes:
@@ -435,7 +433,7 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
         counts = counts if isinstance(counts, Sequence) else [counts]
         if any(count != len(inners) for count in counts):
             raise CorruptError(
-                "files of different runs in one folder",
+                "the folder mixes files from different runs",
                 **inner.where,
                 expected=f"{len(inners)} data parallel ranks",
                 found=", ".join(map(str, counts)),
@@ -448,7 +446,7 @@ def _check_shape(reading: PipelineReading, file: RankFile, fqn: str, shape: Shap
     weights = reading.held.get((fqn, WEIGHT))
     if not weights or weights[0].shape != shape:
         raise CorruptError(
-            "the optimizer's part of a parameter is not that of the layer's file",
+            "the optimizer's part of a parameter does not match the layer file",
             **file.where,
             fqn=fqn,
             expected=list(weights[0].shape) if weights else "a layer that has it",

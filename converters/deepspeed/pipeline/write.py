@@ -191,7 +191,7 @@ def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str,
         layers.order(fqn)  # raises LossError for a tensor without a place
     for fqn in (EMBEDDING, "decoder.final_layernorm.weight"):
         if fqn not in names:
-            raise LossError("the source lacks a tensor that every model of Megatron-DeepSpeed has", fqn=fqn)
+            raise LossError("the source lacks a tensor every Megatron-DeepSpeed model has", fqn=fqn)
     return layers
 
 
@@ -201,7 +201,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
     for name, value in vars(options).items():
         if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value not in (None, 1):
             raise UsageError(
-                "Megatron-DeepSpeed's pipelines have no such layout",
+                "Megatron-DeepSpeed pipelines do not support this layout",
                 expected="--tp, --pp, --world-size, how layers are dealt to stages and the vocabulary padded",
                 found=f"--{name.replace('_', '-')} {value}",
                 hint=f"leave --{name.replace('_', '-')} out",
@@ -216,7 +216,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     if any(isinstance(count, int) and count % grid.tp for count in (heads, groups)):
         raise UsageError(
-            "attention does not divide among the tensor parallel ranks",
+            "the tensor parallel size does not divide the attention heads",
             expected="heads and query groups that --tp divides",
             found=f"{heads} heads, {groups or heads} query groups, tp {grid.tp}",
         )
@@ -226,7 +226,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
 def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
     """Return the requested pipeline stages, or the source's if their number fits, or balanced ones."""
     if num_layers < grid.pp:
-        what, hint = "there are more pipeline stages than layers", "a smaller --pp"
+        what, hint = "the model has fewer layers than pipeline stages", "a smaller --pp"
         raise UsageError(what, expected=f"--pp {num_layers} or less", hint=hint)
     even = Stages(num_layers, grid.pp)
     requested = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
@@ -365,7 +365,7 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
     client.setdefault("iteration", checkpoint.state.step or 0)
     of_slices = pipeline.record.get("of_slices", {})
     if of_slices and not _keeps_slices(pipeline):
-        dropped.append(f"{', '.join(of_slices)}: the layout is another one; resume with --no-load-rng")
+        dropped.append(f"{', '.join(of_slices)}: the layout differs; resume with --no-load-rng")
     return client, dropped
 
 
@@ -409,14 +409,14 @@ def _pipeline_notes(pipeline: _Pipeline) -> Iterator[str]:
     yield from batch_notes(pipeline.config, pipeline.dp)
     if pipeline.layers.neox and not pipeline.record:
         yield (
-            "names are GPT-NeoX's, as it had them until September 2024 (commit 0d4bdb96): only that has the parallel "
-            "residual of this model (gpt_j_residual). It loads this with "
+            "wrote GPT-NeoX's names from before September 2024 (commit 0d4bdb96): only they support this model's "
+            "parallel residual (gpt_j_residual). Load this with "
             + ("no_load_rng" if pipeline.has_optimizer and pipeline.checkpoint.state.step else "finetune")
         )
     if not pipeline.layers.neox:
         yield (
-            "rows of query_key_value are by head, as Megatron-DeepSpeed had them until December 2024: since commit "
-            "676a482c it takes them for all queries, keys and values of a rank, and would train another model"
+            "query_key_value rows are ordered by head, for Megatron-DeepSpeed before December 2024: commit 676a482c "
+            "and later read another order and would train a wrong model"
         )
     if pipeline.layers.tied and grid.pp > 1 and _POSITIONS in pipeline.tensors:
-        yield f"the last stage's own {_POSITIONS}, which nothing reads, is the first stage's"
+        yield f"the last stage's own {_POSITIONS} is a copy from the first stage; nothing reads it"

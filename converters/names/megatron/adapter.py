@@ -274,7 +274,7 @@ def _by_module(
         expected = {IN, OUT, *([MAGNITUDE] if run.has_magnitudes else [])}
         if factors.keys() != expected:
             raise CorruptError(
-                "the adapter lacks one of a layer's factors",
+                "the adapter lacks a LoRA factor for a layer",
                 path=checkpoint.path,
                 fqn=name.module,
                 expected=" and ".join(sorted(expected)),

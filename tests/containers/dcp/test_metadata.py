@@ -104,7 +104,7 @@ def test_an_item_that_is_another_tensor(step: Path) -> None:
     edit(step, swap)
     error = refused(step)
     assert error.exit_code == 4
-    assert "not what the metadata says" in str(error)
+    assert "contradicts the metadata" in str(error)
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "a\0b", "", "../step/__0_0.distcp"])

@@ -105,11 +105,11 @@ MEANINGLESS: dict[str, tuple[Callable[[Any], None], str]] = {
             renamed(m, f"optimizer.state.gain.{n}", f"optimizer.state.gaim.{n}", ("optimizer", "state", "gaim", n))
             for n in ("exp_avg", "exp_avg_sq", "step")
         ][-1],
-        "states of a parameter that the model does not have",
+        "states for a parameter missing from the model",
     ),
     "a path of another key": (
         lambda m: m.planner_data.__setitem__("model.gain", ("model", "frozen")),
-        "not that of its key",
+        "path contradicts its key",
     ),
     "no path": (lambda m: m.planner_data.pop("model.gain"), "has no path in the state dict"),
 }

@@ -147,7 +147,7 @@ def test_masters_and_states_go_on_to_dcp(fixtures: Path, tmp_path: Path, name: s
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("target", ["zero1", "zero3", "universal"])
 def test_what_its_engine_loads_is_not_written(fixtures: Path, name: str, target: str) -> None:
-    with pytest.raises(UsageError, match="experts that ranks share"):
+    with pytest.raises(UsageError, match="loads shared experts"):
         api.plan(api.open(fixtures / name), target, Layout(world_size=None if target == "universal" else 2))
 
 
@@ -199,14 +199,19 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         NotFoundError,
         "another order",
     ),
-    "another version": (RECORD, layers(lambda found: found[0]["affine_maps"].update(version=2)), NotFoundError, "how"),
-    "no maps": (RECORD, layers(lambda found: found[1].pop("affine_maps")), NotFoundError, "how ranks share"),
-    "a map gone": (RECORD, layers(lambda found: maps(found[0]).popitem()), CorruptError, "do not agree"),
+    "another version": (
+        RECORD,
+        layers(lambda found: found[0]["affine_maps"].update(version=2)),
+        NotFoundError,
+        "sharding record",
+    ),
+    "no maps": (RECORD, layers(lambda found: found[1].pop("affine_maps")), NotFoundError, "sharding record"),
+    "a map gone": (RECORD, layers(lambda found: maps(found[0]).popitem()), CorruptError, "disagree"),
     "another prefix": (
         RECORD,
         layers(lambda found: found[0].update(expert_key_prefix="model.layers.1.mlp.experts")),
         CorruptError,
-        "do not agree",
+        "disagree",
     ),
     "another shape": (
         RECORD,
@@ -216,12 +221,12 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
     ),
     "other ranks": (RECORD, layers(lambda found: [x.update(ep_size=4) for x in found]), CorruptError, "ranks"),
     "ranks of one layer": (RECORD, layers(lambda found: found[0].update(ep_size=4)), NotFoundError, "each layer"),
-    "a layer of another kind": (RECORD, layers(lambda found: found.pop()), NotFoundError, "some of its layers"),
+    "a layer of another kind": (RECORD, layers(lambda found: found.pop()), NotFoundError, "only some layers"),
     "no record": (
         RECORD,
         lambda step: change(step / "mp_rank_00_model_states.pt", lambda state: state.pop("ds_autoep_layers")),
         CorruptError,
-        "expert's file",
+        "expert file",
     ),
     "tensor parallel": (
         RECORD,
@@ -229,12 +234,12 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         NotFoundError,
         "tensor parallel",
     ),
-    "an expert gone": (RECORD, lambda step: (step / expert(3)).unlink(), IncompleteError, "experts are missing"),
+    "an expert gone": (RECORD, lambda step: (step / expert(3)).unlink(), IncompleteError, "expert files are missing"),
     "an expert too many": (
         RECORD,
         lambda step: shutil.copy(step / expert(3), step / expert(4)),
         CorruptError,
-        "does not have",
+        "no expert in the model",
     ),
     "another expert's file": (
         RECORD,
@@ -261,7 +266,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
             step / "mp_rank_00_model_states.pt", lambda s: s["param_shapes"][1].update(s["param_shapes"][0])
         ),
         NotFoundError,
-        "other parameters beside them",
+        "with other parameters",
     ),
     "an optimizer's experts gone": (
         "autoep-zero0",
@@ -273,19 +278,19 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         "autoep-zero3",
         shared_by(lambda group: group.update(partition_ranks=[0, 1])),
         CorruptError,
-        "do not agree",
+        "disagree",
     ),
     "another place": (
         "autoep-zero3",
         shared_by(lambda group: group.update(partition_rank=1)),
         CorruptError,
-        "do not agree",
+        "disagree",
     ),
     "another expert parallel rank": (
         "autoep-zero3",
         layers(lambda found: [x.update(ep_rank=1) for x in found], "zero_pp_rank_0_mp_rank_00"),
         CorruptError,
-        "not those that share experts",
+        "differ from the ranks sharing experts",
     ),
     "no record under stage 3": (
         "autoep-zero3",

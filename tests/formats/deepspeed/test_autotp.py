@@ -103,12 +103,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
     "a parameter without one": (
         lambda run: change(run, 0, lambda s: params(s).pop(Q)),
         NotFoundError,
-        "nothing is recorded of model.layers.0.self_attn.q_proj.weight",
+        "without a record for model.layers.0.self_attn.q_proj.weight",
     ),
     "a scaled bias": (
         lambda run: change(run, 0, lambda s: params(s)[Q]["ranks"][0]["pieces"][0].update(scale=0.5)),
         NotFoundError,
-        "divided by their number",
+        "divided by the number of ranks",
     ),
     "another shape": (
         lambda run: change(run, 0, lambda s: params(s)[Q].update(logical_shape=[32, 16])),
@@ -151,7 +151,7 @@ def rank_file(run: Path, rank: int) -> Path:
 FAULTS_WITHOUT_ZERO: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
     **{name: FAULTS[name] for name in FAULTS if "gone" not in name and name != "another step"},
     "another step": (lambda run: change(run, 1, lambda s: s.update(global_steps=3)), CorruptError, "different"),
-    "rank 1 gone": (lambda run: rank_file(run, 1).unlink(), NotFoundError, "model-parallel"),
+    "rank 1 gone": (lambda run: rank_file(run, 1).unlink(), NotFoundError, "model parallel"),
     "rank 0 gone": (lambda run: rank_file(run, 0).unlink(), CkptError, ""),
     "rank 1 called rank 2": (lambda run: rank_file(run, 1).rename(rank_file(run, 2)), CorruptError, ""),
     "another lr": (
@@ -183,6 +183,6 @@ def test_states_that_shapes_do_not_name_are_left_out_of_all_ranks(
         change(run, rank, lambda s: optimizer(s)["fp32_groups"][0].reverse())
     checkpoint = api.open(run)
     assert {role for _, role in checkpoint.tensors} == {WEIGHT} and not checkpoint.state.param_groups
-    assert any("states and masters are left out" in note for note in checkpoint.notes)
+    assert any("left out the optimizer states and masters" in note for note in checkpoint.notes)
     weights = {key: bits for key, bits in truth_of(fixtures, "autotp-zero0").tensors.items() if key[1] == WEIGHT}
     assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == weights

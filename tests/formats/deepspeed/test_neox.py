@@ -154,16 +154,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
     "no config": (lambda run: (run / "config.json").unlink(), LossError, "use_parallel_residual"),
     "another model's config": (lambda run: config(run, model_type="gpt2"), LossError, "adds up"),
     "nothing told of the residual": (lambda run: config(run, use_parallel_residual=None), LossError, "adds up"),
-    "more ranks": (of_args(model_parallel_size=4), CorruptError, "other tensor parallel ranks"),
+    "more ranks": (of_args(model_parallel_size=4), CorruptError, "the tensor parallel rank files"),
     "no arguments": (
         lambda run: [change(run, rank, lambda state: state.pop("args")) for rank in range(2)],
         NotFoundError,
         "mp_rank other than 00",
     ),
-    "more layers": (of_args(num_layers=3), CorruptError, "other layers"),
-    "another hidden size": (of_args(hidden_size=32), CorruptError, "as the run's arguments tell"),
-    "another vocabulary": (of_args(padded_vocab_size=48), CorruptError, "as the run's arguments tell"),
-    "another name": (renamed("mlp.dense_h_to_4h", "mlp.linear1"), LossError, "nothing is known of this entry"),
+    "more layers": (of_args(num_layers=3), CorruptError, "the layers do not match"),
+    "another hidden size": (of_args(hidden_size=32), CorruptError, "does not match the run's arguments"),
+    "another vocabulary": (of_args(padded_vocab_size=48), CorruptError, "does not match the run's arguments"),
+    "another name": (renamed("mlp.dense_h_to_4h", "mlp.linear1"), LossError, "this layer entry is unknown"),
     "a name without a layer": (renamed("sequential.2.", "sequential_2."), NotFoundError, "mp_rank other than 00"),
     "a layer gone": (
         lambda run: [
@@ -171,7 +171,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
             for rank in range(2)
         ],
         CorruptError,
-        "other layers",
+        "the layers do not match",
     ),
     "another part": (lambda run: change(run, 1, halved), CorruptError, ""),
     "another step": (lambda run: change(run, 1, lambda s: s.update(global_steps=3)), CorruptError, "different"),

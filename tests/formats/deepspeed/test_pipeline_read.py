@@ -119,7 +119,7 @@ def test_find_takes_what_latest_records(tmp_path: Path) -> None:
     assert ckpt.open(run).path == str(run / TAG)
     assert ckpt.open(run, tag="global_step9").path == str(run / "global_step9")
     (run / "latest").unlink()
-    with pytest.raises(CorruptError, match="does not say") as caught:
+    with pytest.raises(CorruptError, match="does not record that option") as caught:
         ckpt.open(run)
     assert "global_step9" in str(caught.value.hint)
     assert ckpt.open(run / TAG).format == "megatron-deepspeed"
@@ -137,35 +137,39 @@ def _changed(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[P
 MODEL, PARTITION = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_03_optim_states.pt"
 LAYER = "layer_{:02d}-model_{:02d}-model_states.pt"
 FAULTS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
-    "layer of one rank": (_remove(LAYER.format(3, 1)), CorruptError, "file of a layer is missing"),
-    "layer": (_remove(LAYER.format(3, 0), LAYER.format(3, 1)), CorruptError, "transformer layer are missing"),
+    "layer of one rank": (_remove(LAYER.format(3, 1)), CorruptError, "a layer file is missing"),
+    "layer": (_remove(LAYER.format(3, 0), LAYER.format(3, 1)), CorruptError, "missing for a transformer layer"),
     "last layer": (_remove(LAYER.format(5, 0), LAYER.format(5, 1)), CorruptError, "missing, or left"),
-    "output": (_remove(LAYER.format(7, 0), LAYER.format(7, 1)), CorruptError, "file of a layer is missing"),
-    "norm": (_remove(LAYER.format(6, 0), LAYER.format(6, 1)), CorruptError, "do not make a model"),
-    "model file": (_remove("mp_rank_02_model_states.pt"), CorruptError, "model file of a rank is missing"),
+    "output": (_remove(LAYER.format(7, 0), LAYER.format(7, 1)), CorruptError, "a layer file is missing"),
+    "norm": (_remove(LAYER.format(6, 0), LAYER.format(6, 1)), CorruptError, "do not form a model"),
+    "model file": (_remove("mp_rank_02_model_states.pt"), CorruptError, "a rank's model file is missing"),
     "last model files": (
         _remove("mp_rank_02_model_states.pt", "mp_rank_03_model_states.pt"),
         CorruptError,
-        "other ranks than the run had",
+        "the rank files do not match the run",
     ),
-    "partition": (_remove(PARTITION), CorruptError, "partition of an optimizer"),
+    "partition": (_remove(PARTITION), CorruptError, "an optimizer partition"),
     "left over partition": (
         lambda step: shutil.copy(step / PARTITION, step / PARTITION.replace("rank_0_", "rank_1_")) and None,
         CorruptError,
         "more ranks than the run had",
     ),
     "step": (_changed(MODEL, lambda saved: saved.update(global_steps=1)), CorruptError, "different steps"),
-    "version": (_changed(MODEL, lambda saved: saved.update(checkpoint_version=1.0)), NotFoundError, "orders the rows"),
+    "version": (
+        _changed(MODEL, lambda saved: saved.update(checkpoint_version=1.0)),
+        NotFoundError,
+        "unsupported order",
+    ),
     "rows in blocks": (
         _changed(MODEL, lambda saved: setattr(saved["args"], "ds_sequence_parallel_fpdt", False)),
         NotFoundError,
-        "orders the rows of query_key_value otherwise since",
+        "row order: Megatron-DeepSpeed since",
     ),
-    "stage 0": (_changed(MODEL, lambda saved: saved.update(optimizer={})), NotFoundError, "without ZeRO"),
+    "stage 0": (_changed(MODEL, lambda saved: saved.update(optimizer={})), NotFoundError, "no ZeRO"),
     "unknown entry": (
         _changed(LAYER.format(2, 0), lambda saved: saved.update({"mlp.gate.weight": torch.ones(2)})),
         LossError,
-        "nothing is known of this entry",
+        "this layer entry is unknown",
     ),
     "unknown layer": (
         lambda step: [torch.save({"conv.weight": torch.ones(2)}, step / LAYER.format(8, r)) for r in (0, 1)] and None,
@@ -176,7 +180,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
     "shape": (
         _changed(LAYER.format(4, 1), lambda saved: saved.update({"input_layernorm.weight": torch.ones(41)})),
         CorruptError,
-        "ranks hold parts of different tensors|not that of the layer",
+        "ranks store different tensors|does not match the layer",
     ),
     "partition of another layout": (
         _changed(PARTITION, lambda saved: saved["optimizer_state_dict"].update(partition_count=[2, 2])),

@@ -72,7 +72,7 @@ def test_what_shapes_do_not_prove_is_left_out_and_said(fixtures: Path, tmp_path:
     torch.save(whole, path)
     checkpoint = api.open(run)
     assert {role for _, role in checkpoint.tensors} == {WEIGHT, BUFFER} and not checkpoint.state.param_groups
-    assert any("states and masters are left out" in note for note in checkpoint.notes)
+    assert any("left out the optimizer states and masters" in note for note in checkpoint.notes)
 
 
 def test_is_not_taken_for_other_layouts(fixtures: Path, tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
 @pytest.mark.parametrize(
     ("role", "count", "what"),
     [
-        (MASTER, 0, "master does not have the shape"),
+        (MASTER, 0, "master does not have its parameter's shape"),
         (MASTER, 1, "master is a single number"),
-        (MASTER, 2, "master does not have the shape"),
+        (MASTER, 2, "master does not have its parameter's shape"),
         ("exp_avg", 1, "exp_avg is a single number"),
     ],
 )

@@ -67,7 +67,7 @@ def test_no_tensor_appears_twice_under_an_unrelated_name(tmp_path: Path, write: 
     checkpoint = api.open(write(tmp_path / "run", GROUPS, 2, change_model=renaming(with_other_words)))
     assert_holds(checkpoint, GROUPS)
     assert not any(fqn.startswith(("encoder.a", "encoder.b", "value")) for fqn, _ in checkpoint.tensors)
-    assert any("4 entries of the model's state_dict()" in note for note in checkpoint.notes)
+    assert any("4 entries in the model's state_dict()" in note for note in checkpoint.notes)
 
 
 @WRITERS

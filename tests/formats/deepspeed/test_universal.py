@@ -124,9 +124,7 @@ def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path) -> N
         }
         assert len(held) + len(without) == len(checkpoint.tensors) and len(checkpoint.state.param_groups) > 1
         notes = plan(replace(checkpoint, tensors=held), "universal", Layout()).plan.target.notes
-        assert (
-            f"optimizer state exp_avg of {listed(without)} is not in the source: zeros, as DeepSpeed starts it" in notes
-        )
+        assert f"optimizer state exp_avg of {listed(without)} is missing from the source: wrote zeros" in notes
     assert not any("zeros" in note for note in plan(checkpoint, "universal", Layout()).plan.target.notes)
 
 
@@ -161,20 +159,20 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
             (copy / name).unlink()
         return copy
 
-    with pytest.raises(CorruptError, match="master of a parameter is missing"):
+    with pytest.raises(CorruptError, match="parameter's master is missing"):
         read(damaged("zero/embed.weight/fp32.pt"))
-    with pytest.raises(CorruptError, match="optimizer state of a parameter is missing"):
+    with pytest.raises(CorruptError, match="parameter's optimizer state is missing"):
         read(damaged("zero/embed.weight/exp_avg.pt"))
-    with pytest.raises(CorruptError, match="optimizer state of a parameter is missing"):
+    with pytest.raises(CorruptError, match="parameter's optimizer state is missing"):
         read(damaged("zero/embed.weight/step.pt"))
-    with pytest.raises(HalfError, match="holds only optimizer states"):
+    with pytest.raises(HalfError, match="has only optimizer states"):
         read(damaged("mp_rank_00_model_states.pt"))
     copy = damaged()
     shutil.copy(copy / "zero" / "down.bias" / "fp32.pt", copy / "zero" / "embed.weight" / "fp32.pt")
-    with pytest.raises(CorruptError, match="another size"):
+    with pytest.raises(CorruptError, match="tensor's size differs"):
         read(copy)
     (folder.parent / "latest_universal").write_text("elsewhere")
-    with pytest.raises(CorruptError, match="names a step folder"):
+    with pytest.raises(CorruptError, match="names a missing step folder"):
         UNIVERSAL.find(folder.parent, None)
     assert UNIVERSAL.find(folder.parent, folder.name) == folder
     assert parameter.is_dir() and UNIVERSAL.find(folder, None) == folder

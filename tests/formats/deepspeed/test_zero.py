@@ -126,7 +126,7 @@ def test_checkpoint_numbers_are_numbers(fixtures: Path, tmp_path: Path) -> None:
     shutil.copytree(fixtures / "trainer-zero2" / "checkpoint-1", run / "checkpoint-9")
     shutil.copytree(fixtures / "trainer-zero2" / "checkpoint-2", run / "checkpoint-10")
     taken, renamed = api.open(run).notes
-    assert taken == "taking checkpoint-10/global_step2" and "its files are of step 2: was it renamed" in renamed
+    assert taken == "taking checkpoint-10/global_step2" and "its files are from step 2: was it renamed" in renamed
 
 
 def without_a_rank(checkpoint: Path) -> None:
@@ -166,7 +166,7 @@ def test_latest_decides_and_a_newer_step_is_named(tmp_path: Path) -> None:
         write_stage2(run, GROUPS, 2, tag=f"global_step{step}")
     checkpoint = api.open(run)
     assert Path(checkpoint.path).name == "global_step9"
-    assert checkpoint.notes[1] == "global_step9 is what `latest` records; there is also global_step10 (--tag takes it)"
+    assert checkpoint.notes[1] == "global_step9 is recorded in `latest`; there is also global_step10 (--tag takes it)"
     assert Path(api.open(run, tag="global_step10").path).name == "global_step10"
     assert api.open(run / "global_step10").notes == ()
 
@@ -510,7 +510,7 @@ def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> Non
         (run / "global_step2").rename(run / "pytorch_model")
         (run / "latest").write_text("pytorch_model")
         checkpoint = api.open(run)
-        assert any("the model is of step 5, and the optimizer has taken 2" in note for note in checkpoint.notes)
+        assert any("the model is from step 5, but the optimizer has taken 2" in note for note in checkpoint.notes)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -527,13 +527,13 @@ def nested(saved: dict[str, Any]) -> None:
 
 
 UNSUPPORTED = {
-    "tensor-parallel": (add_file("mp_rank_01_model_states.pt"), "tensor-parallel ranks"),
-    "tensor-parallel-zero3": (add_file("zero_pp_rank_0_mp_rank_01_model_states.pt"), "tensor-parallel ranks"),
-    "tensor-parallel-optimizer": (add_file(OPTIMIZER_NAME.format(0).replace("_00", "_01")), "tensor-parallel ranks"),
+    "tensor-parallel": (add_file("mp_rank_01_model_states.pt"), "tensor parallel parts"),
+    "tensor-parallel-zero3": (add_file("zero_pp_rank_0_mp_rank_01_model_states.pt"), "tensor parallel parts"),
+    "tensor-parallel-optimizer": (add_file(OPTIMIZER_NAME.format(0).replace("_00", "_01")), "tensor parallel parts"),
     "moe-old": (add_file("expert_3_mp_rank_00_model_states.pt"), "experts"),
     "megatron": (change_model(nested), "Megatron-DeepSpeed"),
     "pipeline-module": (change_model(lambda saved: saved.update(module=None)), "pipeline"),
-    "mp-world-size": (change_model(lambda saved: saved.update(mp_world_size=2)), "model-parallel"),
+    "mp-world-size": (change_model(lambda saved: saved.update(mp_world_size=2)), "model parallel"),
 }
 
 
@@ -543,7 +543,7 @@ def test_layouts_that_are_not_supported_are_named(tmp_path: Path, case: str) -> 
     run = write_stage2(tmp_path / "run", GROUPS, 2)
     damage(run / "global_step2")
     for format in ("auto", "zero2"):
-        with pytest.raises(NotFoundError, match="not supported") as caught:
+        with pytest.raises(NotFoundError, match=r"not supported|unsupported") as caught:
             api.open(run, format)
         assert words in caught.value.what
 
@@ -552,10 +552,10 @@ def test_layouts_that_are_not_supported_are_named(tmp_path: Path, case: str) -> 
 def test_a_pipeline_is_of_another_format(tmp_path: Path, name: str) -> None:
     run = write_stage2(tmp_path / "run", GROUPS, 2)
     add_file(name)(run / "global_step2")
-    with pytest.raises(NotFoundError, match="layers of a DeepSpeed pipeline") as caught:
+    with pytest.raises(NotFoundError, match="DeepSpeed pipeline checkpoint") as caught:
         api.open(run, "zero2")
     assert "megatron-deepspeed" in str(caught.value.hint)
-    with pytest.raises(CorruptError, match="do not make a model"):
+    with pytest.raises(CorruptError, match="do not form a model"):
         api.open(run)
 
 
@@ -644,7 +644,7 @@ def test_a_structure_of_the_future_is_refused_with_its_version(tmp_path: Path) -
     run = write_stage2(tmp_path / "run", GROUPS, 2, change=future)
     for path in (run / "global_step2").glob("*optim_states.pt"):
         torch.save(torch.load(path) | {"ds_version": "9.0"}, path)
-    with pytest.raises(CorruptError, match="any known version") as caught:
+    with pytest.raises(CorruptError, match="no known version") as caught:
         api.open(run)
     assert "deepspeed 9.0" in str(caught.value.found)
 
@@ -700,4 +700,4 @@ def test_the_last_rank_has_the_padding_of_its_states(
     torch.save(saved, path)
     checked = ckpt("check", tmp_path / "run")
     assert checked.code == code, checked.out
-    assert ("exp_avg does not have the size of the rank's part" in checked.out) == bool(code), checked.out
+    assert ("exp_avg does not match the rank part's size" in checked.out) == bool(code), checked.out

@@ -188,9 +188,9 @@ def test_a_missing_shard_is_named_with_its_tensors(tmp_path: Path) -> None:
 
 def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    with pytest.raises(CorruptError, match="index does not place there"):
+    with pytest.raises(CorruptError, match="missing from the index"):
         read(sharded(tmp_path, weight_map={"a": first, "c": second}))
-    with pytest.raises(CorruptError, match="its file does not hold"):
+    with pytest.raises(CorruptError, match="missing from its file"):
         read(sharded(tmp_path, weight_map={"a": first, "b": first, "c": second, "d": second}))
 
 
@@ -238,7 +238,7 @@ def test_both_a_single_file_and_an_index(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     save_file({"z": torch.ones(1)}, folder / "model.safetensors")
     checkpoint = read(folder)
-    assert [f for f, _ in checkpoint.tensors] == ["z"] and "both stand" in checkpoint.notes[0]
+    assert [f for f, _ in checkpoint.tensors] == ["z"] and "are both in the folder" in checkpoint.notes[0]
 
 
 def test_what_is_not_a_model(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_what_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert HF.find(tmp_path, None) is None
     assert HF.find(tmp_path / "adapter_model.safetensors", None) is None
-    with pytest.raises(NotFoundError, match="no safetensors weights of a model"):
+    with pytest.raises(NotFoundError, match="no safetensors model weights"):
         HF.read(tmp_path, ReadRequest())
     rank_shards = tmp_path / "ranks"
     rank_shards.mkdir()
@@ -429,7 +429,7 @@ def test_masters_are_rounded_to_the_models_dtype(tmp_path: Path, engine: Checkpo
     target = HF.lay_out(engine, Layout())
     assert target.notes == (
         "1 parameter written in bfloat16, the model's dtype, rounded from the float32 masters; "
-        "--dtype fp32 writes the masters as they are",
+        "use --dtype fp32 for the unrounded masters",
     )
     assert target.loads is not None and target.loads.can is False and target.loads.why == "config.json is missing"
     written = load_file(convert(engine, tmp_path / "out") / "model.safetensors")
@@ -467,10 +467,10 @@ def test_weights_beside_masters(tmp_path: Path) -> None:
     checkpoint = engine_checkpoint(tmp_path, tensors, native=BFLOAT16)
     target = HF.lay_out(checkpoint, Layout())
     assert {slot.key for file in target.files for slot in file.slots} == {("w", WEIGHT)}
-    assert "written as the model's bfloat16 weights are; --dtype fp32 writes the fp32 masters" in target.notes[0]
+    assert "written in bfloat16, the model's dtype; use --dtype fp32 for the fp32 masters" in target.notes[0]
     target = HF.lay_out(checkpoint, Layout(dtype=FLOAT32))
     assert {slot.key for file in target.files for slot in file.slots} == {("w", MASTER)}
-    assert "written as the float32 masters are, bit for bit; --dtype keep writes" in target.notes[0]
+    assert "written bit for bit from the float32 masters; --dtype keep writes" in target.notes[0]
 
 
 # -- ties -----------------------------------------------------------------------------------------------------

@@ -170,10 +170,10 @@ def test_vllm_takes_stacked_experts_of_gpt_oss_in_pefts_packing(tmp_path: Path) 
     _, repacked = served(grouped, "vllm", tmp_path / "repacked")
     assert all(torch.equal(repacked[name], trained[name]) for name in trained)
     refused = ckpt("convert", "peft", "peft", adapter, "--server", "sglang", "-o", tmp_path / "none")
-    assert refused.code == 2 and "how sglang has the experts of this model is not known here" in refused.err
+    assert refused.code == 2 and "ckpt does not know sglang's expert layout for this model" in refused.err
     one = save_adapter(base, tmp_path / "one", options | {"target_parameters": EXPERTS[:1]})
     refused = ckpt("convert", "peft", "peft", one, "--server", "vllm", "-o", tmp_path / "none")
-    assert refused.code == 6 and "both stacked parameters of a layer, or of none" in refused.err
+    assert refused.code == 6 and "both stacked parameters of a layer, or on neither" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_vllm_takes_stacked_experts_of_gpt_oss_in_pefts_packing(tmp_path: Path) 
         ({"target_modules": ALL, "modules_to_save": ["lm_head"]}, "with modules_to_save"),
         ({"target_modules": ALL, "lora_bias": True}, "with trained biases"),
         ({"target_modules": ALL, "trainable_token_indices": [1]}, "with trained tokens"),
-        ({"target_modules": ["embed_tokens", "q_proj", "v_proj"]}, "does not load this part of an adapter"),
-        ({"target_modules": ALL, "init_lora_weights": "pissa"}, "with a kind that PEFT alone merges"),
+        ({"target_modules": ["embed_tokens", "q_proj", "v_proj"]}, "does not load this adapter part"),
+        ({"target_modules": ALL, "init_lora_weights": "pissa"}, "with a kind only PEFT can merge"),
     ],
 )
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
@@ -193,7 +193,7 @@ def test_what_a_server_does_not_compute_is_refused(
 ) -> None:
     adapter = save_adapter(llama, tmp_path / "adapter", options)
     refused = ckpt("convert", "peft", "peft", adapter, "--server", server, "-o", tmp_path / "out")
-    assert refused.code == 2 and said in refused.err and "`ckpt merge-lora` merges it" in refused.err
+    assert refused.code == 2 and said in refused.err and "use `ckpt merge-lora` to merge it" in refused.err
     assert not (tmp_path / "out").exists()
 
 
@@ -204,7 +204,7 @@ def test_experts_that_vllm_would_fail_on_are_refused(parameters: list[str], tmp_
     options = {"target_modules": ["q_proj", "v_proj"], "target_parameters": parameters}
     half = save_adapter(base, tmp_path / "half", options)
     refused = ckpt("convert", "peft", "peft", half, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 6 and "all layers of all experts, or of none" in refused.err
+    assert refused.code == 6 and "every expert of a layer, or on none" in refused.err
     assert not (tmp_path / "out").exists()
     whole = save_adapter(base, tmp_path / "whole", options | {"target_parameters": EXPERTS})
     _, tensors = served(whole, "vllm", tmp_path / "apart")
@@ -219,11 +219,11 @@ def test_experts_that_vllm_would_fail_on_are_refused(parameters: list[str], tmp_
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        ({"target_modules": ["q_proj"]}, 6, "q_proj only together with one of v_proj"),
-        ({"target_modules": ["k_proj", "v_proj"]}, 6, "k_proj only together with one of q_proj"),
-        ({"target_modules": ["up_proj"]}, 6, "up_proj only together with one of gate_proj"),
-        ({"target_modules": ALL, "alpha_pattern": {"o_proj": 3}}, 2, "scales all layers of an adapter alike"),
-        ({"target_modules": ALL, "rank_pattern": {"o_proj": 6}}, 2, "scales all layers of an adapter alike"),
+        ({"target_modules": ["q_proj"]}, 6, "needs LoRA on v_proj, too, to load it on q_proj"),
+        ({"target_modules": ["k_proj", "v_proj"]}, 6, "needs LoRA on q_proj, too, to load it on k_proj"),
+        ({"target_modules": ["up_proj"]}, 6, "needs LoRA on gate_proj, too, to load it on up_proj"),
+        ({"target_modules": ALL, "alpha_pattern": {"o_proj": 3}}, 2, "uses one scaling for all layers"),
+        ({"target_modules": ALL, "rank_pattern": {"o_proj": 6}}, 2, "uses one scaling for all layers"),
     ],
 )
 def test_what_sglang_would_pass_over_is_refused(
@@ -331,7 +331,7 @@ def test_halves_of_latent_attention_that_sglang_stacks_are_refused_alone(one: st
     base = base_of("deepseek_v3", tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": [one, "o_proj"]})
     refused = ckpt("convert", "peft", "peft", adapter, "--server", "sglang", "-o", tmp_path / "out")
-    assert refused.code == 6 and f"{one} only together with one of {other}" in refused.err
+    assert refused.code == 6 and f"needs LoRA on {other}, too, to load it on {one}" in refused.err
 
 
 def test_a_rank_above_what_vllm_serves_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_experts_of_a_model_that_is_not_known_are_refused(tmp_path: Path) -> Non
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"], "target_parameters": EXPERTS})
     gone = edited(adapter, tmp_path / "gone", base_model_name_or_path="org/elsewhere")
     refused = ckpt("convert", "peft", "peft", gone, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 2 and "--config names the base's config.json" in refused.err
+    assert refused.code == 2 and "give the base's config.json with --config" in refused.err
     served(gone, "vllm", tmp_path / "out", "--config", base)
     other = tmp_path / "other"
     other.mkdir()
@@ -376,4 +376,4 @@ def test_another_rank_than_the_configs_is_refused(tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"], "target_parameters": EXPERTS})
     wrong = edited(adapter, tmp_path / "wrong", r=5)
     refused = ckpt("convert", "peft", "peft", wrong, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 6 and "not as PEFT lays them" in refused.err
+    assert refused.code == 6 and "do not match PEFT's layout" in refused.err

@@ -358,14 +358,14 @@ def test_a_missing_factor_is_named() -> None:
     checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
     name = "decoder.layers.1.mlp.linear_fc2.adapter.linear_out.weight"
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] != name}
-    with pytest.raises(package.errors.CorruptError, match="lacks one of a layer's factors"):
+    with pytest.raises(package.errors.CorruptError, match="lacks a LoRA factor for a layer"):
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 
 
 def test_a_factor_that_experts_share_does_not_stand_in_for_those_that_are_missing() -> None:
     checkpoint = package.open(OUTER / "ep1", config=base_of("experts"))
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if ".local_experts.1." not in key[0]}
-    with pytest.raises(package.errors.CorruptError, match="lacks one of a layer's factors"):
+    with pytest.raises(package.errors.CorruptError, match="lacks a LoRA factor for a layer"):
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 
 

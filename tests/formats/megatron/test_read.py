@@ -451,7 +451,7 @@ def test_faults(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "error", "words"),
     [
-        ("llama", {"tp": 3}, UsageError, "attention does not divide"),
+        ("llama", {"tp": 3}, UsageError, "does not divide the attention"),
         ("llama", {"pp": 3}, UsageError, "cannot be dealt"),
         ("llama", {"pp": 1, "vpp": 2}, UsageError, "needs a pipeline"),
         ("llama", {"world_size": 6}, UsageError, "do not divide"),

@@ -156,12 +156,12 @@ def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path
         state = own | average if is_last else average | own
         checkpoint = read(save(state, tmp_path / str(number)))
         assert_true(checkpoint, expected(model, optimizer))
-        assert any("'ema.model' is another one" in note for note in checkpoint.notes)
+        assert any("'ema.model' is another model" in note for note in checkpoint.notes)
         kept = checkpoint.state.entries()["ema"]["model"]
         assert kept.keys() == states["model"].keys()
     beside = read(save({"app": states, "module": average["ema"]["model"]}, tmp_path / "beside"))
     assert_true(beside, expected(model, optimizer))
-    with pytest.raises(LossError, match="has the name of the model") as caught:  # another reader would find two models
+    with pytest.raises(LossError, match="uses the name of the model") as caught:  # another reader would find two models
         write(beside, tmp_path / "out")
     assert caught.value.found == "module"
 
@@ -219,7 +219,7 @@ def test_an_average_that_is_spread_over_ranks_is_said_to_be_left(fixtures: Path,
     edit(step, change)
     checkpoint = read(step)
     assert checkpoint.tensors.keys() == truth.tensors.keys()
-    assert f"the model is {own!r}: {average!r} is another one, which is training state" in checkpoint.notes
+    assert f"the model is {own!r}: {average!r} is another model, kept as training state" in checkpoint.notes
     assert any("spread over ranks and not carried" in note and f"{average}." in note for note in checkpoint.notes)
 
 
@@ -230,7 +230,7 @@ def test_a_model_at_the_top_is_not_left_for_an_average_in_a_dict(tmp_path: Path)
     average = {"ema": {"model": {name: value + 1 for name, value in weights.items()}}}
     checkpoint = read(save({**weights, "optimizer": states, **average}, tmp_path / "with"))
     assert_true(checkpoint, expected(model, optimizer))
-    assert any("'ema.model' is another one" in note for note in checkpoint.notes)
+    assert any("'ema.model' is another model" in note for note in checkpoint.notes)
     with pytest.raises(LossError, match="several models") as caught:
         read(save({**weights, **average}, tmp_path / "without"))
     assert caught.value.found == "the tensors at the top, ema.model"
@@ -282,7 +282,7 @@ def test_states_by_number_are_named_where_names_are_recorded_and_else_left(tmp_p
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint = read(save(state, tmp_path / "numbers"))
     assert {role for _, role in checkpoint.tensors} == {WEIGHT}
-    assert any("by the parameters' numbers" in note for note in checkpoint.notes)
+    assert any("they are numbered, without parameter names" in note for note in checkpoint.notes)
 
     named = torch.optim.AdamW(list(model.named_parameters()), lr=1e-3)
     named.step()

@@ -78,7 +78,7 @@ def test_bundles_of_a_model_and_an_optimizer_are_asked_about(tmp_path: Path) -> 
             found = api.open(place, tag=tag)
             assert found.optimizer_states and found.state.param_groups[0].options["lr"] == value
             assert taken(place, tag, tmp_path / f"{place.name}-{tag}") == value
-            assert any("not carried are the others in model.pt" in note and "epoch" in note for note in found.notes)
+            assert any("not carried from model.pt" in note and "epoch" in note for note in found.notes)
     refused = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "out")
     assert "--tag actor or --tag critic" in refused.err
     assert ckpt("check", folder).code == 0
@@ -113,11 +113,11 @@ def test_the_only_bundle_is_taken_with_what_is_next_to_it(tmp_path: Path) -> Non
         found = api.open(folder)
         assert [fqn for fqn, role in found.tensors if role == "weight"] == ["w.weight"] and found.optimizer_states
         assert found.state.step == 7 and "epoch" in found.state.entries(), found.state
-        assert not any("not carried" in note for note in found.notes)
+        assert not any("not carried" in note or "are left out" in note for note in found.notes)
         assert ckpt("convert", "auto", "hf", folder, "-o", tmp_path / f"out-{number}").code == 0
     both = saved({"actor": {"model": model(1), "step": 7}, "step": 9}, tmp_path / "both")
     assert api.open(both).state.step == 7
-    assert any("not carried are the others in model.pt: step" in note for note in api.open(both).notes)
+    assert any("not carried from model.pt: step" in note for note in api.open(both).notes)
 
 
 def test_statistics_in_a_dict_are_no_model(tmp_path: Path) -> None:

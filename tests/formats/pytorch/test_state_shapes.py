@@ -59,7 +59,7 @@ def test_a_numbered_state_of_another_shape_is_damage(
 ) -> None:
     run = trainer(fixtures, tmp_path / "run", damage)
     checked = ckpt("check", run)
-    assert checked.code == 4 and "does not have the shape of its parameter" in checked.out, checked.out
+    assert checked.code == 4 and "does not have its parameter's shape" in checked.out, checked.out
     assert "tensor model." in checked.out or "tensor lm_head" in checked.out, checked.out
     for command in (("resume", run), ("convert", "auto", "full", run, "-o", tmp_path / "out")):
         assert ckpt(*command).code == 4, command
@@ -102,7 +102,7 @@ def test_a_named_state_of_another_shape_is_damage(
     assert ckpt("check", write(content, tmp_path / "healthy")).code == 0
     content["optimizer"]["state"]["weight"]["exp_avg_sq"] = torch.zeros(shape)
     checked = ckpt("check", write(content, tmp_path / "damaged"))
-    assert checked.code == 4 and "exp_avg_sq does not have the shape of its parameter" in checked.out, checked.out
+    assert checked.code == 4 and "exp_avg_sq does not have its parameter's shape" in checked.out, checked.out
 
 
 @EITHER
@@ -145,7 +145,7 @@ def test_states_of_other_kinds_are_no_damage(
     content = training("AdamW")
     content["optimizer"]["state"]["weight"] = {"step": torch.tensor(2.0), **states}
     checked = ckpt("check", write(content, tmp_path / "save"))
-    assert "shape of its parameter" not in checked.out and checked.code == 0, checked.out
+    assert "its parameter's shape" not in checked.out and checked.code == 0, checked.out
 
 
 def test_a_parameter_that_is_trained_in_a_projection_is_no_damage(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_parameter_that_is_trained_in_a_projection_is_no_damage(tmp_path: Path
     own = {"exp_avg": torch.zeros(2, 6), "exp_avg_sq": torch.zeros(2, 6), "projector": {"ortho": torch.ones(4, 2)}}
     content["optimizer"]["state"]["weight"] = {"step": torch.tensor(2.0), **own}
     checked = ckpt("check", full(content, tmp_path / "save"))
-    assert "shape of its parameter" not in checked.out and checked.code == 0, checked.out
+    assert "its parameter's shape" not in checked.out and checked.code == 0, checked.out
 
 
 Made = Callable[[torch.nn.Parameter], dict[str, torch.Tensor]]
@@ -217,7 +217,7 @@ def test_a_state_of_an_unknown_name_is_compared_with_its_parameter(
 
     checked = ckpt("check", write(unknown(moments, at0_weight=odd), tmp_path / "damaged"))
     assert checked.code == 4 and "tensor 0.weight" in checked.out, checked.out
-    assert "m does not have the shape of its parameter" in checked.out, checked.out
+    assert "m does not have its parameter's shape" in checked.out, checked.out
 
 
 @EITHER
@@ -230,7 +230,7 @@ def test_factored_states_of_unknown_names_are_no_damage(
     made: Made, odd: Made | None, write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
 ) -> None:
     checked = ckpt("check", write(unknown(made, **({"at0_weight": odd} if odd else {})), tmp_path / "save"))
-    assert checked.code == 0 and "shape of its parameter" not in checked.out, checked.out
+    assert checked.code == 0 and "its parameter's shape" not in checked.out, checked.out
 
 
 def test_a_numbered_state_of_an_unknown_name_is_compared(fixtures: Path, tmp_path: Path) -> None:
@@ -244,4 +244,4 @@ def test_a_numbered_state_of_an_unknown_name_is_compared(fixtures: Path, tmp_pat
 
     assert ckpt("check", trainer(fixtures, tmp_path / "healthy", renamed)).code == 0
     checked = ckpt("check", trainer(fixtures, tmp_path / "damaged", odd))
-    assert checked.code == 4 and "m does not have the shape of its parameter" in checked.out, checked.out
+    assert checked.code == 4 and "m does not have its parameter's shape" in checked.out, checked.out
