@@ -28,12 +28,13 @@ _OF_VERL = {"r", "lora_alpha", "task_type"}
 _OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
 #: Larger than any rank or alpha. PEFT would merge it into infinite values.
 _TOO_LARGE = 1 << 127
-#: LoraConfig options that make a merge different from W + BA, with their descriptions.
+_REPLICATION = "layer_replication"
+#: LoraConfig options that make a merge different from W + BA, with their descriptions. AdaLoRA ignores the others.
 _VARIANTS = {
     "arrow_config": "Arrow, a router for tokens",
     "alora_invocation_tokens": "activated LoRA, and a merged model can't express it",
     "use_qalora": "QA-LoRA",
-    "layer_replication": "layer replication, and PEFT adds every copy's changes to one shared layer",
+    _REPLICATION: "layer replication, and PEFT adds every copy's changes to one shared layer",
     "megatron_config": "LoRA over Megatron's parallel layers",
 }
 #: Inits that PEFT repeats on loading, and that change the base weights: random or based on data.
@@ -331,7 +332,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         raise _unmerged_kind(kind, path)
     entry_values.check(raw, path)
     for key, what in _VARIANTS.items():
-        if raw.get(key):
+        if raw.get(key) and (kind != "ADALORA" or key == _REPLICATION):
             raise UsageError(f"this adapter can't be merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_MUTATING_INITS):

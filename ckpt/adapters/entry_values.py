@@ -6,6 +6,7 @@ live PEFT. An entry that is not listed here may have any value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,10 @@ def _or_off(values: _Values) -> _Values:
     return _Values(f"null, {values.words}", lambda value: not value or values.fits(value), values.entries)
 
 
+def _or_not_mapping(values: _Values) -> _Values:
+    return _Values(values.words, lambda value: not isinstance(value, Mapping) or values.fits(value), values.entries)
+
+
 def _filled(config: _Values) -> _Values:
     return _Values("a non-empty object", lambda value: config.fits(value) and bool(value), config.entries)
 
@@ -55,13 +60,30 @@ def _closed(config: _Values) -> _Values:
     return _Values(words, lambda value: config.fits(value) and value.keys() <= names.keys(), names)
 
 
+def _mapping_of(values: _Values) -> _Values:
+    return _Values(
+        f"an object of {values.words}",
+        lambda value: isinstance(value, Mapping) and all(map(values.fits, value.values())),
+    )
+
+
+def _is_float(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float | str) and isinstance(float(value), float)
+    except ValueError:
+        return False
+
+
 _NUMBER = _Values("a number", _is_number)
+_FLOAT = _Values("a number", _is_float)
 _POSITIVE = _Values("a number above zero", lambda value: _is_number(value) and value > 0)
 _NOT_NEGATIVE = _Values("a number, zero or above", lambda value: _is_number(value) and value >= 0)
+_BELOW_ONE = _Values("a number from 0, below 1", lambda value: _is_number(value) and 0 <= value < 1)
 _FRACTION = _Values("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 _DROPOUT = _Values("a number, 1 or below", lambda value: _is_number(value) and value <= 1)
 _COUNT = _Values("an integer above zero", lambda value: type(value) is int and value > 0)
 _INTEGER = _Values("an integer", lambda value: isinstance(value, int))
+_SEED = _Values("an integer", lambda value: type(value) is int and -(1 << 63) <= value < 1 << 64)
 _NATURAL = _Values("an integer, zero or above", lambda value: isinstance(value, int) and value >= 0)
 _MAPPING = _Values("an object", lambda value: isinstance(value, Mapping))
 _NAMES = _Values("a list of names or a pattern", lambda value: isinstance(value, str | list | Mapping))
@@ -85,7 +107,15 @@ _MASKS = _Values(
     ),
 )
 _FLAG = _Values("true or false", lambda value: isinstance(value, bool))
-_TEXT = _Values("a text", lambda value: isinstance(value, str))
+_RELEASE = _Values("a release", lambda value: isinstance(value, str) and re.match(r"v?\d", value) is not None)
+#: First and last number of each family of wavelets.
+_FAMILIES = {"db": (1, 38), "sym": (2, 20), "coif": (1, 17)}
+_WAVELETS = frozenset(f"{name}{n}" for name, (first, last) in _FAMILIES.items() for n in range(first, last + 1))
+_WAVELET = _Values(
+    ", ".join(f"{name}{first} to {name}{last}" for name, (first, last) in _FAMILIES.items()),
+    lambda value: isinstance(value, str) and value in _WAVELETS,
+)
+_FLAG_OR_TEXT = _Values("true or false", lambda value: not isinstance(value, list | Mapping))
 _OFF = _Values("false", lambda value: not value)
 _ANY = _Values("anything", lambda value: True)
 
@@ -105,30 +135,44 @@ _OF_ALL: Mapping[str, _Values] = {
     "bias": _BIAS,
     # sizes
     "r": _COUNT,
-    **dict.fromkeys(("block_size", "gralora_k", "mini_r", "n_frequency", "num_vectors"), _COUNT),
+    **dict.fromkeys(("block_size", "gralora_k", "n_frequency", "num_vectors"), _COUNT),
     **dict.fromkeys(("theta_d_length", "topk", "u", "vector_length"), _COUNT),
     **dict.fromkeys(("boft_block_num", "boft_block_size", "boft_n_butterfly_factor"), _INTEGER),
     **dict.fromkeys(("decompose_factor", "oft_block_size"), _INTEGER),
     **dict.fromkeys(("depth", "hybrid_r"), _NATURAL),
     "group_size": _EVEN,
     # numbers
-    **dict.fromkeys(("alpha", "d_initial", "lora_alpha", "num_cayley_neumann_terms", "randlora_alpha"), _NUMBER),
+    **dict.fromkeys(("alpha", "boft_dropout", "d_initial", "lora_alpha", "num_cayley_neumann_terms"), _NUMBER),
+    **dict.fromkeys(("psoft_alpha", "randlora_alpha", "regularization_alpha", "scaling"), _NUMBER),
     **dict.fromkeys(("init_logits_std", "init_vector_bank_bound"), _NOT_NEGATIVE),
-    **dict.fromkeys(("lora_dropout", "boft_dropout", "frod_dropout", "gralora_dropout", "miss_dropout"), _DROPOUT),
+    **dict.fromkeys(("lora_dropout", "frod_dropout", "gralora_dropout", "miss_dropout"), _DROPOUT),
     **dict.fromkeys(("psoft_dropout", "pvera_dropout", "randlora_dropout", "tinylora_dropout"), _DROPOUT),
     **dict.fromkeys(("deft_dropout", "hira_dropout", "unilora_dropout", "vblora_dropout", "vera_dropout"), _DROPOUT),
-    **dict.fromkeys(("projection_prng_key", "projection_seed"), _INTEGER),
+    **dict.fromkeys(("sparse_rate", "weight_tying"), _FRACTION),
+    "delora_lambda": _FLOAT,
+    "init_theta_d_bound": _POSITIVE,
+    # seeds
+    **dict.fromkeys(("projection_prng_key", "random_loc_seed"), _SEED),
+    **dict.fromkeys(("generator_seed", "random_seed"), _or_null(_SEED)),
+    "projection_seed": _INTEGER,
     "proj_seed": _NATURAL,
+    # switches
+    **dict.fromkeys(("runtime_offload_base_weight", "save_precomputed_indices", "save_projection"), _FLAG_OR_TEXT),
     # patterns of layers
-    **dict.fromkeys(("alpha_pattern", "block_size_pattern", "lambda_pattern"), _MAPPING),
-    **dict.fromkeys(("n_frequency_pattern", "rank_pattern"), _MAPPING),
+    **dict.fromkeys(("alpha_pattern", "block_size_pattern", "n_frequency_pattern", "rank_pattern"), _MAPPING),
+    "lambda_pattern": _mapping_of(_FLOAT),
     # choices
     "variant": _one_of("road_1", "road_2", "road_4"),
     "decomposition_method": _one_of("qr", "relu"),
     "ab_svd_init": _one_of("pissa_init", "psoft_init"),
     "psoft_svd": _one_of("full", "lowrank"),
+    "wavelet_family": _WAVELET,
+    "config_A_B": _one_of("constant", "lora", "none", "vector"),
+    "config_C": _one_of("lora", "none", "vector"),
+    "config_D_E": _one_of("constant", "none", "vector"),
 }
 _SAMPLED = {"dirichlet_prior": _POSITIVE, "num_samples": _POSITIVE, "buffer_size": _POSITIVE}
+_MONTECLORA = _closed(_config(**_SAMPLED, use_entropy=_ANY, sample_scaler=_ANY, kl_loss_weight=_ANY))
 #: Entries of LoRA and of AdaLoRA, which has LoRA's.
 _OF_LORA: dict[str, _Values] = {
     "target_parameters": _LIST,
@@ -139,9 +183,7 @@ _OF_LORA: dict[str, _Values] = {
     ),
     "kasa_config": _or_null(_config(beta=_NOT_NEGATIVE, gamma=_NOT_NEGATIVE)),
     "lora_ga_config": _or_null(_config()),
-    "monteclora_config": _or_off(
-        _closed(_config(**_SAMPLED, use_entropy=_ANY, sample_scaler=_ANY, kl_loss_weight=_ANY))
-    ),
+    "monteclora_config": _or_off(_MONTECLORA),
     "use_bdlora": _or_null(
         _config(nblocks=_COUNT, target_modules_bd_a=_or_off(_NAMES), target_modules_bd_b=_or_off(_NAMES))
     ),
@@ -153,16 +195,40 @@ _OF_LORA: dict[str, _Values] = {
         )
     ),
 }
+_INIT_OF_C3A = _Values(
+    "true, false, gaussian, kaiming_uniform, xavier_uniform",
+    lambda value: value is True or value in (False, "gaussian", "kaiming_uniform", "xavier_uniform"),
+)
+_INIT_OF_HIRA = _Values(
+    "true, false, gaussian",
+    lambda value: not value or value is True or (isinstance(value, str) and value.lower() == "gaussian"),
+)
+_FACTOR = _Values("an integer other than 0", lambda value: type(value) is int and value != 0)
+#: Activations of transformers 5.23 (`activations.py`).
+_ACTIVATION = _one_of(
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
+    *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu"),
+    *("relu", "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+)
 #: Entries that one kind reads in another way.
 _BY_KIND: Mapping[str, Mapping[str, _Values]] = {
     "LORA": _OF_LORA,
     "ADALORA": _OF_LORA
     | {"r": _ANY, "init_r": _COUNT, "rank_pattern": _MASKS, "alpha_pattern": _or_off(_NAMES), "use_dora": _OFF}
-    | {"orth_reg_weight": _NOT_NEGATIVE, "tfinal": _NUMBER, "tinit": _NUMBER, "total_step": _POSITIVE},
-    "DEFT": {"alpha": _or_null(_NUMBER)},
-    "OFT": {"r": _INTEGER, "module_dropout": _NUMBER, "init_weights": _FLAG, "peft_version": _TEXT},
-    "OSF": {"rank_pattern": _or_off(_MAPPING)},
-    "SUPERTUNING": {"r": _or_null(_COUNT), "lora_alpha": _or_null(_POSITIVE), "lora_dropout": _FRACTION},
+    | {"orth_reg_weight": _NOT_NEGATIVE, "tfinal": _NUMBER, "tinit": _NUMBER, "total_step": _POSITIVE}
+    | {"arrow_config": _or_null(_MAPPING), "monteclora_config": _or_not_mapping(_MONTECLORA)},
+    "BOFT": {"init_weights": _FLAG},
+    "C3A": {"init_weights": _INIT_OF_C3A},
+    "DEFT": {"alpha": _or_off(_NUMBER)},
+    "DELORA": {"module_dropout": _DROPOUT},
+    "HIRA": {"init_weights": _INIT_OF_HIRA},
+    "LOHA": {"alpha_pattern": _mapping_of(_NUMBER)},
+    "LOKR": {"alpha_pattern": _mapping_of(_NUMBER), "decompose_factor": _FACTOR},
+    "OFT": {"r": _INTEGER, "module_dropout": _NUMBER, "init_weights": _FLAG, "peft_version": _RELEASE},
+    "OSF": {"effective_rank": _or_null(_POSITIVE), "rank_pattern": _or_off(_mapping_of(_POSITIVE))},
+    "PEANUT": {"act_fn": _ACTIVATION},
+    "SUPERTUNING": {"r": _or_null(_COUNT), "lora_alpha": _or_null(_NUMBER), "lora_dropout": _BELOW_ONE}
+    | {"select_top": _FLAG, "sparsity": _BELOW_ONE},
     "TRAINABLE_TOKENS": {"token_indices": _TOKENS},
     "UNILORA": {"unilora_dropout": _FRACTION},
 }
@@ -192,6 +258,10 @@ _TAKES_LAYERS = (
 )
 
 
+#: Entry that PEFT only reads if another one is on, by kind.
+_READ_IF = {"PSOFT": {"num_cayley_neumann_terms": "use_cayley_neumann"}}
+
+
 def known(kind: str) -> frozenset[str]:
     """Return the entries whose values are known for adapters of `kind`."""
     return frozenset(_of_kind(kind))
@@ -205,6 +275,8 @@ def check(raw: Mapping[str, Any], path: object) -> None:
     """Raise CorruptError if the adapter's config `raw` has a value that PEFT does not load."""
     kind = str(raw.get("peft_type"))
     given = {**_REFUSED_DEFAULTS.get(kind, {}), **raw}
+    idle = {entry for entry, switch in _READ_IF.get(kind, {}).items() if not raw.get(switch)}
+    given = {entry: value for entry, value in given.items() if entry not in idle}
     for entry, value, expected in _faults(given, _of_kind(kind)):
         raise CorruptError(
             f"{entry} in the adapter config is wrong", path=str(path), expected=expected, found=repr(value)
@@ -238,6 +310,8 @@ def _contradictions(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ..
             yield f"{entry} needs a list in target_modules", ("target_modules", entry)
     if raw.get("lora_bias") and (raw.get("use_dora") or raw.get("init_lora_weights", True) not in (True, False)):
         yield "lora_bias works with neither DoRA nor another init", ("lora_bias", "use_dora", "init_lora_weights")
+    if kind == "SUPERTUNING" and raw.get("lora_alpha") is not None and raw.get("r") is None:
+        yield "lora_alpha needs r", ("lora_alpha", "r")
     sizes = _ONE_SIZE.get(str(kind), ())
     if sizes and sum(bool(raw.get(entry)) for entry in sizes) != 1:
         yield f"only one of {' and '.join(sizes)} is zero", sizes

@@ -65,6 +65,15 @@ def _of_oft(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
             yield entry, wanted, size
 
 
+def _of_miss(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
+    """Yield pairs of MiSS: blocks of `r` rows and columns, or rows as wide as `mini_r`, or else as the layer."""
+    init = config.raw.get("init_weights", True)
+    yield "init_weights", init, init if (init == "bat") == (len(shape) == 3) else "bat" if len(shape) == 3 else True
+    yield "r", config.raw.get("r"), shape[-2]
+    if init == "mini":
+        yield "mini_r", config.raw.get("mini_r"), shape[-1]
+
+
 def _of_ia3(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
     """Yield pairs of IA3, which has a row for inputs and a column for outputs of a linear layer."""
     if len(shape) == 2 and shape[0] != shape[1] and config.raw.get("feedforward_modules") is not None:
@@ -86,13 +95,13 @@ _PAIRS: Mapping[str, Mapping[str, _Pair]] = {
     "DELORA": {"delora_A": _axes(r=0)},
     "FOURIERFT": {"fourierft_spectrum": _axes(n_frequency=0)},
     "GLORA": {f"glora_{one}.Xd": _axes(r=1) for one in "AB"},
-    "GRALORA": {"gralora_A": _axes(gralora_k=0, r=2)},
+    "GRALORA": {"gralora_A": _axes(gralora_k=0, r=2), "gralora_A_general.weight": _axes(hybrid_r=0)},
     "HIRA": {"hira_A": _axes(r=0)},
     "HRA": {"hra_u": _axes(r=1)},
     "IA3": {"ia3_l": _of_ia3},
     "LOHA": {"hada_w1_b": _axes(r=0)},
     "LOKR": {"lokr_w1_b": _axes(r=0), "lokr_w2_b": _axes(r=0)},
-    "MISS": {"miss_block": _unless(lambda raw: raw.get("init_weights") == "bat", _axes(r=0))},
+    "MISS": {"miss_block": _of_miss},
     "OFT": {"oft_R.weight": _of_oft},
     "PEANUT": {"peanut_A.weight": _axes(r=0)},
     "PSOFT": {"psoft_R.vector_a": _axes(r=0)},
@@ -104,6 +113,15 @@ _PAIRS: Mapping[str, Mapping[str, _Pair]] = {
     "VBLORA": {"vblora_vector_bank": _axes(num_vectors=0, vector_length=1), "vblora_logits_A": _axes(r=0)},
     "VERA": {"vera_lambda_d": _axes(r=0)},
     "WAVEFT": {"waveft_spectrum": _unless(lambda raw: raw.get("proportional_parameters"), _axes(n_frequency=0))},
+}
+
+
+#: Prefix of tensors that an entry adds to a layer, by kind. `{last}` is one less than the entry's value.
+_ADDED: Mapping[str, Mapping[str, str]] = {
+    "GRALORA": {"hybrid_r": "gralora_A_general."},
+    "PEANUT": {"depth": "peanut_encoders.{last}."},
+    "SUPERTUNING": {"r": "supertuning_lora_A."},
+    "UNILORA": {"save_indices": "unilora_indices_A"},
 }
 
 
@@ -121,6 +139,7 @@ def place(kind: str, fqn: str) -> tuple[str, str] | None:
 def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None:
     """Raise CorruptError if a tensor of an adapter of another kind than LoRA contradicts the config."""
     readers = _PAIRS.get(config.kind, {})
+    _check_added(config, shapes, path)
     for fqn, shape in shapes.items():
         module, name = place(config.kind, fqn) or ("", "")
         for entry, wanted, found in readers[name](config, module, shape) if name in readers else ():
@@ -132,3 +151,18 @@ def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None
                     expected=f"{entry} {wanted}, as {config.path} says",
                     found=f"{entry} {found}, by shape {list(shape)}",
                 )
+
+
+def _check_added(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None:
+    """Raise CorruptError if the config turns on tensors that no layer has."""
+    names = [found[1] for found in (place(config.kind, fqn) for fqn in shapes) if found]
+    for entry, form in _ADDED.get(config.kind, {}).items():
+        value = config.raw.get(entry)
+        prefix = form.format(last=value - 1 if isinstance(value, int) else 0)
+        if value and not any(name.startswith(prefix) for name in names):
+            raise CorruptError(
+                f"the adapter's config and weights disagree about {entry}",
+                path=path,
+                expected=f"tensors named {prefix}*, as {entry} {value!r} of {config.path} says",
+                found="none",
+            )

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt as toolkit
+from ckpt.adapters import entry_values
 from ckpt.commands.merge_lora.find import open_adapter
 from ckpt.errors import CorruptError
 from tests.support.adapters import edited
@@ -130,10 +131,8 @@ OF_THE_BASE = {
 
 def cases(kind: str, folder: Path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     raw = json.loads((folder / "adapter_config.json").read_text())
-    from ckpt.adapters.entry_values import known
-
     unknown = {"target_modules"} if kind == "UNILORA" else set()  # its tensors name no layers
-    for entry in sorted(known(kind) & raw.keys() - OF_THE_BASE - unknown):
+    for entry in sorted(entry_values.known(kind) & raw.keys() - OF_THE_BASE - unknown):
         for value in VALUES:
             if value != raw[entry]:
                 yield entry, value, {**raw, entry: value}
@@ -165,9 +164,33 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     *(("ADALORA", {"init_lora_weights": value}) for value in ("x", 3)),
     *(("LOHA", {"module_dropout": value}) for value in (None, "x", 3)),
     *(("LOKR", {"target_modules": "up|down", "layers_to_transform": value}) for value in (None, [0])),
-    *(("DEFT", {"alpha": value}) for value in (None, 3)),
+    *(("DEFT", {"alpha": value}) for value in (None, 3, [])),
+    *(("ADALORA", {entry: {}}) for entry in ("arrow_config", "megatron_config")),
+    *(("ADALORA", {entry: True}) for entry in ("use_qalora", "monteclora_config", "alora_invocation_tokens")),
+    ("BOFT", {"boft_dropout": 3}),
+    *(("C3A", {"init_weights": value}) for value in (True, False, "gaussian", "kaiming_uniform", "xavier_uniform")),
+    *(("DELORA", {"delora_lambda": value}) for value in (1, "3", True)),
+    ("DELORA", {"lambda_pattern": {"up": "3"}}),
+    *(("FOURIERFT", {"scaling": value}) for value in (0, True, -2.5)),
+    *(("FOURIERFT", {"random_loc_seed": value}) for value in (-1, 1 << 63)),
+    *(("HIRA", {"init_weights": value}) for value in (None, "", "Gaussian", True)),
+    *(("MISS", {"mini_r": value}) for value in (None, "x", 3)),
+    *(("PSOFT", {"num_cayley_neumann_terms": value}) for value in (None, "x")),
+    *(("PVERA", {"generator_seed": value}) for value in (None, 7)),
+    *(("SHIRA", {"random_seed": value}) for value in (None, -1)),
+    *(("VERA", {"save_projection": value}) for value in ("x", 1)),
+    *(("WAVEFT", {"wavelet_family": value}) for value in ("db1", "sym2", "coif1")),
     *(("TRAINABLE_TOKENS", {"modules_to_save": value}) for value in (None, [])),
 ]
+
+
+def test_every_activation_and_wavelet_of_the_installed_libraries_is_taken() -> None:
+    from peft.tuners.waveft.constants import WAVELET_REDUCTIONS
+    from transformers.activations import ACT2FN
+
+    for kind, entry, values in (("PEANUT", "act_fn", ACT2FN), ("WAVEFT", "wavelet_family", WAVELET_REDUCTIONS)):
+        for value in values:
+            entry_values.check({"peft_type": kind, entry: value}, "adapter_config.json")
 
 
 @pytest.mark.parametrize(("kind", "entries"), TAKEN, ids=str)
@@ -190,6 +213,19 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     ("FOURIERFT", {"n_frequency": 4}),
     ("FOURIERFT", {"n_frequency_pattern": {"down": 4}}),
     ("GRALORA", {"gralora_k": 1}),
+    ("GRALORA", {"hybrid_r": 1}),
+    *(("MISS", {"init_weights": value}) for value in ("bat", "mini")),
+    ("PEANUT", {"depth": 1}),
+    ("PSOFT", {"use_cayley_neumann": True, "num_cayley_neumann_terms": "x"}),
+    ("SUPERTUNING", {"r": 1}),
+    ("SUPERTUNING", {"lora_alpha": 1}),
+    ("UNILORA", {"save_indices": True}),
+    *((kind, {"projection_prng_key": True}) for kind in ("PVERA", "RANDLORA", "VERA")),
+    *((kind, {"save_projection": []}) for kind in ("PVERA", "RANDLORA", "TINYLORA", "VERA")),
+    *((kind, {"random_loc_seed": True}) for kind in ("FOURIERFT", "WAVEFT")),
+    ("SUPERTUNING", {"sparsity": 1}),
+    ("DELORA", {"lambda_pattern": {"up": "x"}}),
+    *((kind, {"alpha_pattern": {"up": "x"}}) for kind in ("LOHA", "LOKR")),
     ("IA3", {"feedforward_modules": ["up"]}),
     ("OFT", {"r": 4}),
     ("OFT", {"r": 0, "oft_block_size": 4}),
@@ -226,7 +262,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
 def test_contradictions_are_damage(
     kind: str, entries: dict[str, Any], adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert is_refused(edited(adapters[kind], tmp_path / "changed", **entries))
+    changed = edited(adapters[kind], tmp_path / "changed", **entries)
+    assert is_refused(changed)
 
 
 def test_bd_lora_that_is_turned_off_is_damage(tmp_path: Path) -> None:

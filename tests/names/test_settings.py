@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
@@ -15,11 +16,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from ckpt import api
 from ckpt.errors import CorruptError, LossError
-from ckpt.plan.checkpoint import MEGATRON, WEIGHT, Checkpoint, TrainingState
+from ckpt.plan.checkpoint import HUB, MEGATRON, WEIGHT, Checkpoint, TrainingState
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent, Tensor, Whole
+from converters.names.families.config import Config
 from converters.names.families.rows import Sizes
 from converters.names.megatron.config_against_args import refuse_another_models
+from converters.names.megatron.relation import table_of_checkpoint
 from converters.names.megatron.run_settings import names_in
 from converters.names.megatron.settings import (
     ALIASES,
@@ -329,16 +332,161 @@ def test_two_names_of_a_setting_have_one_value(model: str, recorded: dict[str, A
 
 
 def test_every_pair_of_names_is_refused_by_name() -> None:
-    for first, second in ALIASES:
+    for first, second in ALIASES[:-1]:  # the last one is a flag
         with pytest.raises(LossError, match=f"{first} 1, {second} 2") as caught:
             check_aliases({first: 1, second: 2}, "run")
         assert f"--accept-setting {second}" in (caught.value.hint or "")
         for fine in ({first: 1, second: 1}, {first: 1}, {second: 2}, {first: None, second: 2}):
             check_aliases(fine, "run")
+    first, second = ALIASES[-1]
+    check_aliases({first: True, second: {"rope_type": "llama3"}}, "run")
+    with pytest.raises(LossError, match=f"{first} False, {second} True"):
+        check_aliases({first: False, second: True}, "run")
     ((tied, untied),) = OPPOSITES
     check_aliases({tied: True, untied: False}, "run")
     with pytest.raises(LossError, match="two different values"):
         check_aliases({tied: True, untied: True}, "run")
+
+
+#: YaRN's values under two names, by model, and the names in the refusal.
+YARN_TWICE: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt_oss", {"rotary_scaling_factor": 4.0, "yarn_rotary_scaling_factor": 32.0}, "yarn_rotary_scaling_factor 32.0"),
+    ("gpt_oss", {"mscale": 0.5, "yarn_mscale": 1.0}, "mscale 0.5, yarn_mscale 1.0"),
+    ("gpt_oss", {"mscale_all_dim": 0.5, "yarn_mscale_all_dim": 0}, "mscale_all_dim 0.5, yarn_mscale_all_dim 0"),
+    ("gpt_oss", {"yarn": {"beta_fast": 32.0}, "yarn_beta_fast": 7.0}, "yarn_beta_fast 7.0, yarn.beta_fast 32.0"),
+    ("gpt_oss", {"yarn": {"rotary_scaling_factor": 32.0}, "rotary_scaling_factor": 7.0}, "yarn.rotary_scaling_factor"),
+    ("gpt_oss", {"beta_slow": 7.0}, "beta_slow 7.0, yarn_beta_slow 1.0"),
+    ("gpt_oss", {"original_max_position_embeddings": 7}, "yarn_original_max_position_embeddings 4096"),
+    *(
+        ("deepseek_v3 with YaRN", {f"yarn_{name}": 9}, f", yarn_{name} 9")
+        for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    ),
+    ("deepseek_v3 with YaRN", {"yarn": {"rotary_scaling_factor": 9.0}}, "yarn.rotary_scaling_factor 9.0"),
+    ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}}, "rope_scaling.type linear"),
+    ("llama", {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "rope_scaling.rope_theta 500000.0"),
+    ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor 0.5"),
+    ("llama scaled", {"rope_scaling": LLAMA3, "rope_scaling_factor": 16.0}, "rope_scaling.factor 8.0"),
+]
+
+
+@pytest.mark.parametrize(("model", "recorded", "names"), YARN_TWICE, ids=str)
+def test_positions_recorded_under_two_names_have_one_value(model: str, recorded: dict[str, Any], names: str) -> None:
+    said = refusal(model, **recorded)
+    assert said and "two different values of one setting" in said and names in said, said
+
+
+def test_the_wrong_one_of_two_names_is_ignored_as_asked() -> None:
+    for wrong, recorded in (
+        ("rotary_scaling_factor", {"rotary_scaling_factor": 4.0, "yarn_rotary_scaling_factor": 32.0}),
+        ("yarn_beta_fast", {"yarn": {"beta_fast": 32.0}, "yarn_beta_fast": 7.0}),
+    ):
+        checkpoint, table, sizes = run_of("gpt_oss", **recorded)
+        with pytest.raises(LossError, match="two different values"):
+            refuse_another_models(checkpoint, table, sizes)
+        notes = refuse_another_models(replace(checkpoint, accepted=frozenset({wrong})), table, sizes)
+        assert notes == [f"ignored as asked (--accept-setting): {wrong}"]
+
+
+#: The defaults that Megatron-LM records for every run.
+LATENTS_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+OPTIONS_DEFAULTS = {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+def test_defaults_of_names_that_are_not_read_are_no_second_value() -> None:
+    fields = {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": None, "yarn_mscale_all_dim": None}
+    assert refusal("gpt_oss", **fields, **LATENTS_DEFAULTS, **OPTIONS_DEFAULTS) is None
+    of_swift = {"rope_type": "yarn", "type": "yarn", "factor": 32.0, "truncate": False}
+    of_swift |= {"original_max_position_embeddings": 4096}
+    defaults = {**LATENTS_DEFAULTS, **OPTIONS_DEFAULTS, "yarn_beta_fast": None, "yarn_beta_slow": None}
+    defaults |= {"position_embedding_type": "rope", "yarn_correction_range_round_to_int": None}
+    assert refusal("gpt_oss", rope_scaling=of_swift, yarn_original_max_position_embeddings=None, **defaults) is None
+    sections = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}
+    assert refusal("qwen2_5_vl", rope_scaling=sections, mrope_section=(2, 1, 1)) is None
+    assert refusal("llama", **OPTIONS_DEFAULTS, **LATENTS_DEFAULTS, rope_scaling={"type": "default"}) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "scaling", "name"),
+    [
+        *(("llama scaled", {**LLAMA3, name: 2.0}, name) for name in ("low_freq_factor", "high_freq_factor")),
+        ("llama scaled", {**LLAMA3, "original_max_position_embeddings": 2}, "original_max_position_embeddings"),
+        ("llama scaled", {**LLAMA3, "nobody_has_heard_of_it": 2}, "nobody_has_heard_of_it"),
+        ("deepseek_v3 with YaRN", {**YARN, "beta_fast": 9}, "beta_fast"),
+        ("deepseek_v3 with YaRN", {**YARN, "attention_factor": 3.0}, "attention_factor"),
+        ("llama", {"rope_type": "default", "factor": 4.0}, "factor"),
+    ],
+)
+def test_every_entry_of_a_recorded_scaling_is_compared(model: str, scaling: dict[str, Any], name: str) -> None:
+    same = {**scaling, name: (LLAMA3 | YARN if model == "llama" else CONFIGS[model][1]["rope_parameters"]).get(name)}
+    assert model == "llama" or refusal(model, rope_scaling=same) is None
+    said = refusal(model, rope_scaling=scaling)
+    assert said and f"rope_scaling.{name} {scaling[name]}" in said and "another model" in said, said
+
+
+@pytest.mark.parametrize("scaling", [True, "yarn", '{"factor": 4}'])
+def test_a_scaling_without_entries_is_another_models(scaling: object) -> None:
+    assert "rope_scaling" in (refusal("llama", rope_scaling=scaling) or "")
+
+
+def test_yarns_scale_of_attention_without_its_positions_is_another_models() -> None:
+    assert "yarn_rotary_scaling_factor 4.0" in (refusal("llama", yarn_rotary_scaling_factor=4.0) or "")
+    assert refusal("llama", yarn_rotary_scaling_factor=1.0) is None
+
+
+DEFAULT, LINEAR = {"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "linear", "factor": 4.0}
+YARN_OF_TEXT = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        ({"rope_parameters": DEFAULT, "rope_theta": 5e5}, "rope_theta 500000.0, rope_parameters.rope_theta 10000.0"),
+        ({"rope_scaling": LINEAR, "rope_parameters": DEFAULT}, "rope_scaling.rope_type linear"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_type default"),
+        ({"rope_parameters": {**DEFAULT, "type": "linear"}}, "rope_parameters.type linear"),
+        ({"rope_parameters": {**DEFAULT, "partial_rotary_factor": 1.0}, "partial_rotary_factor": 0.5}, "factor 0.5"),
+        ({"rope_scaling": YARN_OF_TEXT, "original_max_position_embeddings": 32}, "original_max_position_embeddings 32"),
+        ({"rope_scaling": {**LINEAR, "factor": 2.0}, "rope_parameters": LINEAR}, "rope_scaling.factor 2.0"),
+        ({"rope_parameters": DEFAULT, "rope_theta": 10000}, None),
+        ({"rope_scaling": None, "rope_parameters": LINEAR, "rope_theta": 10000}, None),
+        ({"rope_scaling": {"type": "mrope", "rope_type": "default"}, "rope_theta": 10000}, None),
+        ({"rope_scaling": {"type": "su", "rope_type": "longrope"}}, None),
+        ({"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": LINEAR}, "rope_theta": 5}, None),
+    ],
+    ids=str,
+)
+def test_a_config_with_two_values_of_a_rotary_parameter_is_refused(entries: dict[str, Any], names: str | None) -> None:
+    config = {key: value for key, value in config_of("llama").items() if not key.startswith("rope_")} | entries
+    checkpoint = Checkpoint("run", "hf", {}, (), namespace=HUB, config=config)
+    if names is None:
+        table_of_checkpoint(checkpoint)
+        return
+    with pytest.raises(LossError, match="the config has two different values of one setting") as refused:
+        table_of_checkpoint(checkpoint)
+    assert names in str(refused.value) and "--config" in str(refused.value.hint)
+
+
+def test_the_length_before_scaling_is_transformers_own() -> None:
+    """Transformers 5 prefers the entry outside, and falls back to the model's length."""
+    from transformers import LlamaConfig
+
+    scaling = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+    for entries in ({}, {"original_max_position_embeddings": 32}):
+        raw = {"max_position_embeddings": 64, **entries}
+        live = LlamaConfig(**raw, rope_parameters=dict(scaling))
+        assert Config({**raw, "rope_parameters": scaling}).rope == live.rope_parameters
+
+
+def test_a_scale_of_attention_that_megatron_does_not_compute_is_refused() -> None:
+    table = table_of("gpt_oss")
+    for factor, fits in ((0.1 * math.log(32) + 1, True), (3.0, False)):
+        scaling = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000.0, "attention_factor": factor}
+        sizes = table.family.sizes({**config_of("gpt_oss"), "rope_parameters": scaling})
+        if fits:
+            assert table.args(sizes)["rotary_scaling_factor"] == 32.0
+            continue
+        with pytest.raises(LossError, match="scales YaRN's attention"):
+            table.args(sizes)
 
 
 def test_the_pattern_of_predicted_layers_is_refused_if_there_are_any() -> None:
@@ -442,5 +590,5 @@ def test_the_refusal_as_it_is_printed(fixtures: Path, tmp_path: Path) -> None:
     assert "error: the run recorded settings that the model's config cannot hold, and that change what" in done.err
     assert "found: softmax_type off-by-one, new_thing 3 (unknown to ckpt)" in done.err
     hint = "--accept-setting softmax_type --accept-setting new_thing"
-    assert f"hint: {hint} ignores them, in ckpt convert, verify, diff, hash and mount" in done.err
+    assert f"hint: {hint} ignores them, in ckpt convert, merge-lora, verify, diff, hash and mount" in done.err
     assert ckpt(*command, *hint.split()).code == 0

@@ -151,7 +151,7 @@ def open_adapter(
         base: Model whose config maps the adapter's names to PEFT's, if the adapter has no config.
         base_config: Config for a `base` without one.
         peft_version: PEFT release that trained the adapter, if its config records none.
-        accept_settings: Unknown config entries to ignore.
+        accept_settings: Recorded settings to ignore.
     """
     path = local(where)
     if is_repository(where):
@@ -160,7 +160,8 @@ def open_adapter(
         if not path.exists():
             expected = "a folder, or a Hub id in the local cache"
             raise NotFoundError("adapter not found", path=where, expected=expected, hint=unknown_hint(where))
-        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, options or {}), base, base_config), OWN)
+        checkpoint = _with_config_of(_open(path, config, tag, options or {}), base, base_config)
+        checkpoint = to_namespace(replace(checkpoint, accepted=frozenset(accept_settings or ())), OWN)
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)

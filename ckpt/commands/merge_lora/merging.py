@@ -106,7 +106,7 @@ def merge_lora(
         accept_base: Merge into a base that the adapter does not name.
         expert_layout: Who packed stacked experts, if it is not recorded: `peft`, or `unsloth` before 2026.9.6.
         peft_version: PEFT release that trained the adapter, if its config records none.
-        accept_settings: Unknown entries of `adapter_config.json` to ignore.
+        accept_settings: Unknown entries of `adapter_config.json`, or settings of the adapter's run, to ignore.
         ignore_files: Files next to the adapter to leave out.
         adapter_weights: Weights for combining the adapters into one.
         combination: PEFT's `combination_type` for several adapters.

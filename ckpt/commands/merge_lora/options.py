@@ -63,7 +63,7 @@ class MergeSource(OptionGroup):
         Flag(
             ("--accept-setting",),
             metavar="NAME",
-            help="Ignore this unknown entry of adapter_config.json. Repeatable.",
+            help="Ignore this unknown entry of adapter_config.json or setting of the run. Repeatable.",
             section=READ,
         ),
     ] = None

@@ -46,6 +46,7 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.dist.adapter_slots import MULTI, MULTIS_CLASS, cut_to_rank, select_slot, slots_in
+from converters.megatron.dist.bridge import model_settings
 from converters.megatron.dist.folder import CONTEXT, MODEL, RUN_CONFIG, WEIGHTS, is_nemo
 from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
@@ -65,6 +66,8 @@ _KNOWN = {
     *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
     *("share_expert_adapters", OUTER),
 }
+#: An adapter, and its model's settings under Megatron-LM's names.
+_Read = tuple[AdapterRun, Mapping[str, Any]]
 _MARK = ".adapter."
 #: PEFT's names on Megatron's modules, used by ms-swift.
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
@@ -120,7 +123,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = Non
             path=path.parent,
             expected=f"{path.name}, written by {trainer.name}",
         )
-    run = trainer.read(confined(path.parent, path.name))
+    run, settings = trainer.read(confined(path.parent, path.name))
     if trainer is _NEMOS:
         _refuse_experts(checkpoint, path)
     checkpoint = trainer.in_order(checkpoint, run)
@@ -137,7 +140,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = Non
         checkpoint,
         is_adapter=True,
         framework=trainer.name,
-        facts=MegatronFacts(adapter=run),
+        facts=MegatronFacts(adapter=run, settings=settings),
         files=(*checkpoint.files, SourceFile.stat(str(path))),
     )
 
@@ -149,19 +152,20 @@ def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
             raise UsageError("NeMo's expert adapters are not supported", path=path, fqn=fqn)
 
 
-def read_run(path: Path) -> AdapterRun:
-    """Read the adapter from a Megatron-Bridge run's config.
+def read_run(path: Path) -> _Read:
+    """Read the adapter and the model's settings from a Megatron-Bridge run's config.
 
     Raise UsageError for an unsupported class, CorruptError for a malformed config.
     """
     content = read_run_config(path)
     peft, model, checkpoint = (_section(content, name) for name in ("peft", "model", "checkpoint"))
     base = model.get("hf_model_id") or checkpoint.get("pretrained_checkpoint")
-    return _run_of_class(path, {"peft": peft, "model": model}, "megatron.bridge.peft", [*CLASSES, MULTI], base)
+    run = _run_of_class(path, {"peft": peft, "model": model}, "megatron.bridge.peft", [*CLASSES, MULTI], base)
+    return run, model_settings(model)
 
 
-def read_nemos_run(path: Path) -> AdapterRun:
-    """Read the adapter from NeMo's `model.yaml`.
+def read_nemos_run(path: Path) -> _Read:
+    """Read the adapter and the model's settings from NeMo's `model.yaml`.
 
     Raise UsageError for an unsupported class, CorruptError for a malformed file.
     """
@@ -170,7 +174,9 @@ def read_nemos_run(path: Path) -> AdapterRun:
     beside = path.parents[1] / WEIGHTS / NEMOS_BASE
     base = read_object(beside, "the adapter's base").get("model_ckpt_path") if beside.is_file() else None
     is_known = base not in (None, "None")
-    return _run_of_class(path, sections, "nemo.collections.llm.peft", ["lora", "dora"], base if is_known else None)
+    base = base if is_known else None
+    run = _run_of_class(path, sections, "nemo.collections.llm.peft", ["lora", "dora"], base)
+    return run, model_settings(sections["config"])
 
 
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -239,8 +245,8 @@ _SWIFTS_ENTRIES = (
 _OF_OTHER_TUNERS = ("adalora_", "lora_ga_")
 
 
-def read_swifts_run(path: Path) -> AdapterRun:
-    """Read the adapter from ms-swift's `args.json`.
+def read_swifts_run(path: Path) -> _Read:
+    """Read the adapter and the model's settings from ms-swift's `args.json`.
 
     Raise UsageError unless it is a plain LoRA, CorruptError for a malformed file.
     """
@@ -253,7 +259,7 @@ def read_swifts_run(path: Path) -> AdapterRun:
     unknown = {
         name: value
         for name, value in content.items()
-        if _OF_ADAPTERS.search(name)
+        if _is_of_adapter(name)
         and name not in _SWIFTS_ENTRIES
         and not name.startswith(_OF_OTHER_TUNERS)
         and not is_off(value)
@@ -275,7 +281,7 @@ def read_swifts_run(path: Path) -> AdapterRun:
     _refuse_blocks(path, content)
     fields = _Sections(path, {"arguments": content})
     base = content.get("model")
-    return AdapterRun(
+    run = AdapterRun(
         path=str(path),
         kind=SWIFT,
         dim=fields.count("arguments", "lora_rank"),
@@ -285,6 +291,11 @@ def read_swifts_run(path: Path) -> AdapterRun:
         tp=fields.count("arguments", "tensor_model_parallel_size", 1),
         ep=fields.count("arguments", "expert_model_parallel_size", 1),
     )
+    return run, {name: value for name, value in content.items() if not _is_of_adapter(name)}
+
+
+def _is_of_adapter(name: str) -> bool:
+    return _OF_ADAPTERS.search(name) is not None or name in _SWIFTS_ENTRIES
 
 
 def _refuse_blocks(path: Path, model: Mapping[str, Any]) -> None:
@@ -446,7 +457,7 @@ class _Trainer:
 
     name: str
     config_of: Callable[[Path], Path]
-    read: Callable[[Path], AdapterRun]
+    read: Callable[[Path], _Read]
     in_order: Callable[[Checkpoint, AdapterRun], Checkpoint]
 
 

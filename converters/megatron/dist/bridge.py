@@ -181,14 +181,19 @@ def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model's config under Megatron-LM's argument names."""
     renamed = _FIELDS["model"]
     stated = {name: value for name, value in model.items() if value is not None and name not in _READ_APART}
-    args = {renamed.get(name, name): _plain(value) for name, value in stated.items()}
+    args = {name: _plain(value) for name, value in stated.items()}
+    for field, arg in renamed.items():  # two values of one setting keep their names, and are refused by the comparison
+        if field in args and args[field] == args.get(arg, args[field]):
+            args[arg] = args.pop(field)
     groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
     args["group_query_attention"] = groups is not None and groups != heads
     kind = _target(model.get("activation_func"))
     if kind and isinstance(gated := model.get("gated_linear_unit"), bool):
         args |= _activation(str(kind), gated=gated)
     if "scale_factor" in args:  # NeMo's Llama31Config
-        args |= {"use_rope_scaling": True, "rope_scaling_factor": args.pop("scale_factor")}
+        args["use_rope_scaling"] = True
+        if args["scale_factor"] == args.get("rope_scaling_factor", args["scale_factor"]):
+            args["rope_scaling_factor"] = args.pop("scale_factor")
     return args
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,13 @@ _MAX_SIZE = 1 << 40
 _MAX_COUNT = 1 << 20
 #: Error message for a missing size.
 NO_SIZE = "the config does not state a size"
+#: Rotary parameters that older configs have outside the object of rotary parameters.
+_ROPE_BESIDE = ("rope_theta", "partial_rotary_factor")
+_ORIGINAL = "original_max_position_embeddings"
+#: Kinds of rotary positions that depend on the length of sequences before scaling.
+_ROPE_OF_LENGTH = ("llama3", "yarn", "longrope")
+#: Older names of kinds of rotary positions, and their names in transformers 5. Sections for images are no scaling.
+_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,37 @@ class Config:
     def rope(self) -> Mapping[str, Any]:
         """Rotary parameters: transformers 5's, plus older configs' entries. `rope_scaling` overrides the rest."""
         stated = self.mapping("rope_scaling") or self.mapping("rope_parameters")
-        beside = {name: self.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+        beside = {name: self.get(name) for name in _ROPE_BESIDE}
         older = {name: value for name, value in beside.items() if value is not None}
-        return {**older, **stated, "rope_type": stated.get("rope_type", stated.get("type", "default"))}
+        found = {**older, **stated, "rope_type": stated.get("rope_type", stated.get("type", "default"))}
+        if found["rope_type"] in _ROPE_OF_LENGTH:  # the order of transformers 5 (`standardize_rope_params`)
+            lengths = (self.get(_ORIGINAL), stated.get(_ORIGINAL), self.get("max_position_embeddings"))
+            found[_ORIGINAL] = next((length for length in lengths if length is not None), None)
+        return found
+
+    def rope_contradictions(self) -> Iterator[dict[str, Any]]:
+        """Yield rotary parameters with two different values, by the names that they have in the config."""
+        parts = {name: self.mapping(name) for name in ("rope_scaling", "rope_parameters") if self.mapping(name)}
+        if any(isinstance(value, Mapping) for part in parts.values() for value in part.values()):
+            return  # other parameters for each kind of layer
+        stated: dict[str, dict[str, Any]] = {}
+        for name in (*_ROPE_BESIDE, _ORIGINAL):
+            stated[name] = {name: self.get(name)}
+        for part, values in parts.items():
+            for name, value in {"rope_type": "default", **values}.items() if len(parts) > 1 else values.items():
+                is_type = name in ("rope_type", "type")
+                kind = rope_type({name: value}) if is_type else value
+                stated.setdefault("rope_type" if is_type else name, {})[f"{part}.{name}"] = kind
+        for found in stated.values():
+            given = {name: value for name, value in found.items() if value is not None}
+            if any(value != next(iter(given.values())) for value in given.values()):
+                yield given
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """Return the kind of rotary positions, under its current name."""
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    return str(_ROPE_TYPES.get(kind, kind)) if isinstance(kind, str) else str(kind)
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:

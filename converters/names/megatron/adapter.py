@@ -32,6 +32,7 @@ from ckpt.plan.tensors import Box, Shape
 from converters.names.adapter_settings import adapter_settings
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes
+from converters.names.megatron.config_against_args import refuse_another_models
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 from converters.names.megatron.model.spelling import is_outside_language_model
 from converters.names.megatron.options import MegatronOptions
@@ -228,6 +229,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
             expected=f"{pluralize(run.num_layers, 'layer')}, as {run.path} says",
             found=f"{pluralize(modules.sizes.num_layers, 'layer')}",
         )
+    compared = refuse_another_models(checkpoint, table_of_checkpoint(checkpoint)[0], modules.sizes)
     shapes = checkpoint.shapes
     made = _Pefts(modules, run, shapes)
     for name, factors in _by_module(checkpoint, run, modules.sizes.num_experts):
@@ -235,7 +237,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
     copies = {copy: owner for copy, owner in made.copies.items() if copy != owner}
     relation = Relation(tuple(made.links), shapes, made.shapes, b_copies=copies)
     named = translate(replace(checkpoint, ties={}), relation, OWN)
-    notes = [*checkpoint.notes]
+    notes = [*checkpoint.notes, *compared]
     if run.etp > 1 and any(name.is_expert for name in made.names):
         notes.append(
             f"adapters of experts were trained with expert tensor parallel size {run.etp}, with which Megatron-Bridge "

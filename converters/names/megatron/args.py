@@ -6,6 +6,7 @@ Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isclose, log
 from typing import Any
 
 from ckpt.base.errors import LossError
@@ -144,8 +145,11 @@ def mrope(config: Config, sections: tuple[int, ...], *, interleaved: bool) -> di
 
 
 def yarn(config: Config, base: float) -> dict[str, Any]:
-    """Return YaRN's positions for a model without latent attention."""
+    """Return YaRN's positions for a model without latent attention. Raise LossError for another scale of attention."""
     rope = config.rope
+    scale, usual = rope.get("attention_factor"), 0.1 * log(max(rope.get("factor", 1.0), 1)) + 1
+    if scale is not None and not isclose(scale, usual, rel_tol=1e-6):
+        raise LossError("Megatron scales YaRN's attention by its factor", expected=f"{usual:g}", found=scale)
     return {
         "position_embedding_type": "yarn",
         "rotary_base": _plain_number(rope.get("rope_theta", base)),

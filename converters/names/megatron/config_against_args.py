@@ -17,8 +17,10 @@ from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
+from converters.names.megatron import rotary_settings
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
+from converters.names.megatron.rotary_settings import is_same
 from converters.names.megatron.settings import changing, check_aliases, notes_on_unknown
 from converters.names.megatron.settings import unexpressed as unexpressed_settings
 from converters.names.megatron.table import Table
@@ -72,10 +74,6 @@ _OF_YARN: Mapping[str, Any] = {
     "mscale": 1,
     "mscale_all_dim": 0,
 }
-#: YaRN's numbers in a config.json. Megatron's names begin with `yarn_`.
-_IN_SCALING = ("original_max_position_embeddings", "beta_fast", "beta_slow")
-#: Kinds of `rope_scaling` compared through other arguments, and kinds without scaling.
-_SCALINGS = ("default", "mrope", "linear", "llama3", "yarn")
 #: Equal for text.
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of these.
@@ -90,7 +88,7 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     Raise CorruptError if the config belongs to another model, LossError for settings that no config of this
     architecture can express.
     """
-    args = checkpoint.state.args or checkpoint.facts_of(MegatronFacts).settings
+    args = {**checkpoint.facts_of(MegatronFacts).settings, **(checkpoint.state.args or {})}
     accepted = checkpoint.accepted | {new for old, new in _SINCE_RENAMED.items() if old in checkpoint.accepted}
     recorded = {name: value for name, value in args.items() if name not in accepted}
     if not recorded:
@@ -103,7 +101,10 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
         else:
             raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
     check_aliases(recorded, checkpoint.path)
-    _check_predicted(checkpoint, recorded)
+    for name, theirs, ours in rotary_settings.differences(recorded.get("rope_scaling"), sizes.config.rope):
+        raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+    if not checkpoint.is_adapter:
+        _check_predicted(checkpoint, recorded)
     if not accepted.intersection(_PARALLEL):
         _check_residual(checkpoint, recorded, expected)
     blocks = checkpoint.facts_of(MegatronFacts).blocks
@@ -221,13 +222,13 @@ def _partial_check_note(error: CkptError) -> str:
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield arguments with different meanings in both: name, recorded value, expected value."""
-    recorded = _with_scaling(_with_yarn(under_older_names(recorded)))
+    recorded = rotary_settings.with_scaling(rotary_settings.with_yarn(under_older_names(recorded)))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)
-        if ours is not None and theirs is not None and not _is_same(ours, theirs):
+        if ours is not None and theirs is not None and not is_same(ours, theirs):
             yield name, theirs, ours
     for name, (theirs, ours) in _normalized_defaults(recorded, expected).items():
-        if not _is_same(ours, theirs):
+        if not is_same(ours, theirs):
             yield name, theirs, ours
 
 
@@ -242,58 +243,6 @@ def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
         is_grouped = groups != args.get("num_attention_heads")
         args = {**args, "num_query_groups": groups, "group_query_attention": is_grouped}
     return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
-
-
-def _with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return YaRN's arguments under Megatron-LM's names, if they are recorded as fields of megatron-core's config.
-
-    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py). A run may also record them in one `yarn`.
-    """
-    if isinstance(together := args.get("yarn"), Mapping):
-        args = {**args, **{f"yarn_{name}": value for name, value in together.items()}}
-    if args.get("position_embedding_type") != "yarn":
-        return args
-    fields = {name: args.get(f"yarn_{name}") for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")}
-    return {**args, **{name: value for name, value in fields.items() if value is not None}}
-
-
-def _with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add Megatron's arguments for scaled positions that ms-swift takes from transformers.
-
-    ms-swift 3.12, megatron/model/gpt_model.py: `rope_scaling` is config.json's, and Megatron's arguments keep their
-    defaults.
-    """
-    if not isinstance(scaling := args.get("rope_scaling"), Mapping):
-        return args
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    if kind == "llama3":
-        return {**args, "use_rope_scaling": True, "rope_scaling_factor": factor}
-    if kind == "linear":
-        return {**args, "rotary_seq_len_interpolation_factor": factor}
-    if kind != "yarn":
-        return args
-    own = {"rotary_scaling_factor": factor} | {name: scaling.get(name) for name in ("mscale", "mscale_all_dim")}
-    if args.get("multi_latent_attention"):
-        return {**args, **own, "rope_type": "yarn"}
-    own |= {f"yarn_{name}": scaling.get(name) for name in _IN_SCALING}
-    own |= {"yarn_correction_range_round_to_int": scaling.get("truncate"), "position_embedding_type": "yarn"}
-    return {**args, **own}
-
-
-def _other_scaling(args: Mapping[str, Any]) -> Any:
-    """Return ms-swift's scaled positions that Megatron-LM has no argument for, or None."""
-    scaling = args.get("rope_scaling")
-    if not isinstance(scaling, Mapping):
-        return None
-    kind = scaling.get("rope_type", scaling.get("type"))
-    return None if kind in (*_SCALINGS, None) else kind
-
-
-def _is_same(ours: Any, theirs: Any) -> bool:
-    """Compare values. A fraction may have passed through float32, as in some config.json files."""
-    if isinstance(ours, float) and isinstance(theirs, int | float):
-        return isclose(ours, theirs, rel_tol=1e-6)
-    return bool(ours == theirs)
 
 
 def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
@@ -343,7 +292,7 @@ def _normalized_defaults(recorded: Mapping[str, Any], expected: Mapping[str, Any
         put("window_attn_skip_freq", lambda args: _sliding(args.get("window_attn_skip_freq"), layers))
     if all(_positions(one) in _ROTATING for one in both):
         put("rotary_seq_len_interpolation_factor", lambda args: args.get("rotary_seq_len_interpolation_factor") or 1)
-        put("rope_scaling", _other_scaling)
+        put("rope_scaling", rotary_settings.other_scaling)
         put("no_rope_freq", lambda args: _unrotated(args.get("no_rope_freq"), layers))
     for name, usual in _CONSTANT.items():
         if not name.startswith("moe_") or all(one.get("num_experts") for one in both):
@@ -360,6 +309,8 @@ def _normalized_defaults(recorded: Mapping[str, Any], expected: Mapping[str, Any
     elif all(_positions(one) == "yarn" for one in both):
         for name, usual in _OF_YARN.items():
             put(name, partial(_effective_arg, name, usual))
+    else:  # megatron-core scales attention by this without YaRN's positions, too (transformer/attention.py)
+        put("yarn_rotary_scaling_factor", partial(_effective_arg, "yarn_rotary_scaling_factor", 1))
     if all(one.get("num_experts") for one in both):
         put("moe_router_num_groups", _groups)
     if _is_complete(expected):

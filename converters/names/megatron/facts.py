@@ -65,7 +65,7 @@ class MegatronFacts:
     adapter: AdapterRun | None = None
     #: Megatron-Bridge's records for a whole run, in place of Megatron-LM's arguments.
     bridge: BridgeRun | None = None
-    #: Model settings missing from the run's arguments: NeMo's `model.yaml` or `model_config.yaml`.
+    #: Model settings missing from the run's arguments: NeMo's `model.yaml` or `model_config.yaml`, or an adapter's run.
     settings: Mapping[str, Any] = field(default_factory=dict)
     #: Row blocks for gate and up on the run's ranks. Here all gate rows come first.
     blocks: GateBlocks = field(default_factory=GateBlocks)

@@ -337,7 +337,16 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
     if isinstance(table.family, Composite) and table.family.ties(config) is None:
         has_output = any(fqn.endswith(_OUTPUTS) for fqn, _ in checkpoint.tensors)
         config = {**config, "tie_word_embeddings": not has_output}
-    return table, table.family.sizes(config)
+    sizes = table.family.sizes(config)
+    for stated in sizes.config.rope_contradictions():
+        raise LossError(
+            "the config has two different values of one setting",
+            path=checkpoint.path,
+            expected=f"one value of {' and '.join(stated)}",
+            found=", ".join(f"{name} {value}" for name, value in stated.items()),
+            hint="remove the wrong one from a copy of config.json, and give the copy's folder with --config",
+        )
+    return table, sizes
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:

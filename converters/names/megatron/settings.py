@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.base.text import pluralize
+from converters.names.megatron import rotary_settings
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
 
@@ -125,6 +126,9 @@ ALIASES = (
     ("apply_layernorm_1p", "layernorm_zero_centered_gamma"),
     ("gpt_j_residual", "use_parallel_residual"),
     ("hybrid_layer_pattern", "hybrid_override_pattern"),
+    ("rotary_seq_len_interpolation_factor", "seq_len_interpolation_factor"),
+    ("rope_scaling_factor", "scale_factor"),
+    ("use_rope_scaling", "rope_scaling"),
 )
 #: Two settings, and each means the opposite of the other.
 OPPOSITES = (("share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"),)
@@ -202,25 +206,33 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
         path=path,
         expected="settings that the config holds, or with values that change nothing",
         found=", ".join(shown),
-        hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, verify, diff, hash and mount"
+        hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, merge-lora, verify, diff, "
+        + "hash and mount"
         + ("; Megatron-Bridge saves rows in blocks or in order, and does not record which" if order else ""),
     )
 
 
 def check_aliases(recorded: Mapping[str, Any], path: str) -> None:
     """Raise LossError if a run recorded different values under two names of one setting."""
+    for stated in (*_contradictions(recorded), *rotary_settings.contradictions(recorded)):
+        raise LossError(
+            "the run recorded two different values of one setting",
+            path=path,
+            expected=f"one value of {' and '.join(stated)}",
+            found=", ".join(f"{name} {_short(value)}" for name, value in stated.items()),
+            hint=" or ".join(f"--accept-setting {name.partition('.')[0]}" for name in stated)
+            + " ignores the wrong one",
+        )
+
+
+def _contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for names in (*ALIASES, *OPPOSITES):
         one, other = (_without_stages(recorded.get(name)) for name in names)
-        if None in (one, other) or not recorded.get(_IF_ON.get(names[0], ""), True):
-            continue
-        if (one == other) == (names in OPPOSITES):
-            raise LossError(
-                "the run recorded two different values of one setting",
-                path=path,
-                expected=f"one value of {' and '.join(names)}",
-                found=", ".join(f"{name} {_short(recorded[name])}" for name in names),
-                hint=" or ".join(f"--accept-setting {name}" for name in names) + " ignores the wrong one",
-            )
+        if names[1] == "rope_scaling" and not isinstance(other, bool):
+            continue  # config.json's
+        is_stated = None not in (one, other) and recorded.get(_IF_ON.get(names[0], ""), True)
+        if is_stated and (one == other) == (names in OPPOSITES):
+            yield {name: recorded[name] for name in names}
 
 
 def _without_stages(value: Any) -> Any:

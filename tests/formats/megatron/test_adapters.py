@@ -354,6 +354,48 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("run", "config", "base"),
+    [
+        (FIXTURE / "lora-tp2-pp2", "run_config.yaml", FIXTURE / "dense"),
+        (NEMO / "lora-tp2", "model.yaml", NEMO / "base"),
+        (SWIFT / "dense-tp2-pp2", "args.json", FIXTURE / "dense"),
+    ],
+    ids=["Megatron-Bridge", "NeMo", "ms-swift"],
+)
+def test_the_model_of_an_adapters_run_is_compared_with_the_config(
+    run: Path, config: str, base: Path, tmp_path: Path
+) -> None:
+    """Two head sizes can have equal shapes, but other rows for queries, keys and values."""
+    import yaml
+
+    from ckpt.runs.yaml_files import read_run_config
+
+    shutil.copytree(run, tmp_path / "run")
+    file = next((tmp_path / "run").rglob(config))
+    recorded = dict(read_run_config(file))
+    sizes = json.loads((base / "config.json").read_text())
+    heads = {"num_attention_heads": sizes["num_attention_heads"], "num_query_groups": sizes["num_key_value_heads"]}
+
+    def merged(name: str, *options: str, **settings: Any) -> Any:
+        section = {"run_config.yaml": "model", "model.yaml": "config"}.get(config)
+        changed = {**(recorded[section] if section else recorded), "kv_channels": sizes["head_dim"], **settings}
+        file.write_text(yaml.safe_dump({**recorded, section: changed}) if section else json.dumps(changed))
+        return ckpt("merge-lora", tmp_path / "run", "--base", base, "-o", tmp_path / name, *options)
+
+    assert merged("whole", **heads).code == 0
+    halved = {name: number // 2 for name, number in heads.items()}
+    other = merged("other", **halved, kv_channels=2 * sizes["head_dim"])
+    assert other.code == 4 and f"expected: num_attention_heads {halved['num_attention_heads']}, as the run" in other.err
+    unknown = merged("unknown", nobody_has_heard_of_it=3)
+    assert unknown.code == 6 and "--accept-setting nobody_has_heard_of_it" in unknown.err
+    done = merged("accepted", "--accept-setting", "nobody_has_heard_of_it", nobody_has_heard_of_it=3)
+    assert done.code == 0 and "ignored as asked" in done.err
+    first, second = (weights(tmp_path / name) for name in ("whole", "accepted"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert not (tmp_path / "other").exists() and not (tmp_path / "unknown").exists()
+
+
 def test_a_missing_factor_is_named() -> None:
     checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
     name = "decoder.layers.1.mlp.linear_fc2.adapter.linear_out.weight"
