@@ -21,6 +21,7 @@ from converters.names.families import tables as families
 from converters.names.families.config import Config
 from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
+from converters.names.torchtitan_run import check_run
 
 #: Model types whose adapters agree with the table. True if query and key rows are reordered.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
@@ -65,6 +66,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     missing or contradicts the config.
     """
     found, saved = checkpoint.shapes, _saved(checkpoint)
+    check_run(checkpoint)
     has_bias = any(name.endswith("e_score_correction_bias") for name in saved.required)
     left = set() if has_bias else {name for name in found if _BALANCE.fullmatch(name)}
     shapes = {name: shape for name, shape in found.items() if name not in left}

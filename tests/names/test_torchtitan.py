@@ -129,3 +129,46 @@ def test_the_relation_is_one_to_one(fixtures: Path, name: str) -> None:
     saved = torchtitan._saved(source)
     torchtitan._relation(source, saved, shapes).check()
     torchtitan._relation(source, saved, ()).check()
+
+
+#: The model of `torchtitan-llama3-0.3` in a run's settings, as torchtitan 0.3.0 writes them.
+ROPE = {"dim": 4, "theta": 500000, "scaling": "llama", "scaling_factor": 8.0, "low_freq_factor": 1.0}
+ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_factor": 1.0, "beta_fast": 32.0}
+PROJECTIONS = {"head_dim": 4, "n_heads": 4, "n_kv_heads": 2}
+ATTENTION = {"n_heads": 4, "n_kv_heads": 2, "head_dim": None, "qkv_linear": PROJECTIONS, "rope": ROPE}
+LAYER = {"attention": ATTENTION, "attention_norm": {"eps": 1e-05}}
+RUN = {"dim": 16, "vocab_size": 24, "layers": [LAYER], "enable_weight_tying": False}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        ({"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5, "head_dim": 4}, None),
+        ({}, "rope_type llama3"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}, "num_attention_heads 4"),
+        ({"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}}, "rope_theta 500000"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor 1.0"),
+        ({"rope_parameters": LLAMA3, "rms_norm_eps": 0.5}, "rms_norm_eps 1e-05"),
+    ],
+    ids=str,
+)
+def test_the_model_of_the_run_is_compared_with_the_config(
+    fixtures: Path, tmp_path: Path, entries: dict[str, object], names: str | None
+) -> None:
+    """Other heads with equal shapes would get another order of rows."""
+    step, fixture = tmp_path / "run/checkpoint/step-2", fixtures / "torchtitan-llama3-0.3"
+    shutil.copytree(fixture / "step-2", step)
+    config = {**json.loads((fixture / "config.json").read_text()), **entries}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ckpt.convert(step, "hf", tmp_path / "unknown", config=tmp_path)
+    (tmp_path / "run/other.json").write_text('{"model_spec": ')
+    settings = {"model_spec": {"name": "llama3", "flavor": "debugmodel", "model": RUN}, "training": {"steps": 2}}
+    (tmp_path / "run/settings.json").write_text(json.dumps(settings))
+    if names is None:
+        ckpt.convert(step, "hf", tmp_path / "hf", config=tmp_path)
+        return
+    with pytest.raises(CorruptError, match="another model than the run") as refused:
+        ckpt.convert(step, "hf", tmp_path / "hf", config=tmp_path)
+    assert f"{names}, as the run recorded it" in str(refused.value) and "settings.json" in str(refused.value)
