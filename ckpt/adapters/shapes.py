@@ -86,6 +86,10 @@ def _of_tokens(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
         yield "token_indices", len(tokens), shape[0]
 
 
+#: WaveFT's tensor in each layer, and its entry for more frequencies in larger layers.
+SPECTRUM, PROPORTIONAL = "waveft_spectrum", "proportional_parameters"
+#: Default of `n_frequency`.
+_FREQUENCIES = 2592
 #: What a tensor's shape says of entries, by kind and by the tensor's name.
 _PAIRS: Mapping[str, Mapping[str, _Pair]] = {
     "ADALORA": {"lora_E": _unless(lambda raw: raw.get("rank_pattern"), _axes(init_r=0))},
@@ -112,7 +116,7 @@ _PAIRS: Mapping[str, Mapping[str, _Pair]] = {
     "UNILORA": {"unilora_theta_d": _axes(theta_d_length=0)},
     "VBLORA": {"vblora_vector_bank": _axes(num_vectors=0, vector_length=1), "vblora_logits_A": _axes(r=0)},
     "VERA": {"vera_lambda_d": _axes(r=0)},
-    "WAVEFT": {"waveft_spectrum": _unless(lambda raw: raw.get("proportional_parameters"), _axes(n_frequency=0))},
+    "WAVEFT": {SPECTRUM: _unless(lambda raw: raw.get(PROPORTIONAL), _axes(n_frequency=0))},
 }
 
 
@@ -165,4 +169,27 @@ def _check_added(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) 
                 path=path,
                 expected=f"tensors named {prefix}*, as {entry} {value!r} of {config.path} says",
                 found="none",
+            )
+
+
+def check_shares(config: AdapterConfig, shapes: Mapping[str, Shape], sizes: Mapping[str, int], path: str) -> None:
+    """Raise CorruptError if WaveFT's frequencies are not divided among layers by `sizes`, their numbers of weights.
+
+    As in peft 0.21.2 (`tuners/waveft/model.py`).
+    """
+    if config.kind != "WAVEFT" or not config.raw.get(PROPORTIONAL):
+        return
+    budget, total = config.raw.get("n_frequency", _FREQUENCIES) * len(sizes), sum(sizes.values())
+    for fqn, shape in shapes.items():
+        module, name = place(config.kind, fqn) or ("", "")
+        if name != SPECTRUM or module not in sizes:
+            continue
+        wanted = max(1, round(sizes[module] / total * budget))
+        if shape[0] != wanted:
+            raise CorruptError(
+                f"the adapter's config and its weights do not agree on {PROPORTIONAL}",
+                path=path,
+                fqn=fqn,
+                expected=f"{wanted} frequencies, by the layer's share of all weights",
+                found=f"{shape[0]} frequencies",
             )

@@ -131,6 +131,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         case("first", n_frequency=8, scaling=25.0, wavelet_family="db1"),
         case("first", n_frequency=16, wavelet_family="sym2", use_idwt=False),
         case("first", n_frequency=16, wavelet_family="db1", proportional_parameters=True),
+        case(*LINEAR, n_frequency=16, proportional_parameters=True),
     ],
 }
 #: Adapters to merge into transformers models with known layer classes, as changes to the kind's first case.
@@ -414,3 +415,13 @@ def test_a_square_layer_between_two_classes_is_refused(tmp_path: Path) -> None:
     trained(model, "RANDLORA", case("square", "wide", "turned", r=4, randlora_alpha=1), tmp_path / "adapter")
     done = ckpt("merge-lora", tmp_path / "adapter", "--base", folder, "-o", tmp_path / "out")
     assert done.code == 2 and "unknown class for a square layer" in done.err
+
+
+def test_frequencies_that_are_not_divided_as_the_config_says_are_damage(own: Path, tmp_path: Path) -> None:
+    """PEFT refuses the sizes, in layers of different sizes."""
+    adapter = tmp_path / "adapter"
+    trained(base(own), "WAVEFT", case(*LINEAR, n_frequency=16), adapter)
+    divided = edited(adapter, tmp_path / "divided", proportional_parameters=True)
+    with pytest.raises(CorruptError, match="proportional_parameters"):
+        merge([divided], own, tmp_path / "out")
+    merge([adapter], own, tmp_path / "out")

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ckpt.adapters import entries as adapter_entries
+from ckpt.adapters import shapes
 from ckpt.adapters.config import ADAMSS, KINDS, LORA, OF_PEFT, AdapterConfig
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.commands.merge_lora.effect import Update
@@ -65,7 +66,7 @@ def merge_layer(
     with _LOCK, warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
-            made: Any = PeftConfig.from_peft_type(**_settings(config, module))
+            made: Any = PeftConfig.from_peft_type(**_settings(config, module, state))
             recorded = [key for key in OF_PEFT if config.raw.get(key) is not None]
             if lacking := [key for key in recorded if getattr(made, key, None) is None]:
                 raise UsageError(
@@ -201,12 +202,15 @@ class _LayerOfPeft:
         return merge_layer(self.adapter.config, self.module, self.layer, parameters, state)
 
 
-def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:
+def _settings(config: AdapterConfig, module: str, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the adapter's config for this layer alone."""
     found = {key: value for key, value in config.raw.items() if key not in _ELSEWHERE}
     found |= {"target_modules": [module], "task_type": None} | ({"bias": "none"} if "bias" in found else {})
     if config.kind == LORA:
         return found | {"lora_dropout": 0.0}
+    if found.get(shapes.PROPORTIONAL):  # the layer's share of all layers' frequencies
+        number = next(tensor.shape[0] for fqn, tensor in state.items() if fqn.endswith(f".{shapes.SPECTRUM}"))
+        found |= {shapes.PROPORTIONAL: False, "n_frequency": number, "n_frequency_pattern": {}}
     given = found.get("feedforward_modules")
     if given is not None:  # IA3 scales these layers' inputs instead of their outputs
         named = re.fullmatch(given, module) if isinstance(given, str) else module.endswith(tuple(given))

@@ -19,10 +19,12 @@ from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import permutations
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.adapters import names, targets
+from ckpt.adapters import shapes as adapter_shapes
 from ckpt.adapters.config import BY_LAYER, BY_MODEL, KINDS, LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.adapters.names import AdapterName, parse_name
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
@@ -379,6 +381,9 @@ class _Merge:
         weights = (*self.shapes, *self.base.ties)
         known = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         self.targets.extend(targets.notes(adapter.config, known, layers.keys()))
+        sizes = {module: prod(self.shapes[self._owner(f"{module}.weight")]) for module in layers}
+        found = {fqn: factor.shape for fqn, factor in adapter.factors.items()}
+        adapter_shapes.check_shares(adapter.config, found, sizes, adapter.path)
         for module, state in layers.items():
             if self._is_tied_duplicate(module, layers):
                 continue
