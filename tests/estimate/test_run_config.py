@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from ckpt.commands.estimate import deepspeed_settings
 from ckpt.commands.estimate.memory import estimate
 from ckpt.commands.estimate.run_config import RunConfig, understand
 from ckpt.commands.estimate.setup import DDP, FSDP1, FSDP2, MEGATRON, ZERO2, ZERO3, Setup, ZeroOptions
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, UsageError
 from ckpt.runs.yaml_files import read_run_config
 from converters.names.parameters import in_memory
 from tests.estimate.models import PUBLIC
@@ -290,3 +291,59 @@ def test_8_bit_states_are_as_large_as_those_of_bitsandbytes(optimizer: str) -> N
         names = [name for name in state if name.startswith(("state", "absmax"))]  # tables are shared by all
         real = sum(state[name].numel() * state[name].element_size() for name in names)
         assert Setup(optimizer=optimizer).state_bytes(parameter.numel(), 4) == real, shape
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ({"tensor_parallel": {"autotp_size": 8}}, "tensor_parallel"),
+        ({"sequence_parallel_size": 4}, "sequence_parallel_size 4"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"amp": {"enabled": True}}, "amp"),
+        ({"nobody_has_heard_of_it": 3}, "nobody_has_heard_of_it 3"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+            "zero_optimization.zero_hpz_partition_size",
+        ),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "mics_shard_size 8"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights True"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload True"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio 0.5"),
+        ({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1, "amp": {"enabled": False}}, None),
+        ({"hybrid_engine": {"enabled": False, "max_out_tokens": 512}, "train_batch_size": "auto"}, None),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "mics_shard_size": -1}}, None),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}}, None),
+        ({"nobody_has_heard_of_it": None, "zero_optimization": {"nobody_has_heard_of_it": False}}, None),
+    ],
+    ids=str,
+)
+def test_a_setting_of_deepspeed_that_is_not_modelled_is_refused(
+    content: dict[str, Any], name: str | None, tmp_path: Path
+) -> None:
+    content = {"zero_optimization": {"stage": 3}, "steps_per_print": 2000, **content}
+    if name is None:
+        understand(content, tmp_path / "ds_config.json", HIDDEN)
+        return
+    with pytest.raises(UsageError, match="does not model") as refused:
+        understand(content, tmp_path / "ds_config.json", HIDDEN)
+    assert name in str(refused.value)
+
+
+def test_every_setting_of_zero_is_read_harmless_or_refused() -> None:
+    """A new release's settings must be sorted."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    refused = {"cpu_offload", "cpu_offload_param", "save_muon_momentum_buffer_in_memory", "zenflow"}
+    refused |= {"zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"}
+    refused |= {"zero_quantized_weights"}
+    names = {name.removeprefix("stage3_") for name in DeepSpeedZeroConfig.model_fields}
+    for name in names:
+        content = {"zero_optimization": {"stage": 3, name: 77}}
+        try:
+            deepspeed_settings.check(content, Path("ds_config.json"))
+        except UsageError:
+            assert name in refused, name
+        else:
+            assert name not in refused, name

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
+from ckpt.commands.estimate import deepspeed_settings
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
 from ckpt.runs.yaml_files import read_run_config
 
@@ -72,6 +73,7 @@ def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
 
 
 def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
+    deepspeed_settings.check(content, path)
     stated = content["zero_optimization"]
     sizes: dict[str, Any] = {}
     for name, (long_name, automatic) in _ZERO.items():
