@@ -60,11 +60,19 @@ def _closed(config: _Values) -> _Values:
     return _Values(words, lambda value: config.fits(value) and value.keys() <= names.keys(), names)
 
 
-def _mapping_of(values: _Values) -> _Values:
-    return _Values(
-        f"an object of {values.words}",
-        lambda value: isinstance(value, Mapping) and all(map(values.fits, value.values())),
-    )
+def _by_pattern(values: _Values) -> _Values:
+    def fits(given: Any) -> bool:
+        return isinstance(given, Mapping) and all(map(_compiles, given)) and all(map(values.fits, given.values()))
+
+    return _Values(f"regular expressions, each with {values.words}", fits)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 def _is_float(value: Any) -> bool:
@@ -160,7 +168,7 @@ _OF_ALL: Mapping[str, _Values] = {
     **dict.fromkeys(("runtime_offload_base_weight", "save_precomputed_indices", "save_projection"), _FLAG_OR_TEXT),
     # patterns of layers
     **dict.fromkeys(("alpha_pattern", "block_size_pattern", "n_frequency_pattern", "rank_pattern"), _MAPPING),
-    "lambda_pattern": _mapping_of(_FLOAT),
+    "lambda_pattern": _by_pattern(_FLOAT),
     # choices
     "variant": _one_of("road_1", "road_2", "road_4"),
     "decomposition_method": _one_of("qr", "relu"),
@@ -222,10 +230,10 @@ _BY_KIND: Mapping[str, Mapping[str, _Values]] = {
     "DEFT": {"alpha": _or_off(_NUMBER)},
     "DELORA": {"module_dropout": _DROPOUT},
     "HIRA": {"init_weights": _INIT_OF_HIRA},
-    "LOHA": {"alpha_pattern": _mapping_of(_NUMBER)},
-    "LOKR": {"alpha_pattern": _mapping_of(_NUMBER), "decompose_factor": _FACTOR},
+    "LOHA": {"alpha_pattern": _by_pattern(_NUMBER)},
+    "LOKR": {"alpha_pattern": _by_pattern(_NUMBER), "decompose_factor": _FACTOR},
     "OFT": {"r": _INTEGER, "module_dropout": _NUMBER, "init_weights": _FLAG, "peft_version": _RELEASE},
-    "OSF": {"effective_rank": _or_null(_POSITIVE), "rank_pattern": _or_off(_mapping_of(_POSITIVE))},
+    "OSF": {"effective_rank": _or_null(_POSITIVE), "rank_pattern": _or_off(_by_pattern(_POSITIVE))},
     "PEANUT": {"act_fn": _ACTIVATION},
     "SUPERTUNING": {"r": _or_null(_COUNT), "lora_alpha": _or_null(_NUMBER), "lora_dropout": _BELOW_ONE}
     | {"select_top": _FLAG, "sparsity": _BELOW_ONE},

@@ -66,7 +66,7 @@ def _settings(step: Path) -> tuple[Path, Mapping[str, Any]] | None:
     """Return the file with the settings of the run that saved `step`, and its model's settings."""
     for folder in step.parents[:2]:
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            model = _part(_part(_object(path), _SPEC), "model")
+            model = _nested(_nested(_object(path), _SPEC), "model")
             if model:
                 return path, model
     return None
@@ -83,7 +83,7 @@ def _object(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _nested(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = values.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -96,8 +96,8 @@ def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any,
     yield "vocab_size", model.get("vocab_size"), config.get("vocab_size")
     yield "num_hidden_layers", len(layers) or None, config.get("num_hidden_layers")
     for layer in layers:
-        attention = _part(layer, "attention")
-        projections = _part(attention, "qkv_linear")
+        attention = _nested(layer, "attention")
+        projections = _nested(attention, "qkv_linear")
         heads, ours = attention.get("n_heads"), config.get("num_attention_heads")
         yield "num_attention_heads", heads, ours
         if "kv_lora_rank" not in attention:
@@ -105,8 +105,8 @@ def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any,
             yield "num_key_value_heads", groups, config.get("num_key_value_heads") or ours
             yield "head_dim", attention.get("head_dim") or projections.get("head_dim"), _head_size(config)
         yield from ((name, attention.get(name), config.get(name)) for name in _OF_LATENT if attention.get(name))
-        yield "rms_norm_eps", _part(layer, "attention_norm").get("eps"), config.get("rms_norm_eps")
-        yield from _of_rope(_part(attention, "rope"), config.rope)
+        yield "rms_norm_eps", _nested(layer, "attention_norm").get("eps"), config.get("rms_norm_eps")
+        yield from _of_rope(_nested(attention, "rope"), config.rope)
 
 
 def _head_size(config: Config) -> Any:

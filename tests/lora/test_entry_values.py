@@ -293,3 +293,19 @@ def test_layers_that_the_config_does_not_name_are_noted(adapters: dict[str, Path
     assert checked.code == 0 and "does not name 1 layer (down)" in checked.out, checked.out
     everything = edited(adapters["LORA"], tmp_path / "everything", target_modules="all-linear")
     assert "does not name" not in ckpt("check", everything).out
+
+
+def test_a_pattern_that_is_no_regular_expression_is_damage(tmp_path: Path) -> None:
+    for kind, entry in (("DELORA", "lambda_pattern"), ("LOHA", "alpha_pattern"), ("OSF", "rank_pattern")):
+        with pytest.raises(CorruptError, match=f"{entry} of the adapter's config is wrong"):
+            entry_values.check({"peft_type": kind, entry: {"[": 1}}, tmp_path)
+        entry_values.check({"peft_type": kind, entry: {"up|down": 1}}, tmp_path)
+
+
+def test_a_release_that_peft_cannot_read_is_damage(tmp_path: Path) -> None:
+    """PEFT compares OFT's release: older files have other tensors."""
+    for release in ("x", "", None, 3):
+        with pytest.raises(CorruptError, match="peft_version"):
+            entry_values.check({"peft_type": "OFT", "r": 2, "peft_version": release}, tmp_path)
+    for release in ("0.18.0", "0.18.1.dev0@UNKNOWN", "1.0"):
+        entry_values.check({"peft_type": "OFT", "r": 2, "peft_version": release}, tmp_path)

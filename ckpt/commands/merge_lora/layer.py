@@ -43,7 +43,7 @@ _TOLERANCE = 0.02
 #: Errors that PEFT raises for a config that it does not load. Few of its configs check the values.
 PEFT_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
-    ValueError,
+    *(ValueError, re.error),
 )
 _LOCK = threading.Lock()  # PEFT draws random numbers and changes torch's settings
 
