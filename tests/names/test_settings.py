@@ -474,6 +474,7 @@ def test_the_length_before_scaling_is_transformers_own() -> None:
     for entries in ({}, {"original_max_position_embeddings": 32}):
         raw = {"max_position_embeddings": 64, **entries}
         live = LlamaConfig(**raw, rope_parameters=dict(scaling))
+        live.standardize_rope_params()  # as the model's rotary positions do
         assert Config({**raw, "rope_parameters": scaling}).rope == live.rope_parameters
 
 
