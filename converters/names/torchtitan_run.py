@@ -54,7 +54,7 @@ def check_run(checkpoint: Checkpoint) -> None:
     for name, theirs, ours in _pairs(model, Config(checkpoint.config or {})):
         if None not in (theirs, ours) and theirs != ours:
             raise CorruptError(
-                "the config is that of another model than the run trained",
+                "the config belongs to another model than the run trained",
                 path=path,
                 expected=f"{name} {theirs}, as the run recorded it",
                 found=f"{name} {ours}",
