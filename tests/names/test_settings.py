@@ -387,6 +387,17 @@ def test_the_wrong_one_of_two_names_is_ignored_as_asked() -> None:
         assert notes == [f"ignored as asked (--accept-setting): {wrong}"]
 
 
+def test_overrides_of_ms_swift_are_compared() -> None:
+    for overrides in ({"rotary_base": 5}, '{"rotary_base": 5}'):
+        assert "rotary_base 5" in (refusal("llama", megatron_extra_kwargs=overrides) or "")
+    assert "softmax_type" in (refusal("llama", megatron_extra_kwargs={"softmax_type": "off-by-one"}) or "")
+    assert "nobody_has" in (refusal("llama", megatron_extra_kwargs={"nobody_has_heard_of_it": 3}) or "")
+    for harmless in (None, "", "{}", {}, {"rotary_base": 10000, "recompute_granularity": "full"}):
+        assert refusal("llama", megatron_extra_kwargs=harmless) is None
+    checkpoint, table, sizes = run_of("llama", megatron_extra_kwargs={"rotary_base": 5})
+    refuse_another_models(replace(checkpoint, accepted=frozenset({"megatron_extra_kwargs"})), table, sizes)
+
+
 #: The defaults that Megatron-LM records for every run.
 LATENTS_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 OPTIONS_DEFAULTS = {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}

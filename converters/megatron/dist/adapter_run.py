@@ -53,7 +53,7 @@ from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK, GateBlocks
-from converters.names.megatron.settings import is_off
+from converters.names.megatron.settings import CHANGES, COMPARED, is_off
 
 #: Classes in megatron.bridge.peft, by module.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
@@ -259,7 +259,7 @@ def read_swifts_run(path: Path) -> _Read:
     unknown = {
         name: value
         for name, value in content.items()
-        if _is_of_adapter(name)
+        if _OF_ADAPTERS.search(name)
         and name not in _SWIFTS_ENTRIES
         and not name.startswith(_OF_OTHER_TUNERS)
         and not is_off(value)
@@ -291,11 +291,9 @@ def read_swifts_run(path: Path) -> _Read:
         tp=fields.count("arguments", "tensor_model_parallel_size", 1),
         ep=fields.count("arguments", "expert_model_parallel_size", 1),
     )
-    return run, {name: value for name, value in content.items() if not _is_of_adapter(name)}
-
-
-def _is_of_adapter(name: str) -> bool:
-    return _OF_ADAPTERS.search(name) is not None or name in _SWIFTS_ENTRIES
+    # most entries are ms-swift's own, and unknown ones say nothing of the model
+    known = COMPARED | CHANGES.keys() | {"megatron_extra_kwargs"}
+    return run, {name: value for name, value in content.items() if name in known}
 
 
 def _refuse_blocks(path: Path, model: Mapping[str, Any]) -> None:

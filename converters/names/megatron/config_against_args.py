@@ -6,7 +6,9 @@ token. With another value a model silently computes something else.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isclose
@@ -58,6 +60,8 @@ _CONSTANT: Mapping[str, Any] = {
     "experimental_attention_variant": None,
     "multi_latent_attention": False,
 }
+#: Setting of ms-swift with others in it, as an object or JSON.
+_OVERRIDES = "megatron_extra_kwargs"
 #: GPT-NeoX's names for a parallel residual: as an argument, and in a config.json.
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
 #: Hybrid models' layer letters, under the newer and the older name.
@@ -89,6 +93,8 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     architecture can express.
     """
     args = {**checkpoint.facts_of(MegatronFacts).settings, **(checkpoint.state.args or {})}
+    if _OVERRIDES not in checkpoint.accepted:
+        args |= _overrides(args.get(_OVERRIDES))
     accepted = checkpoint.accepted | {new for old, new in _SINCE_RENAMED.items() if old in checkpoint.accepted}
     recorded = {name: value for name, value in args.items() if name not in accepted}
     if not recorded:
@@ -132,6 +138,13 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     if ignored := sorted(accepted & args.keys()):
         notes.append(f"ignored as asked (--accept-setting): {', '.join(ignored)}")
     return [*notes, *notes_on_unknown(recorded)]
+
+
+def _overrides(stated: Any) -> Mapping[str, Any]:
+    """Return ms-swift's settings for the model's own class, which override all others."""
+    with suppress(ValueError):
+        stated = json.loads(stated) if isinstance(stated, str) else stated
+    return stated if isinstance(stated, Mapping) else {}
 
 
 def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> None:
