@@ -187,7 +187,7 @@ def check_shares(config: AdapterConfig, shapes: Mapping[str, Shape], sizes: Mapp
         wanted = max(1, round(sizes[module] / total * budget))
         if shape[0] != wanted:
             raise CorruptError(
-                f"the adapter's config and its weights do not agree on {PROPORTIONAL}",
+                f"the adapter's config and weights disagree about {PROPORTIONAL}",
                 path=path,
                 fqn=fqn,
                 expected=f"{wanted} frequencies, by the layer's share of all weights",

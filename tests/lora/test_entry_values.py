@@ -297,7 +297,7 @@ def test_layers_that_the_config_does_not_name_are_noted(adapters: dict[str, Path
 
 def test_a_pattern_that_is_no_regular_expression_is_damage(tmp_path: Path) -> None:
     for kind, entry in (("DELORA", "lambda_pattern"), ("LOHA", "alpha_pattern"), ("OSF", "rank_pattern")):
-        with pytest.raises(CorruptError, match=f"{entry} of the adapter's config is wrong"):
+        with pytest.raises(CorruptError, match=f"{entry} in the adapter config is wrong"):
             entry_values.check({"peft_type": kind, entry: {"[": 1}}, tmp_path)
         entry_values.check({"peft_type": kind, entry: {"up|down": 1}}, tmp_path)
 
