@@ -38,21 +38,22 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_o
 
 #: Fields for models whose layers differ in size.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-#: Fields by section, with Megatron-LM's equivalent argument. Other model fields keep their names.
+#: Model fields with another name as a Megatron-LM argument, and sizes of axes. Other fields keep their names.
+_MODEL_FIELDS: Mapping[str, str] = {
+    **{name: name for name in AXES.values()},
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+#: Fields of other sections, with Megatron-LM's equivalent argument.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
-    "model": {
-        **{name: name for name in AXES.values()},
-        "num_moe_experts": "num_experts",
-        "layernorm_epsilon": "norm_epsilon",
-        "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-        "rope_scaling": "use_rope_scaling",
-        "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-        "yarn_rotary_scaling_factor": "rotary_scaling_factor",
-        "yarn_mscale": "mscale",
-        "yarn_mscale_all_dim": "mscale_all_dim",
-        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    },
     "optimizer": {
         name: name
         for name in (
@@ -179,10 +180,12 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
 
 def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model's config under Megatron-LM's argument names."""
-    renamed = _FIELDS["model"]
     stated = {name: value for name, value in model.items() if value is not None and name not in _READ_APART}
     args = {name: _plain(value) for name, value in stated.items()}
-    for field, arg in renamed.items():  # two values of one setting keep their names, and are refused by the comparison
+    for (
+        field,
+        arg,
+    ) in _MODEL_FIELDS.items():  # two values of one setting keep their names, and are refused by the comparison
         if field in args and args[field] == args.get(arg, args[field]):
             args[arg] = args.pop(field)
     groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
@@ -315,7 +318,7 @@ def bridge_files(
     sizes = {**model.grid.args, "pipeline_model_parallel_layout": model.args.get("pipeline_model_parallel_layout")}
     sizes |= {
         theirs: model.args.get(ours)
-        for theirs, ours in _FIELDS["model"].items()
+        for theirs, ours in _MODEL_FIELDS.items()
         if ours.startswith(("decoder_first_", "decoder_last_", "account_for_"))
     }
     if model.grid.tp == 1:

@@ -18,12 +18,13 @@ import yaml
 import ckpt
 from ckpt import api
 from ckpt.containers.torchfile.read import read as read_torch
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.megatron.dist.bridge import args_of
 from converters.names.megatron.config_against_args import compared, differences, refuse_another_models
 from converters.names.megatron.facts import BridgeRun
 from converters.names.megatron.relation import table_of_checkpoint
+from converters.names.megatron.settings import check_aliases
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.megatron_runs import check_read, truth
@@ -210,6 +211,26 @@ def test_a_window_that_is_wider_by_the_token_itself_is_said(fixtures: Path, tmp_
     ]
     with pytest.raises(CorruptError, match="another model"):
         refuse_another_models(replace(run, state=replace(run.state, args=seen | {"window_size": (6, 0)})), table, sizes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"yarn_rotary_scaling_factor": 4.0, "position_embedding_type": "yarn"}, {"rotary_scaling_factor": 8.0}),
+        ({"layernorm_epsilon": 1e-5}, {"norm_epsilon": 0.5}),
+        ({"rope_scaling": False}, {"use_rope_scaling": True}),
+        ({"num_moe_experts": 4}, {"num_experts": 8}),
+        ({"seq_len_interpolation_factor": 2}, {"rotary_seq_len_interpolation_factor": 4}),
+        ({"scale_factor": 8}, {"rope_scaling_factor": 4}),
+    ],
+    ids=str,
+)
+def test_two_values_of_a_field_are_refused_by_name(first: dict[str, Any], second: dict[str, Any]) -> None:
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    args = args_of(BridgeRun("run", {"model": {**sizes, **first, **second}}, {"step": 1}), 1, by_stages=False)
+    with pytest.raises(LossError, match="two different values of one setting") as refused:
+        check_aliases(args, "run")
+    assert all(f"{name} {value}" in str(refused.value) for name, value in (*second.items(), *list(first.items())[:1]))
 
 
 _LATENT, _SPARSE = {"multi_latent_attention": True}, {"num_experts": 4}
