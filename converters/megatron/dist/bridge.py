@@ -73,9 +73,12 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 }
 #: Activations with a Megatron-LM argument.
 _ACTIVATIONS = ("silu", "gelu", "quick_gelu", "squared_relu")
+#: Model field for the code of a layer, and packages whose layers other settings determine.
+_LAYERS = "transformer_layer_spec"
+_LIBRARIES = ("functools.", "megatron.", "nemo.")
 #: Model fields with their own translation.
 _READ_APART = (
-    *("transformer_layer_spec", "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
+    *(_LAYERS, "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
     "pipeline_model_parallel_layout",
 )
 #: Pipeline layout elements.
@@ -159,7 +162,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
                 found=layers,
                 hint="load and save it with Megatron-Bridge, checkpoint.dist_ckpt_optim_fully_reshardable=True",
             )
-        args["transformer_layer_spec"] = _target(model["transformer_layer_spec"])
+        args[_LAYERS] = _target(model[_LAYERS])
     if args.get("position_embedding_type") == "learned_absolute":
         args["max_position_embeddings"] = model.get("seq_length")
     args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
@@ -188,6 +191,9 @@ def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
     ) in _MODEL_FIELDS.items():  # two values of one setting keep their names, and are refused by the comparison
         if field in args and args[field] == args.get(arg, args[field]):
             args[arg] = args.pop(field)
+    layers = _target(model.get(_LAYERS))
+    if layers is not None and not str(layers).startswith(_LIBRARIES):
+        args[_LAYERS] = layers
     groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
     args["group_query_attention"] = groups is not None and groups != heads
     kind = _target(model.get("activation_func"))
@@ -214,7 +220,7 @@ def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
 
 def _layers(model: Mapping[str, Any]) -> str:
     """Return the name of the function that builds the model's layers, by default the usual one."""
-    target = _target(model.get("transformer_layer_spec"))
+    target = _target(model.get(_LAYERS))
     return _USUAL[1] if target is None else str(target).rpartition(".")[2]
 
 

@@ -354,6 +354,10 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
+def section_of(config: str) -> str | None:
+    return {"run_config.yaml": "model", "model.yaml": "config"}.get(config)
+
+
 @pytest.mark.parametrize(
     ("run", "config", "base"),
     [
@@ -378,7 +382,7 @@ def test_the_model_of_an_adapters_run_is_compared_with_the_config(
     heads = {"num_attention_heads": sizes["num_attention_heads"], "num_query_groups": sizes["num_key_value_heads"]}
 
     def merged(name: str, *options: str, **settings: Any) -> Any:
-        section = {"run_config.yaml": "model", "model.yaml": "config"}.get(config)
+        section = section_of(config)
         changed = {**(recorded[section] if section else recorded), "kv_channels": sizes["head_dim"], **settings}
         file.write_text(yaml.safe_dump({**recorded, section: changed}) if section else json.dumps(changed))
         return ckpt("merge-lora", tmp_path / "run", "--base", base, "-o", tmp_path / name, *options)
@@ -395,6 +399,9 @@ def test_the_model_of_an_adapters_run_is_compared_with_the_config(
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     stranger = merged("stranger", nobody_has_heard_of_it=3)
     assert stranger.code == (0 if config == "args.json" else 6)  # ms-swift records much besides the model
+    if section_of(config):
+        own = merged("own", transformer_layer_spec={"_target_": "my.layers", "_call_": False})
+        assert own.code == 6 and "transformer_layer_spec my.layers" in own.err
     assert not (tmp_path / "other").exists() and not (tmp_path / "unknown").exists()
 
 
