@@ -47,7 +47,10 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "operations": {"": {"trainer-zero2": "outputs"}},
     "pages": {
         "": {"trainer-zero2": "outputs"},
-        "Losses over each other": {"trl-zero3/outputs/qwen3-sft": "unbroken", "trl-fsdp2/outputs/llama-sft": "resumed"},
+        "Plot the losses of several runs": {
+            "trl-zero3/outputs/qwen3-sft": "unbroken",
+            "trl-fsdp2/outputs/llama-sft": "resumed",
+        },
     },
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
@@ -171,7 +174,7 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_table_of_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command in the table of docs/resume.md runs for M = 2."""
-    section = (DOCS / "resume.md").read_text().partition("## Each conversion by itself\n")[2].partition("\n## ")[0]
+    section = (DOCS / "resume.md").read_text().partition("## Convert without `ckpt.resume`\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     known = [words for row in rows for words in re.findall(r"`ckpt (convert [^`]+)`", row)]
     assert len(known) == len(rows) - 2 >= 11  # one command per row below the header
