@@ -66,15 +66,17 @@ def main() -> None:
         "sections",
         nargs="*",
         metavar="SECTION",
-        help=f"of {', '.join(ALL)}; without it all but {', '.join(NAMED_ONLY)}",
+        help=f"one of {', '.join(ALL)} (default: all but {', '.join(NAMED_ONLY)})",
     )
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-benchmarks"), help="where checkpoints are kept")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-benchmarks"), help="folder for checkpoints")
     parser.add_argument("--layers", type=int, default=28, help="28 layers are 0.43 billion parameters")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoints that are converted for the next time")
-    parser.add_argument("--large", action="store_true", help="zero: also memory for a checkpoint three times as large")
-    parser.add_argument("--record", action="store_true", help=f"write what is printed to {_SHORT} as well")
-    parser.add_argument("--readme", action="store_true", help=f"put the rows of {_SHORT} into the README, and end")
+    parser.add_argument("--keep", action="store_true", help="keep the source checkpoints for the next run")
+    parser.add_argument(
+        "--large", action="store_true", help="zero: also measure memory for a checkpoint three times larger"
+    )
+    parser.add_argument("--record", action="store_true", help=f"also write the output to {_SHORT}")
+    parser.add_argument("--readme", action="store_true", help=f"copy the rows from {_SHORT} into the README, then exit")
     options = parser.parse_args()
     if not sys.flags.safe_path and not Path("ckpt").is_dir():
         parser.error("run it from the checkout")

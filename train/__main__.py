@@ -29,14 +29,14 @@ def main() -> int:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="what every process computes on; auto: a GPU each, and the CPU where a machine has fewer GPUs than "
-        "processes or DS_ACCELERATOR is cpu; nothing here has run on a GPU yet (%(default)s)",
+        help="device for every process; auto: one GPU each, or the CPU if the machine has fewer GPUs than "
+        "processes or DS_ACCELERATOR is cpu; not tested on a GPU yet (%(default)s)",
     )
     group.add_argument(
         "--jobs",
         metavar="FILE",
-        help="run every line of a JSON-lines file, each an object of options or a list of command line words, "
-        "in one launch; all other options but --ranks and --device are ignored",
+        help="run every line of a JSON-lines file in one launch: an object with options, or a list with command line "
+        "words; other options except --ranks and --device are ignored",
     )
     config.add_options(parser)
     try:

@@ -50,10 +50,10 @@ _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspee
 _GROUPS = {
     "strategy": "strategy and model",
     "output": "run folder and checkpoints",
-    "steps": "how long, and from where",
+    "steps": "steps and resuming",
     "batch": "data",
     "optimizer": "optimizer",
-    "vocab": "sizes and layouts, most of them Megatron's",
+    "vocab": "sizes and layouts, mostly for Megatron",
 }
 #: Minimum for each number, unless it is 0. --length needs one input token and one target.
 _LEAST = {"length": 2} | dict.fromkeys(
@@ -88,9 +88,9 @@ def _option(default: Any, help: str, **argparse_options: Any) -> Any:
 class Config:
     """One training run. Every field is a command line option with the same name."""
 
-    strategy: str = _option("zero1", "who shards what", choices=STRATEGIES)
+    strategy: str = _option("zero1", "sharding strategy", choices=STRATEGIES)
     model: str = _option(
-        "", "a tiny random model of an architecture (llama; tp-fsdp: llama_even; megatron*: llama_wide)", choices=MODELS
+        "", "architecture for a tiny random model (llama; tp-fsdp: llama_even; megatron*: llama_wide)", choices=MODELS
     )
     dtype: str = _option("bf16", "the model's dtype", choices=DTYPES)
     precision: str = _option(
@@ -98,78 +98,77 @@ class Config:
     )
     tp: int = _option(
         0,
-        "tp-fsdp, megatron, megatron-deepspeed: ranks that share each matrix (0: 2, or 1 where ranks or model "
-        "do not divide)",
+        "tp-fsdp, megatron, megatron-deepspeed: ranks sharing each matrix (0: 2, or 1 if ranks or model do not divide)",
         metavar="N",
     )
     pp: int = _option(1, "megatron, megatron-deepspeed: pipeline stages", metavar="N")
-    vpp: int = _option(1, "megatron: model chunks of each pipeline stage", metavar="N")
-    ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
-    etp: int = _option(0, "megatron: ranks that share each matrix of an expert (0: as --tp)", metavar="N")
+    vpp: int = _option(1, "megatron: model chunks in each pipeline stage", metavar="N")
+    ep: int = _option(1, "megatron: ranks sharing a layer's experts", metavar="N")
+    etp: int = _option(0, "megatron: ranks sharing each expert matrix (0: the same as --tp)", metavar="N")
     output: str = _option("outputs", "run folder", metavar="DIR")
     save: str = _option(
         "native",
-        "sharded by DCP, one full file, one file a rank, or one of Megatron's formats (fsdp_dtensor: and trained "
-        "by Megatron-FSDP); native: as the strategy does",
+        "sharded by DCP, one full file, one file per rank, or a Megatron format (fsdp_dtensor: also trained "
+        "by Megatron-FSDP); native: the strategy's own format",
         choices=SAVES,
     )
-    keys: str = _option("nested", "--save dcp: how the optimizer state is spelled", choices=KEYS)
-    steps: int = _option(
-        4, "optimizer steps of this run, on top of those resumed from; megatron*: 0 only writes the truth"
-    )
-    until: int = _option(0, "the last step, counted from the very beginning, instead of --steps (0: off)", metavar="N")
+    keys: str = _option("nested", "--save dcp: form of the optimizer's keys", choices=KEYS)
+    steps: int = _option(4, "optimizer steps in this run, after the resumed ones; megatron*: 0 only writes the truth")
+    until: int = _option(0, "last step, counted from the first run's start, instead of --steps (0: off)", metavar="N")
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
     keep: int = _option(
-        0, "delete all checkpoints but the newest N and the last good one before a spike (0: none)", metavar="N"
+        0, "keep only the newest N checkpoints and the last good one before a spike (0: keep all)", metavar="N"
     )
-    truth: bool = _option(False, "write the gathered truth beside every checkpoint")
+    truth: bool = _option(False, "write the gathered truth next to every checkpoint")
     resume: str | None = _option(
         None,
         "continue from this run folder or checkpoint; `ckpt resume` prints the newest, and makes it fit",
         metavar="PATH",
     )
-    skip_batches: str | None = _option(None, "leave batches A to B out, as metrics.jsonl numbers them", metavar="A:B")
+    skip_batches: str | None = _option(None, "skip batches A to B (numbers in metrics.jsonl)", metavar="A:B")
     on_spike: str = _option(
         "keep",
-        "where the loss jumps: say so and keep the last good checkpoint, stop as well, or nothing",
+        "if the loss jumps: warn and keep the last good checkpoint, also stop, or do nothing",
         choices=ON_SPIKE,
     )
-    track: str = _option("none", "send metrics to a tracker too, besides metrics.jsonl", choices=TRACKERS)
-    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for ckpt watch", metavar="S")
+    track: str = _option("none", "also send metrics to a tracker, not only to metrics.jsonl", choices=TRACKERS)
+    beat: float = _option(5.0, "seconds between a rank's heartbeats, for ckpt watch", metavar="S")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
     accumulate: int = _option(1, "micro batches per optimizer step")
     length: int = _option(16, "tokens per sequence")
-    seed: int = _option(1234, "seed of the model's weights and of the data")
+    seed: int = _option(1234, "seed for weights and data")
 
     optimizer: str = _option(
         "adamw", "adamw, plain sgd, sgd with momentum, lion; zero: DeepSpeed's muon", choices=OPTIMIZERS
     )
     fused: bool = _option(False, "adamw, not megatron*: torch's fused kernel")
     scheduler: str = _option("deepspeed", "learning rate schedule", choices=SCHEDULERS)
-    schedule_steps: int = _option(100, "length of the schedule; independent of --steps so that runs resume")
+    schedule_steps: int = _option(100, "schedule length, independent of --steps so runs can resume")
     lr: float = _option(1e-3, "peak learning rate")
-    weight_decay: float = _option(0.1, "decay of matrices; vectors and scalars form a second group without")
-    freeze: str | None = _option(None, "freeze parameters whose name matches", metavar="REGEX")
-    lora: int = _option(0, "train a LoRA adapter of this rank instead of the model (0: off)", metavar="R")
-    dropout: float = _option(0.0, "probability of every dropout that the model has", metavar="P")
+    weight_decay: float = _option(0.1, "weight decay for matrices; vectors and scalars have none")
+    freeze: str | None = _option(None, "freeze parameters with matching names", metavar="REGEX")
+    lora: int = _option(0, "train a LoRA adapter with this rank instead of the model (0: off)", metavar="R")
+    dropout: float = _option(0.0, "probability for every dropout in the model", metavar="P")
     initial_scale_power: int = _option(8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N")
     ds_config: str | None = _option(None, "JSON merged over the generated DeepSpeed config", metavar="FILE")
 
-    vocab: int = _option(0, "rows of the embedding (0: one for each token of the tokenizer)", metavar="N")
-    layers: int = _option(0, "megatron: layers of the model (0: as many as the model has)", metavar="N")
-    first_stage_layers: int = _option(0, "megatron: layers of the first stage (0: an even share)", metavar="N")
-    last_stage_layers: int = _option(0, "megatron: layers of the last stage (0: an even share)", metavar="N")
-    count_embedding: bool = _option(False, "megatron: the embedding counts as a layer of the pipeline split")
-    count_loss: bool = _option(False, "megatron: the loss counts as a layer of the pipeline split")
-    mtp_layers: int = _option(0, "megatron: layers that predict further tokens", metavar="N")
+    vocab: int = _option(0, "embedding rows (0: one for each token in the tokenizer)", metavar="N")
+    layers: int = _option(0, "megatron: model layers (0: the model's own number)", metavar="N")
+    first_stage_layers: int = _option(0, "megatron: layers in the first stage (0: an even share)", metavar="N")
+    last_stage_layers: int = _option(0, "megatron: layers in the last stage (0: an even share)", metavar="N")
+    count_embedding: bool = _option(False, "megatron: count the embedding as a layer when splitting the pipeline")
+    count_loss: bool = _option(False, "megatron: count the loss as a layer when splitting the pipeline")
+    mtp_layers: int = _option(0, "megatron: multi-token prediction layers", metavar="N")
     sequence_parallel: bool = _option(False, "megatron: tensor-parallel ranks share the sequence between matrices")
-    vocab_multiple: int = _option(4, "megatron: the vocabulary is padded to a multiple of this times --tp", metavar="N")
+    vocab_multiple: int = _option(
+        4, "megatron: pad the vocabulary to a multiple of this number times --tp", metavar="N"
+    )
     no_distributed_optimizer: bool = _option(False, "megatron: every data-parallel rank holds all optimizer states")
     optimizer_format: str = _option(
-        "fully_reshardable", "torch_dist: form of the distributed optimizer's states", choices=OPTIMIZER_FORMATS
+        "fully_reshardable", "torch_dist: form for the distributed optimizer's states", choices=OPTIMIZER_FORMATS
     )
-    bucket_size: int = _option(0, "megatron: parameters of a gradient bucket (0: all in one)", metavar="N")
+    bucket_size: int = _option(0, "megatron: parameters per gradient bucket (0: all in one)", metavar="N")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", self.model or _MODELS.get(self.strategy, "llama"))
@@ -224,15 +223,17 @@ class Config:
         if self.pp > 1 or self.no_distributed_optimizer:
             raise UserError("--save fsdp_dtensor: Megatron-FSDP has one stage and the distributed optimizer")
         if self.dtype != "bf16":  # for fp32 models Megatron-LM looks up MLPs under missing names
-            raise UserError("--save fsdp_dtensor: only --dtype bf16 works; fp16 unscales gradients that ranks lack")
+            raise UserError(
+                "--save fsdp_dtensor: only --dtype bf16 works; fp16 unscales gradients missing on some ranks"
+            )
         if self.resume:
-            raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
+            raise UserError("--save fsdp_dtensor starts a new run, so leave --resume out")
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     option, choices = f"--{field.name.replace('_', '-')}", field.metadata.get("choices")
     if choices and value not in choices:
-        raise UserError(f"{option}: {value!r} is none of {', '.join(choices)}")
+        raise UserError(f"{option}: {value!r} is not one of {', '.join(choices)}")
     if isinstance(value, int | float):
         least, most = _LEAST.get(field.name, 0), _MOST.get(field.name, math.inf)
         if not (least <= value <= most and math.isfinite(value)):

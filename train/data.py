@@ -40,7 +40,7 @@ def parse_batches(words: str) -> tuple[int, int]:
     """Parse --skip-batches A:B into the first and last batch, numbered like metrics.jsonl."""
     match = re.fullmatch(r"(\d+):(\d+)", words)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--skip-batches {words}: not A:B, the numbers of the first and the last batch")
+        raise UserError(f"--skip-batches {words}: not A:B, the first and the last batch number")
     return int(match[1]), int(match[2])
 
 

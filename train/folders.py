@@ -33,7 +33,7 @@ def load_random_states(config: Config, folder: Path, tag: str) -> None:
     if config.saving != "zero" or any(map(randomness.load, (folder / "random_states" / tag, folder))):
         return
     if dist.get_rank() == 0:
-        print(f"note: {folder} has no random states of its ranks for {tag}; they start anew", file=sys.stderr)
+        print(f"note: {folder} has no random states from {tag}'s ranks; they start over", file=sys.stderr)
 
 
 def existing_checkpoints(output: Path) -> list[str]:

@@ -42,8 +42,8 @@ def run(config: Config) -> list[Path]:
             if resumed:
                 beside.enter("loading")
                 hint = (
-                    "\nhint: `ckpt check` finds damage, `ckpt resume` makes it fit other ranks, layouts and engines; "
-                    "--model, --dtype and --optimizer must be those of the run"
+                    "\nhint: `ckpt check` finds damage, `ckpt resume` makes it fit other ranks, layouts and "
+                    "engines; --model, --dtype and --optimizer must match the run"
                 )
                 with launch.as_user_error(f"--resume {Path(*resumed)}: it cannot be loaded into this run", hint):
                     engine.load(*resumed)

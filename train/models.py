@@ -154,7 +154,7 @@ def _freeze(model: nn.Module, pattern: str) -> None:
         raise UserError(f"--freeze {pattern}: {error}") from None
     names = [name for name, _ in model.named_parameters() if expression.search(name)]
     if not names:
-        raise UserError(f"--freeze {pattern}: matches no parameter of the model")
+        raise UserError(f"--freeze {pattern}: matches no model parameter")
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -20,9 +20,7 @@ STEPS = 20
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--processes", type=int, default=4, help="each takes a GPU where there are enough (%(default)s)"
-    )
+    parser.add_argument("--processes", type=int, default=4, help="one GPU each, if there are enough (%(default)s)")
     processes = parser.parse_args(words).processes
     for folder in (OUTPUTS, CONVERTED):
         shutil.rmtree(folder, ignore_errors=True)

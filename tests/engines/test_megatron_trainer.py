@@ -128,7 +128,7 @@ def test_runs_of_elements_make_a_part() -> None:
     [
         ([part(0, WHOLE[:2].flatten())], "on no rank"),
         ([part(0, WHOLE[:2].flatten()[:5]), part(1, WHOLE[2:].flatten())], "on no rank"),
-        ([part(0, torch.zeros(6)), part(0, -torch.zeros(6)), part(1, torch.zeros(6))], "disagree on them"),
+        ([part(0, torch.zeros(6)), part(0, -torch.zeros(6)), part(1, torch.zeros(6))], "disagree on shared"),
         ([part(0, torch.zeros(6)), part(0, torch.zeros(6).half()), part(1, torch.zeros(6))], "disagree on shape"),
         ([part(0, torch.zeros(6)), part(0, torch.zeros(6), stride=2), part(1, torch.zeros(6))], "disagree on shape"),
     ],
@@ -149,7 +149,7 @@ def test_the_truth_is_not_written_where_ranks_contradict(pieces: list[Piece], co
         ({"save": "dcp"}, "takes only native, torch,"),
         ({"save": "fsdp_dtensor", "pp": 2}, "one stage"),
         ({"save": "fsdp_dtensor", "dtype": "fp16"}, "only --dtype bf16"),
-        ({"save": "fsdp_dtensor", "resume": "run"}, "resumes none"),
+        ({"save": "fsdp_dtensor", "resume": "run"}, "starts a new run"),
         ({"lora": 4}, "--lora"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_tracker_and_that_none_is_imported() -> None:
-    with pytest.raises(UserError, match=r"--track: 'mlflow' is none of none, wandb, tensorboard, trackio"):
+    with pytest.raises(UserError, match=r"--track: 'mlflow' is not one of none, wandb, tensorboard, trackio"):
         Config(track="mlflow")
     loaded = "import sys, train.operations.tracking as t; print([name for name in t.PACKAGES if name in sys.modules])"
     assert process(script=loaded).out == "[]\n"

@@ -71,7 +71,9 @@ class NativeEngine(Engine):
         # On a GPU torch updates parameters in groups. torch 2.13 fails if a group mixes DTensors with plain tensors.
         unlike = self.mesh is not None and bool(whole)
         if unlike and config.fused:
-            raise UserError(f"--fused: torch's kernel takes no model with a part that is not sharded: {self.whole[0]}")
+            raise UserError(
+                f"--fused: torch's kernel needs a fully sharded model, but this part is not sharded: {self.whole[0]}"
+            )
         self.optimizer = build_optimizer(groups, config, foreach=False if unlike and launch.on_gpu() else None)
         self.scheduler: Any = None
         if config.scheduler == "deepspeed":

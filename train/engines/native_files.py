@@ -175,6 +175,6 @@ def _load_ranks(engine: Any, folder: Path) -> None:
     # Like verl, these files keep the step only in the folder's name.
     step = re.search(r"(\d+)$", folder.name)
     if step is None:
-        raise ValueError(f"{folder.name} does not end in the number of the step")
+        raise ValueError(f"{folder.name} does not end in the step number")
     engine.step = int(step[1])
     engine.sequences = engine.step * engine.config.batch

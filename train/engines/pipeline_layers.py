@@ -52,7 +52,9 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
     """Return the model's sizes from its transformers config. Raise UserError if the layout does not fit."""
     architecture = config.model.removesuffix("_wide").removesuffix("_even")
     if architecture not in ARCHITECTURES:
-        raise UserError(f"--strategy megatron-deepspeed: --model {config.model} is none of {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"--strategy megatron-deepspeed: --model {config.model} is not one of {', '.join(ARCHITECTURES)}"
+        )
     hub, tp, heads = model.config, config.tp, model.config.num_attention_heads
     neox = architecture == "gpt_neox"  # its config may hold meaningless sizes from other architectures
     kv_heads = heads if neox else hub.num_key_value_heads
@@ -61,7 +63,7 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
         if size % tp:
             raise UserError(f"--tp {tp}: --model {config.model} has {size} {name}; try {architecture}_wide")
     if hub.intermediate_size % tp:
-        raise UserError(f"--tp {tp} does not divide the {hub.intermediate_size} rows of the MLP")
+        raise UserError(f"--tp {tp} does not divide the MLP's {hub.intermediate_size} rows")
     if hub.num_hidden_layers < config.pp:
         raise UserError(f"--pp {config.pp}: {hub.num_hidden_layers} layers leave a stage without any")
     multiple = config.vocab_multiple * tp

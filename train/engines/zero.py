@@ -237,7 +237,7 @@ class ZeroEngine(DeepSpeedEngine):
             ]
         for (key, _, _), claimed in zip(wanted, (one.cpu() for one in gathered), strict=True):
             if not torch.equal(tensors[key].to(claimed.dtype).nan_to_num(), claimed.nan_to_num()):
-                raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
+                raise RuntimeError(f"{key}: DeepSpeed's gathered tensor differs from the ranks' pieces")
         return tensors
 
     def _piece(self, key: str, parameter: Any, state: str | None) -> Piece | None:

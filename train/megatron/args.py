@@ -324,16 +324,16 @@ def _require_division(config: Config, values: dict[str, Any]) -> None:
     if experts and (experts % config.ep or world_size % (config.pp * config.ep * (config.etp or config.tp))):
         raise UserError(f"--ep {config.ep}: neither {experts} experts nor {world_size} ranks may be left over")
     if experts and config.ep == 1 and config.etp not in (0, config.tp):
-        raise UserError("--etp without --ep: megatron-core does not reduce the gradients of the experts' copies then")
+        raise UserError("--etp needs --ep: without it megatron-core does not reduce the expert copies' gradients")
     sizes = {name: values[name] for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")}
     for name, size in sizes.items():
         if size % config.tp:
             raise UserError(
-                f"--tp {config.tp}: {name} {size} of --model {config.model} does not divide; "
-                "the models named _wide divide by 2 and 4"
+                f"--tp {config.tp} does not divide {name} {size} (--model {config.model}); models named _wide "
+                "divide by 2 and 4"
             )
     if experts and config.tp > 1 and not config.sequence_parallel:
-        raise UserError("--tp with experts: megatron-core trains that only with --sequence-parallel")
+        raise UserError("--tp with experts needs --sequence-parallel in megatron-core")
     if config.sequence_parallel and config.length % config.tp:
         raise UserError(f"--sequence-parallel: --length {config.length} does not divide by --tp {config.tp}")
 

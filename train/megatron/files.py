@@ -210,8 +210,8 @@ def _warn_of_shifted_states(engine: Any) -> None:
     )
     if padded:
         print(
-            "warning: a gradient buffer of several buckets (--bucket-size, tied embeddings of several stages): "
-            "megatron-core saves shifted optimizer states under --optimizer-format fully_reshardable",
+            "warning: a gradient buffer has several buckets (--bucket-size, tied embeddings of several "
+            "stages): megatron-core saves shifted optimizer states with --optimizer-format fully_reshardable",
             file=sys.stderr,
         )
 

@@ -30,7 +30,7 @@ def require_free(config: Config) -> None:
     if config.resume is None and (names := launch.gather_objects(folders.existing_checkpoints(Path(config.output)))[0]):
         raise UserError(
             f"--output {config.output}: a run has left {', '.join(names)} there\n"
-            f"hint: --resume {config.output} goes on with it; for a new run give another --output"
+            f"hint: use --resume {config.output} to continue it, or another --output for a new run"
         )
 
 
@@ -160,16 +160,17 @@ class Operations:
         dist.barrier()  # wait until all ranks have read it
         if found.output.resolve() == self.output.resolve() and self.rank == 0:
             for later in records.abandon_after(self.output, step):
-                _say(f"note: {later} is of the run before; `ckpt resume` takes it, as it is newer, until it is removed")
+                _say(
+                    f"note: {later} is from the previous run; `ckpt resume` takes it because it is newer, "
+                    "until it is removed"
+                )
 
     def _skip(self, words: str) -> None:
         first, last = data.parse_batches(words)
         span = [(first - 1) * self.config.batch, last * self.config.batch]
         done = data.position(self.engine.sequences, self.skipped)
         if self.engine.sequences % self.config.batch:
-            raise UserError(
-                f"--skip-batches {words}: the run's batches were not always of {self.config.batch} sequences"
-            )
+            raise UserError(f"--skip-batches {words}: the run's batch size was not always {self.config.batch}")
         if span[0] < done:
             raise UserError(
                 f"--skip-batches {words}: batches up to {done // self.config.batch} are trained already\n"

@@ -84,7 +84,7 @@ def write(
     for name, master in tensors.items():
         role, _, fqn = name.partition("/")
         if role == "master" and not torch.equal(tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)):
-            raise RuntimeError(f"{tag}: the live weight of {fqn} is not its gathered master rounded")
+            raise RuntimeError(f"{tag}: {fqn}'s live weight is not its rounded gathered master")
     run = {"step": step, "world_size": dist.get_world_size(), "dtype": config.dtype, "strategy": config.strategy}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(

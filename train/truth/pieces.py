@@ -95,14 +95,14 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
         span = slice(piece.start, piece.start + len(piece.elements))
         both = seen[span]
         if not torch.equal(bits(elements[span][both]), bits(piece.elements[both])):
-            raise RuntimeError(f"{key}: ranks that hold the same elements disagree on them")
+            raise RuntimeError(f"{key}: ranks disagree on shared elements")
         elements[span] = piece.elements
         seen[span] = True
     whole = {}
     for (role, name), held in parts.items():
         place = held[min(held)][0]
         if set(held) != set(range(place.count)) or not all(seen.all() for _, _, seen in held.values()):
-            raise RuntimeError(f"{role} of {name}: some of its elements are on no rank")
+            raise RuntimeError(f"{role} of {name}: some elements are on no rank")
         whole[f"{role}/{name}"] = place.join([held[index][1].view(place.shape) for index in sorted(held)])
     return whole
 
