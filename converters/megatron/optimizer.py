@@ -201,7 +201,7 @@ def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
     said = (
         "parameter was frozen, or its states were" if len(bare) == 1 else "parameters were frozen, or their states were"
     )
-    return (f"{len(bare)} {said} lost (Megatron's files don't tell): {named}",)
+    return (f"{len(bare)} {said} lost (Megatron's files don't record the reason): {named}",)
 
 
 # -- writing -------------------------------------------------------------------------------------------------

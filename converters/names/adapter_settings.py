@@ -94,9 +94,9 @@ def _check_tensors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
     kinds = {adapter.parse_name(fqn).kind for fqn in checkpoint.shapes}
     if config.token_indices not in (None, {}) and adapter.TOKENS not in kinds:
         raise CorruptError(
-            "the rows of trained tokens are missing from the adapter",
+            "the adapter lacks the trained token rows",
             path=checkpoint.path,
-            expected=f"a {adapter.TOKENS} tensor, as trainable_token_indices is set",
+            expected=f"a {adapter.TOKENS} tensor (trainable_token_indices is set)",
             found="none",
         )
 
@@ -118,7 +118,7 @@ def _check_factors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
                 "the adapter's config and its weights have different ranks",
                 path=checkpoint.path,
                 fqn=module,
-                expected=f"rank {config.rank_of(module)}, as {config.path} says",
+                expected=f"rank {config.rank_of(module)}, from {config.path}",
                 found=f"rank {rank}",
             )
     for fqn, shape in checkpoint.shapes.items():
@@ -127,7 +127,7 @@ def _check_factors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
             blocks = _blocks_of_b(config, name.module) if name.kind == adapter.B else 1
             if shape[1] * blocks != ranks[name.module]:
                 raise CorruptError(
-                    "the two factors of a layer have different ranks",
+                    "a layer's two factors have different ranks",
                     path=checkpoint.path,
                     fqn=fqn,
                     expected=f"rank {ranks[name.module]}" + (f" in {blocks} blocks" if blocks > 1 else ""),
@@ -143,10 +143,10 @@ def _blocks_of_b(config: AdapterConfig, module: str) -> int:
     in_a, in_b = (any(part in module for part in settings.get(f"target_modules_bd_{one}") or ()) for one in ("a", "b"))
     if (in_a and in_b) or (settings.get("match_strict", True) and not (in_a or in_b)):
         raise CorruptError(
-            "use_bdlora of the adapter's config does not say how this layer is divided, so PEFT does not load it",
+            "use_bdlora in the adapter's config leaves this layer's division unclear, so PEFT does not load it",
             path=config.path,
             fqn=module,
-            expected="the layer in one of target_modules_bd_a and target_modules_bd_b, or match_strict false",
+            expected="the layer in either target_modules_bd_a or target_modules_bd_b, or match_strict false",
             found=repr(settings),
         )
     return int(settings.get("nblocks", 1)) if in_b else 1

@@ -14,13 +14,13 @@ class NameOptions:
     """Options for names. `names` None uses the format's default. `flat_optimizer` is only for `dcp`."""
 
     names: str | None = option(
-        "hf: hub, the default, writes only what save_pretrained of the config's architecture would write, names and "
-        "shapes; own writes names that the architecture does not have as they are (value heads, added modules, code of "
-        "the model's own). dcp: torchtitan writes the names and the layout that torchtitan loads.",
+        "hf: hub (default) writes only names and shapes known to the config's architecture; own keeps all "
+        "other names unchanged (value heads, added modules, custom code). dcp: torchtitan writes torchtitan's "
+        "names and layout.",
         choices=(HUB, OWN, TORCHTITAN),
     )
     flat_optimizer: bool = option(
-        "dcp: the optimizer as StateDictOptions(flatten_optimizer_state_dict=True) has it, with the options of a param "
-        "group under each of its parameters (state.FQN.NAME, param_groups.FQN.NAME), for what loads such a state dict.",
+        "dcp: write the optimizer in the form of StateDictOptions(flatten_optimizer_state_dict=True): every "
+        "parameter repeats its param group's options (state.FQN.NAME, param_groups.FQN.NAME).",
         default=False,
     )

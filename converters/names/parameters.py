@@ -78,7 +78,7 @@ def megatron_stages(
     if heads % tp or groups % tp:
         raise UsageError(
             "attention heads do not divide among tensor parallel ranks",
-            expected=f"--tp that divides {pluralize(heads, 'head')} in {pluralize(groups, 'group')}",
+            expected=f"a --tp dividing {pluralize(heads, 'head')} in {pluralize(groups, 'group')}",
             found=f"--tp {tp}",
         )
     if sizes.num_experts % ep:
@@ -147,7 +147,7 @@ def _table_of_config(config: Mapping[str, Any]) -> tuple[Table, Sizes]:
     model_type = config.get("model_type")
     if model_type not in megatron.architectures():
         raise UsageError(
-            "Megatron's layout of this architecture is not known",
+            "Megatron's layout for this architecture is unknown",
             expected="one of " + ", ".join(megatron.architectures()),
             found=f"model_type {model_type!r}",
         )
@@ -282,7 +282,7 @@ def _from_transformers(config: Mapping[str, Any]) -> Model:
     model_type = config.get("model_type")
     if transformers_source.package() is None:
         raise UsageError(
-            "the parameters of this architecture are not known without transformers",
+            "this architecture's parameters are unknown without transformers",
             expected="one of " + ", ".join(megatron.architectures()) + ", or transformers installed",
             found=f"model_type {model_type!r}",
             hint="pip install 'ckpt-toolkit[transformers]'",
@@ -291,7 +291,7 @@ def _from_transformers(config: Mapping[str, Any]) -> Model:
 
     model = build_model(config, {})
     if model is None:
-        raise UsageError("transformers has no model of this config", found=f"model_type {model_type!r}")
+        raise UsageError("transformers has no model for this config", found=f"model_type {model_type!r}")
     kinds = {}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():

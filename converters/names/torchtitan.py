@@ -74,7 +74,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     check_complete(relation, shapes)
     kept = replace(checkpoint, tensors={key: t for key, t in checkpoint.tensors.items() if key[0] not in left})
     notes = (
-        [f"{pluralize(len(left), 'tensor')} moe.expert_bias of torchtitan's left out, as it does itself"]
+        [f"left out {pluralize(len(left), 'torchtitan tensor')} (moe.expert_bias), like torchtitan itself"]
         if left
         else []
     )
@@ -98,7 +98,7 @@ def _saved(checkpoint: Checkpoint) -> Saved:
         raise UsageError(
             "there is no mapping between torchtitan's names and the Hub's for this architecture",
             path=checkpoint.path,
-            expected="a causal model of one of " + ", ".join(_PERMUTED),
+            expected="a causal model: " + ", ".join(_PERMUTED),
             found=f"model_type {config.get('model_type')!r}",
         )
     return saved
@@ -137,7 +137,7 @@ def _spelled(name: str, present: Collection[str]) -> tuple[str, int | None]:
     layer, expert = _LAYER.match(name), _EXPERT.search(name)
     names = _NAMES.get(_EXPERT.sub("*", _LAYER.sub("", name)))
     if names is None:
-        raise UsageError("torchtitan's model of this architecture has no such tensor", fqn=name)
+        raise UsageError("torchtitan's model for this architecture doesn't have this tensor", fqn=name)
     spelled = [f"layers.{layer[1]}.{one}" if layer else one for one in names.split()]
     return next((one for one in spelled if one in present), spelled[0]), int(expert[0]) if expert else None
 

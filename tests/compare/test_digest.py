@@ -159,7 +159,7 @@ def test_one_other_bit_is_another_digest(tmp_path: Path) -> None:
 
 
 def test_tensors_without_a_name_on_the_hub_are_named(tmp_path: Path) -> None:
-    left_out = "not in the digests: 2 tensors moe.expert_bias of torchtitan's left out, as it does itself"
+    left_out = "not in the digests: left out 2 torchtitan tensors (moe.expert_bias), like torchtitan itself"
     done = ckpt("hash", FIXTURES / "torchtitan-qwen3-moe")
     assert done.code == 0 and f"note: {left_out}\n" in done.err
     assert (

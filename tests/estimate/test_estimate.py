@@ -130,7 +130,7 @@ def test_an_architecture_without_a_table_is_asked_of_transformers(monkeypatch: p
     assert not found.blocks
     assert not in_memory({**config, "model_type": "phi3"}).blocks  # it has a table, and its activations are not known
     monkeypatch.setattr(transformers_source, "package", lambda: None)
-    with pytest.raises(UsageError, match="not known without transformers"):
+    with pytest.raises(UsageError, match="unknown without transformers"):
         in_memory(config)
 
 

@@ -340,7 +340,7 @@ class TestHybrids:
         there = moved(tmp_path)
         less = there["decoder.layers.0.self_attention.out_norm.weight"][...]
         assert torch.equal(less, hub[name] - 1)
-        assert any("2 gated norms less one" in note for note in there.notes)
+        assert any("2 gated norms are one less" in note for note in there.notes)
         back = to_namespace(there, HUB)
         assert torch.equal(back[name][...], (hub[name] - 1) + 1)
         exact = (hub[name] >= 0.5) & (hub[name] <= 2)
@@ -417,7 +417,7 @@ class TestHybrids:
     def test_nothing_is_known_of_adapters(self) -> None:
         from converters.names.megatron.adapter import Modules
 
-        with pytest.raises(LossError, match="layers of several kinds"):
+        with pytest.raises(LossError, match="several layer kinds"):
             Modules.of(hub_of(config_of("qwen3_next")))
 
 
@@ -600,9 +600,7 @@ class TestPadding:
         save_file(tensors, tmp_path / "trained/model.safetensors")
         trained = replace(api.open(tmp_path / "trained"), namespace=MEGATRON, config=there.config)
         conversion = api.plan(trained, "hf")
-        assert (
-            "the vocabulary's padding is left out: 125 of 384 rows, which no token has" in conversion.plan.target.notes
-        )
+        assert "the vocabulary's padding is left out: 125 of 384 rows (unused)" in conversion.plan.target.notes
         conversion.run(tmp_path / "back")
         back = load_file(tmp_path / "back/model.safetensors")
         assert back.keys() == hub.keys() and all(torch.equal(back[name], hub[name]) for name in hub)
@@ -663,7 +661,7 @@ class TestPadding:
         args = arguments(two)
         assert (args["make_vocab_size_divisible_by"], args["padded_vocab_size"]) == (64, 384)
         unknown = described({EMBEDDING: (384, 8), "decoder.final_layernorm.weight": (8,)}, None, MEGATRON)
-        with pytest.raises(UsageError, match="needs the size of the vocabulary"):
+        with pytest.raises(UsageError, match="needs the vocabulary size"):
             to_namespace(unknown, MEGATRON, Layout(make_vocab_size_divisible_by=64))
 
     def test_rows_that_do_not_divide_and_no_vocabulary(self) -> None:
@@ -898,7 +896,7 @@ class TestWhatFilesReallyHold:
         tensors |= {f"h.{n}.attn.bias": torch.ones(1, 1, 4, 4) for n in range(2)}
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         there = moved(tmp_path)
-        assert any("2 tensors that follow from the config" in note for note in there.notes)
+        assert any("2 tensors implied by the config" in note for note in there.notes)
         back = to_namespace(there, HUB)
         assert {name for name, _ in back.tensors} == set(hub)
         assert all(torch.equal(back[name][...], hub[name]) for name in hub)
@@ -1053,10 +1051,10 @@ class TestAgainstMegatronCore:
     ("options", "said"),
     [
         (("--ep", "2"), ("a model without experts has no expert parallel ranks", "found: ep 2")),
-        (("--pp", "3"), ("2 layers cannot be dealt to 3 pipeline stages of 1 chunk",)),
+        (("--pp", "3"), ("2 layers can't be split into 3 pipeline stages with 1 chunk",)),
         (
             ("--pp", "2", "--decoder-first-pipeline-num-layers", "7", "--account-for-loss-in-pipeline-split"),
-            ("2 layers cannot be dealt to 2", "found: 7 in the first, the loss counted"),
+            ("2 layers can't be split into 2", "found: 7 in the first, the loss counted"),
         ),
     ],
 )

@@ -134,7 +134,7 @@ def test_it_is_written_as_it_stands_where_that_is_asked_for(tmp_path: Path, case
 def test_what_is_right_is_written_and_one_line_says_that_it_loads(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     plan = ckpt.plan(ckpt.open(folder, "full"), "hf").plan
-    loads = "from_pretrained finds every tensor: names and shapes are what LlamaForCausalLM has"
+    loads = "from_pretrained finds every tensor: names and shapes match LlamaForCausalLM"
     assert [note for note in plan.target.notes if "names" in note] == [loads]
     assert len(load_file(convert(folder) / "model.safetensors")) == 21
 
@@ -150,7 +150,7 @@ def test_a_name_flipped_in_the_header_is_told_when_it_is_read(tmp_path: Path) ->
     file.write_bytes(data.replace(name, name.replace(b"weight", b"weaght")))
     (note,) = ckpt.open(folder).notes
     assert note == (
-        "names or shapes are not those that save_pretrained of LlamaForCausalLM writes: "
+        "names or shapes don't match LlamaForCausalLM's save_pretrained: "
         "1 too many: model.layers.1.mlp.up_proj.weaght; 1 missing: model.layers.1.mlp.up_proj.weight"
     )
 
@@ -246,12 +246,12 @@ def test_weights_in_mxfp4(tmp_path: Path, wrong: bool) -> None:
     stated = {**config.to_dict(), "architectures": ["GptOssForCausalLM"]}
     folder = hub(tmp_path / "oss", tensors, {**stated, "quantization_config": {"quant_method": "mxfp4"}})
     if wrong:
-        with pytest.raises(LossError, match=r"of \[3, 64, 64\], and the architecture's is \[3, 32, 64\]"):
+        with pytest.raises(LossError, match=r"shape \[3, 64, 64\], but the architecture has \[3, 32, 64\]"):
             notes_of(folder)
     else:
         notes_of(folder)
     plain = hub(tmp_path / "plain", tensors, stated)
-    found = r"holds a weight of \[3, 64, 64\]" if wrong else r"4 too many: .*_blocks.*2 missing"
+    found = r"holds weight shape \[3, 64, 64\]" if wrong else r"4 too many: .*_blocks.*2 missing"
     with pytest.raises(LossError, match=found):
         notes_of(plain)
 
@@ -268,7 +268,7 @@ def test_a_prefix_that_all_names_have_is_left_out_and_it_is_said(tmp_path: Path,
 
     folder = run(tmp_path / "run", wrapped)
     notes = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target.notes
-    assert any(f"all names begin with '{prefix.removeprefix('module.')}'" in note for note in notes)
+    assert any(f"removed the prefix '{prefix.removeprefix('module.')}' from all names" in note for note in notes)
     truth = torch.load(folder / "pytorch_model.bin", weights_only=True)
     written = load_file(convert(folder) / "model.safetensors")
     assert written.keys() == {name.removeprefix(prefix) for name in truth}

@@ -248,7 +248,7 @@ def test_an_accepted_setting_is_ignored_and_named() -> None:
     checkpoint, table, sizes = run_of("llama", nobody_has_heard_of_it=3, softmax_type="off-by-one", rotary_base=7)
     accepted = frozenset({"nobody_has_heard_of_it", "softmax_type", "rotary_base"})
     (note,) = refuse_another_models(replace(checkpoint, accepted=accepted), table, sizes)
-    assert note == "ignored as asked (--accept-setting): nobody_has_heard_of_it, rotary_base, softmax_type"
+    assert note == "ignored (--accept-setting): nobody_has_heard_of_it, rotary_base, softmax_type"
     with pytest.raises(CorruptError, match="another model"):
         refuse_another_models(replace(checkpoint, accepted=accepted - {"rotary_base"}), table, sizes)
 
@@ -515,7 +515,7 @@ def test_a_run_of_megatron_is_not_taken_for_a_parallel_residual() -> None:
     checkpoint, table, sizes = run_of("gpt_neox in parallel")
     args = {name: value for name, value in (checkpoint.state.args or {}).items() if name != "gpt_j_residual"}
     run = replace(checkpoint, state=replace(checkpoint.state, args=args))
-    with pytest.raises(CorruptError, match="no gpt_j_residual, as the run recorded it"):
+    with pytest.raises(CorruptError, match="no gpt_j_residual, recorded by the run"):
         refuse_another_models(run, table, sizes)
     refuse_another_models(replace(run, accepted=frozenset({"gpt_j_residual"})), table, sizes)
 
@@ -599,7 +599,9 @@ def test_the_refusal_as_it_is_printed(fixtures: Path, tmp_path: Path) -> None:
     command = ("convert", tmp_path / "run", "hf", "-o", tmp_path / "hub", "--config", config)
     done = ckpt(*command)
     assert done.code == LossError.exit_code
-    assert "error: the run recorded settings that the model's config cannot hold, and that change what" in done.err
+    assert (
+        "error: the model's config can't hold some recorded settings, and they change the model's results" in done.err
+    )
     assert "found: softmax_type off-by-one, new_thing 3 (unknown to ckpt)" in done.err
     hint = "--accept-setting softmax_type --accept-setting new_thing"
     assert f"hint: {hint} ignores them, in ckpt convert, merge-lora, verify, diff, hash and mount" in done.err

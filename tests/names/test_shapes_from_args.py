@@ -45,7 +45,7 @@ def test_arguments_tell_of_what_the_table_has(case: str) -> None:
         without = {key: shape for key, shape in relation.b_shapes.items() if key != name}
         with pytest.raises(CorruptError, match="lacks tensors"):
             check_args(args, without, Path("run"))
-        with pytest.raises(CorruptError, match="not the shape") as caught:
+        with pytest.raises(CorruptError, match="shape doesn't match") as caught:
             check_args(args, {**relation.b_shapes, name: (*expected[name], 5)}, Path("run"))
         assert caught.value.fqn == name
 
@@ -105,7 +105,7 @@ def test_the_head_of_a_reward_model_and_norms_of_all_heads_are_not_refused() -> 
     assert len(norms) == 2 and shapes[OUTPUT] == (32, 8)
     check_args(args, {**shapes, **norms, OUTPUT: (1, 8)}, Path("run"))
     assert OUTPUT not in model_shapes({**args, "task_type": "embedding"})
-    with pytest.raises(CorruptError, match="not the shape"):
+    with pytest.raises(CorruptError, match="shape doesn't match"):
         check_args(args, {**shapes, OUTPUT: (1, 4)}, Path("run"))
     with pytest.raises(CorruptError, match="lacks tensors"):
         check_args(args, {name: shape for name, shape in shapes.items() if name not in norms}, Path("run"))

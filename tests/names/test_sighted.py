@@ -305,7 +305,7 @@ def test_a_tower_of_megatron_cores_own_layers_is_refused(tmp_path: Path) -> None
     state = {"language_model.embedding.word_embeddings.weight": torch.zeros(4, 2)}
     state |= {f"{LAYER}.linear_qkv.weight": torch.zeros(6, 2)}
     state["vision_model.decoder.layers.0.self_attention.linear_proj.lora.weight"] = torch.zeros(2, 2)
-    with pytest.raises(LossError, match="nothing is known of how tensor parallel ranks share"):
+    with pytest.raises(LossError, match="tensor parallel sharding is unknown"):
         api.open(_file_of(state, tmp_path), "megatron")
 
 

@@ -233,7 +233,7 @@ def test_the_config_says_which_weights_are_plain() -> None:
     assert [fault.fqn for fault in weights_of(plain, config).faults] == ["layers.1.up.weight"]
     assert not weights_of(plain, listed).faults
     (fault,) = weights_of(tensors, listed).faults
-    assert fault.fqn == "layers.1.up.weight" and "not quantized" in fault.what
+    assert fault.fqn == "layers.1.up.weight" and "excludes its module" in fault.what
 
 
 def test_an_unknown_method_is_not_proved_but_layers_are_compared() -> None:
@@ -396,9 +396,9 @@ def test_every_method_of_transformers_is_checked_or_said_not_to_be(
     (source / "config.json").write_text(json.dumps({**entries, "quantization_config": {"quant_method": "hqq"}}))
     checked = ckpt("check", source)
     assert checked.code == 0 and "quantized by hqq were not checked" in checked.out, checked.out
-    assert "whole" not in checked.out and "do not have" not in checked.out
+    assert "whole" not in checked.out and "don't have" not in checked.out
     said = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--names", "own").err
-    assert "not checked: if from_pretrained can load this folder: the parts of weights quantized by hqq" in said
+    assert "not checked: if from_pretrained can load this folder: weight parts quantized by hqq" in said
     gone = next(name for name in stored if name.endswith("scale"))
     save_file({n: t for n, t in stored.items() if n != gone}, source / "model.safetensors", metadata={"format": "pt"})
     checked = ckpt("check", source)
@@ -517,7 +517,7 @@ def test_scales_of_a_kv_cache_are_carried(module: str, folders: Callable[[str], 
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     checked = ckpt("check", folder)
     assert (
-        checked.code == 0 and "every part of every tensor is there" in checked.out and "do not have" not in checked.out
+        checked.code == 0 and "every part of every tensor is there" in checked.out and "don't have" not in checked.out
     )
     done = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "out")
     assert done.code == 0 and load_file(tmp_path / "out/model.safetensors")[name].item() == 0.5, done.err

@@ -90,7 +90,7 @@ def test_what_a_run_lacks_is_refused_with_the_cures_and_taken_from_a_base(
     run, base = without(sees, tmp_path / "run", word), load_file(sees / "model.safetensors")
     refused = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "none")
     assert refused.code == LossError.exit_code and not (tmp_path / "none").exists()
-    for cure in ("--complete-from BASE", "--names own", "a config.json that does not promise it"):
+    for cure in ("--complete-from BASE", "--names own", "a config.json without these parts"):
         assert cure in refused.err
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", sees, "--verify")
     assert done.code == 0, done.err
@@ -104,9 +104,7 @@ def test_what_a_run_lacks_is_refused_with_the_cures_and_taken_from_a_base(
 
 def test_multi_token_prediction_that_is_not_there_is_said_and_taken_from_a_base(predicts: Path, tmp_path: Path) -> None:
     run, base = without(predicts, tmp_path / "run", "mtp."), load_file(predicts / "model.safetensors")
-    promise = (
-        "the config promises 1 layer of multi-token prediction (mtp_num_hidden_layers), and there is nothing of it"
-    )
+    promise = "promised by the config but missing: 1 multi-token prediction layer (mtp_num_hidden_layers)"
     plain = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "plain")
     assert plain.code == 0 and f"note: {promise}: use --complete-from BASE" in plain.err
     for folder in (run, tmp_path / "plain"):
@@ -127,31 +125,31 @@ def test_a_config_without_the_promise_is_another_cure(predicts: Path, tmp_path: 
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}))
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out")
-    assert done.code == 0 and "promises" not in done.err and "promises" not in ckpt("check", run).out
+    assert done.code == 0 and "promised" not in done.err and "promised" not in ckpt("check", run).out
 
 
 def test_check_says_what_a_folder_lacks_of_what_its_config_promises(sees: Path, tmp_path: Path) -> None:
     run = without(sees, tmp_path / "run", "visual")
-    assert "a vision tower (vision_config), and there is nothing of it" in ckpt("check", run).out
+    assert "promised by the config but missing: a vision tower (vision_config)" in ckpt("check", run).out
     own = tmp_path / "own"
     assert ckpt("convert", "dcp", "hf", run, "-o", own, "--names", "own").code == 0
     assert "a vision tower (vision_config)" in ckpt("check", own).out
     frozen = tmp_path / "frozen"
     package.convert(without(sees, tmp_path / "2", "layers.1."), "hf", frozen, names="own")
     checked = package.check(frozen)
-    assert not checked.whole and "that files of Qwen2_5_VLForConditionalGeneration have" in str(checked)
-    assert "promises" not in ckpt("check", sees).out
+    assert not checked.whole and "from Qwen2_5_VLForConditionalGeneration's files" in str(checked)
+    assert "promised" not in ckpt("check", sees).out
 
 
 @pytest.mark.parametrize(
     ("frozen", "said"),
     [
-        (r"\.layers\.0\.", ["12 tensors that files of Qwen2_5_VLForConditionalGeneration have: model.layers.0."]),
+        (r"\.layers\.0\.", ["12 tensors from Qwen2_5_VLForConditionalGeneration's files: model.layers.0."]),
         (
             r"embed_tokens",
-            ["1 tensor that files of Qwen2_5_VLForConditionalGeneration have: model.embed_tokens.weight"],
+            ["1 tensor from Qwen2_5_VLForConditionalGeneration's files: model.embed_tokens.weight"],
         ),
-        (r"visual|\.layers\.0\.", ["a vision tower (vision_config)", "12 tensors that files of"]),
+        (r"visual|\.layers\.0\.", ["a vision tower (vision_config)", "12 tensors from"]),
     ],
 )
 def test_check_says_which_frozen_parts_fsdp_did_not_save(
@@ -165,10 +163,12 @@ def test_check_says_which_frozen_parts_fsdp_did_not_save(
     dcp.save({"model": trained}, checkpoint_id=tmp_path / "run", no_dist=True)
     (tmp_path / "run/config.json").write_text((sees / "config.json").read_text())
     checked = ckpt("check", tmp_path / "run")
-    assert checked.code == 0 and all(f"the config promises {one}" in checked.out for one in said), checked.out
+    assert checked.code == 0 and all(f"promised by the config but missing: {one}" in checked.out for one in said), (
+        checked.out
+    )
     done = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "out", "--complete-from", sees)
     assert done.code == 0 and equal(tmp_path / "out", load_file(sees / "model.safetensors"))
-    assert "promises" not in ckpt("check", tmp_path / "out").out
+    assert "promised" not in ckpt("check", tmp_path / "out").out
 
 
 def test_a_model_that_lacks_nothing_is_as_it_was(sees: Path, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_rele
     base = saved(tmp_path / "base", "deepseek_v3", transformers.AutoModelForCausalLM, **sizes)
     dcp.save({"model": load_file(base / "model.safetensors")}, checkpoint_id=tmp_path / "run", no_dist=True)
     (tmp_path / "run/config.json").write_text((base / "config.json").read_text())
-    promise = "1 layer of multi-token prediction (num_nextn_predict_layers), and there is nothing of it"
+    promise = "promised by the config but missing: 1 multi-token prediction layer (num_nextn_predict_layers)"
     assert promise in ckpt("check", tmp_path / "run").out
     without_it = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "plain", "--complete-from", base)
     assert without_it.code == 0 and "nothing is taken from" in without_it.err and promise in without_it.err
@@ -285,5 +285,5 @@ def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_rele
 )
 def test_configs_call_layers_of_multi_token_prediction_otherwise(entries: dict[str, Any]) -> None:
     (found,) = missing_parts(entries, {"model.norm.weight": (4,)})
-    assert found.startswith("the config promises 2 layers of multi-token prediction")
+    assert found.startswith("promised by the config but missing: 2 multi-token prediction layers")
     assert not missing_parts(entries, {"model.norm.weight": (4,), "model.mtp.layers.0.norm.weight": (4,)})

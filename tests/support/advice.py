@@ -123,7 +123,7 @@ KINDS = (
             r"^for example ckpt convert\b|^ckpt convert \S+ \S+|^\d+GB or\b|^-o$",
             r"\bchoose another place\b|\blocal path is given as it is\b|^fewer workers\b|, writes elsewhere$",
             r"^check the path; a model of the Hub is given as ORG/NAME$",
-            r"^use another (?:--)?pp or (?:--)?vpp|^(?:--)?pp times (?:--)?vpp is",
+            r"^use another (?:--)?pp or (?:--)?vpp|^(?:--)?pp times (?:--)?vpp must",
             r"^without them, one adapter is merged after the other$|^keep the ep_size of the source\b",
             r"\bmerge_lora PATH|`ckpt merge-lora PATH`|^the adapter of .* fits: ckpt merge-lora\b",
             r"\bleave [a-z_]+(?:=True)? out\b",
@@ -134,7 +134,7 @@ KINDS = (
         "It explains the refusal; there is nothing to do with this source.",
         (
             r"^DeepSpeed before [\d.]+ saved no\b|^PEFT (?:before [\d-]+ stored|does not merge)\b",
-            r"^versions of Megatron-Bridge after\b|^see the red parts in",
+            r"^see the red parts in",
             r"^the file is (?:truncated|of another save)\b|^wait until it has finished\b",
         ),
     ),

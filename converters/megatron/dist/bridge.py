@@ -175,7 +175,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     context = args.get("context_parallel_size", 1)
     of_model = grid.tp * grid.pp * context if type(context) is int and context > 0 else 0
     if not of_model:
-        raise CorruptError("context_parallel_size is no size", path=path, found=repr(context))
+        raise CorruptError("context_parallel_size is not a valid size", path=path, found=repr(context))
     if ranks % of_model == 0:
         args |= {"world_size": ranks, "data_parallel_size": ranks // of_model}
     return args

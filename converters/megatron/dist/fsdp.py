@@ -265,7 +265,7 @@ def _recorded_number(reading: DistReading, name: str) -> int | None:
     """Return a recorded numeric argument, or None."""
     value = reading.args.get(name)
     if value is not None and (type(value) is not int or value < 0):
-        raise CorruptError(f"the recorded argument {name} is no number", path=reading.folder, found=repr(value))
+        raise CorruptError(f"the recorded argument {name} is not a number", path=reading.folder, found=repr(value))
     return value
 
 

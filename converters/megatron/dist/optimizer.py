@@ -162,7 +162,7 @@ def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimi
     """Add each param group's parameters. They are not recorded, but follow from Megatron's grouping rule."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
-        raise CorruptError("a param group is no dict", path=reading.folder)
+        raise CorruptError("a param group is not a dict", path=reading.folder)
     state = inner.get("state")
     common_step = state.get("common_step") if isinstance(state, Mapping) else None
     claimed: set[str] = set()

@@ -45,7 +45,7 @@ class Config:
         """Return `size` for layers and experts, which are listed one by one. Raise CorruptError above a limit."""
         found = self.size(*names, default=default)
         if found > _MAX_COUNT:
-            raise CorruptError("the config has too many of something", found=f"{names[0]} {found}")
+            raise CorruptError("a count in the config is too large", found=f"{names[0]} {found}")
         return found
 
     def natural(self, *names: str) -> int:

@@ -232,7 +232,7 @@ def _by_block(config: Config, layer: int) -> Collection[str]:
     known = blocks[layer] if isinstance(blocks, list | str) and layer < len(blocks) else None
     if not isinstance(known, str) or known not in _BLOCKS:
         raise CorruptError(
-            "the config does not say what a layer is", expected=f"layers_block_type[{layer}]", found=known
+            "the config gives no known type for a layer", expected=f"layers_block_type[{layer}]", found=known
         )
     return (_BLOCKS[known],)
 

@@ -65,7 +65,7 @@ def trained_class(config: Mapping[str, Any] | None, task: object, name: object) 
         return None
     if not can_be_asked():
         raise UsageError(
-            "the adapter was trained on a class of transformers with another head than the base's",
+            "the adapter was trained on a transformers class with a different head than the base",
             expected=f"task {task}" if name is None else name,
             found=", ".join(architectures(config)) or "no class in the base's config",
             hint="pip install 'transformers>=5' torch",

@@ -61,7 +61,7 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         for found, of in ((tensors, True), (parts, False)):
             if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
                 more = ", ..." if some[1:] else ""
-                found.append(f"files of {cls} do not have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
+                found.append(f"{cls}'s files don't have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
     return parts, tensors
 
 
@@ -88,12 +88,12 @@ def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shap
     ]
     if names := [name for name in names if not any(pattern.search(name) for pattern in absent)]:
         more = ", ..." if names[1:] else ""
-        return [_sentence(f"{pluralize(len(names), 'tensor')} that files of {cls} have: {names[0]}{more}")]
+        return [_sentence(f"{pluralize(len(names), 'tensor')} from {cls}'s files: {names[0]}{more}")]
     return []
 
 
 def _sentence(what: str) -> str:
-    return f"the config promises {what}, and there is nothing of it"
+    return f"promised by the config but missing: {what}"
 
 
 def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
@@ -101,7 +101,7 @@ def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
         for key in _PREDICTION:
             count, behind = source.get(key), source.get("num_hidden_layers")
             if type(count) is int and count > 0 and not any(_is_predicted(name, behind) for name in names):
-                yield f"{pluralize(count, 'layer')} of multi-token prediction ({key})"
+                yield f"{pluralize(count, 'multi-token prediction layer')} ({key})"
                 return
 
 

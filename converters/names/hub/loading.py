@@ -38,9 +38,9 @@ def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> L
             call = f"{config['_class_name']}.from_pretrained"
             return Loads(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {WEIGHTS} to {_DIFFUSERS}")
         why = "config.json has no model_type and no architectures"
-        return Loads(False, why=why, hint="--config ORG/NAME takes the config of the model that was trained")
+        return Loads(False, why=why, hint="--config ORG/NAME takes the trained model's config")
     if any(name.startswith(PEFT) for name in shapes):
-        return Loads(False, why="the names are those of a model with PEFT adapters")
+        return Loads(False, why="the names belong to a model with PEFT adapters")
     if differ := tables_differ(config, shapes):
         return Loads(False, why=differ[0])
     if not config.get("architectures"):
@@ -94,9 +94,9 @@ def _module_answer(loads: Loads, files: Mapping[str, bytes | None], folders: Col
         return Loads(False, call, f"{MODULES} names no modules")
     lacking = [one for place, cls in modules if place for one in _missing_files(place, cls, files, folders)]
     if lacking:
-        return Loads(False, call, f"{MODULES} names {', '.join(lacking)}, which is missing")
+        return Loads(False, call, f"{MODULES} lists missing files: {', '.join(lacking)}")
     if own := next((cls for _, cls in modules if not cls.startswith("sentence_transformers.")), None):
-        return Loads(None, call, f"{MODULES} names the class {own}, which was not looked into")
+        return Loads(None, call, f"{MODULES} names the class {own}, and ckpt did not inspect it")
     return Loads(True, call, lacks=loads.lacks)
 
 

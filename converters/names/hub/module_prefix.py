@@ -35,7 +35,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     shapes = checkpoint.shapes
     relation = Relation.renaming({name: name.removeprefix(prefix) for name in shapes}, shapes)
     count = "all" if all(name.startswith(prefix) for name in names) else "most"
-    note = f"{count} names begin with {prefix!r}, which is left out: the config's architecture has no such module"
+    note = f"removed the prefix {prefix!r} from {count} names: the config's architecture has no module with this name"
     named = translate(checkpoint, relation, checkpoint.namespace)
     return replace(named, notes=(*checkpoint.notes, note))
 

@@ -24,7 +24,7 @@ from converters.names.hub import save_pretrained
 from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
 
-OWN_NAMES = "--names own writes every tensor under the name that it has"
+OWN_NAMES = "--names own keeps every tensor's own name"
 #: TRL's value head beside a model: TRL reads it, and `from_pretrained` skips it.
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 #: Name prefix in PEFT-wrapped models.
@@ -83,10 +83,10 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     if not _names_class(config) and not differ.shapes and _shares_names(known, shapes):
         return None
     raise LossError(
-        f"this is not what save_pretrained of {known.cls} writes, which the config names, "
-        "and from_pretrained and others would not find their tensors",
+        f"names or shapes don't match the config's class {known.cls}: from_pretrained and others would not find "
+        "their tensors",
         path=path,
-        expected=f"{pluralize(len(known.required), 'tensor')} under the names that the Hub's files have",
+        expected=f"{pluralize(len(known.required), 'tensor')} with the Hub's names",
         found=str(differ),
         hint=_hint(shapes, differ),
     )
@@ -119,7 +119,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
         if saved is not None and not (wrong := compare(saved, shapes, config or {})):
             return []
         if saved is not None:
-            found = [f"names or shapes are not those that save_pretrained of {saved.cls} writes: {wrong}"]
+            found = [f"names or shapes don't match {saved.cls}'s save_pretrained: {wrong}"]
     return found
 
 
@@ -226,26 +226,26 @@ def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
 def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True) -> Iterator[str]:
     """Yield notes for the user on names proved to be those of `saved`."""
     if _lacks_prefix(saved, shapes):
-        yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
+        yield f"names match the model without its head: {saved.cls} adds the prefix {saved.base!r}"
     elif _compare(saved, shapes):
-        yield f"names are those of another release, which {saved.cls} renames as it loads them"
+        yield f"names match another release: {saved.cls} renames them during loading"
     if twice := [name for name in saved.optional if name in shapes]:
         yield f"written though save_pretrained leaves it out: {_sample_names(twice)}"
     if loads:
-        yield Brief(f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has")
+        yield Brief(f"from_pretrained finds every tensor: names and shapes match {saved.cls}")
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
     named = architectures(config)
     can_be_asked = save_pretrained.can_be_asked()
     return UsageError(
-        "nothing here knows what the files of this architecture hold, so the names cannot be proved",
+        "the names can't be proved: this architecture's files are unknown to ckpt",
         path=path,
-        expected="an architecture that ckpt has a table of" + (", or that transformers has" if can_be_asked else ""),
+        expected="an architecture known to ckpt" + (" or to transformers" if can_be_asked else ""),
         found=f"model_type {config.get('model_type')!r}" + (f", {named[0]}" if named else ""),
         hint=f"{OWN_NAMES}"
         if can_be_asked
-        else f"pip install 'transformers>=5' torch, which know more of them; {OWN_NAMES}",
+        else f"pip install 'transformers>=5' torch to know more architectures; {OWN_NAMES}",
     )
 
 
@@ -257,7 +257,7 @@ def _hint(shapes: Mapping[str, Shape], differ: Differences) -> str:
         )
     if not differ.extra and not differ.shapes:
         return (
-            "--complete-from BASE takes what is missing from the model that was trained; a config.json that does not "
-            f"promise it needs none of it; {OWN_NAMES}"
+            "--complete-from BASE takes the missing tensors from the trained base model; or use a config.json "
+            f"without these parts; {OWN_NAMES}"
         )
     return f"does the config belong to this checkpoint? {OWN_NAMES}"

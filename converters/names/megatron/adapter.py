@@ -122,7 +122,7 @@ class Modules:
         table, sizes = table_of_checkpoint(checkpoint)
         if table.beside:
             raise LossError(
-                "nothing is known of Megatron's adapters of a model with layers of several kinds",
+                "Megatron adapters for models with several layer kinds are not supported",
                 path=checkpoint.path,
                 found=f"model_type {sizes.config.get('model_type')!r}",
                 hint="merge the adapter where it was trained",
@@ -151,7 +151,7 @@ class Modules:
         """Return the Hub modules adapted by `name`. Raise LossError if the model has none."""
         if name.module in self.stacked:
             raise LossError(
-                "an adapter of an expert has no place in PEFT's files where the Hub has one tensor of all experts",
+                "PEFT's files can't hold an adapter for a single expert: the Hub has one tensor for all experts",
                 path=self.path,
                 fqn=name.module,
             )
@@ -162,7 +162,7 @@ class Modules:
             return hubs
         number = _PARTS.get(name.leaf, ()).index(name.part) if name.part in _PARTS.get(name.leaf, ()) else len(hubs)
         if len(hubs) != len(_PARTS.get(name.leaf, ())) or number >= len(hubs):
-            raise self._misfit(run, name.of(IN), "a part of a layer that the Hub has by itself", "none")
+            raise self._misfit(run, name.of(IN), "a layer part with its own Hub tensor", "none")
         return (hubs[number],)
 
     def check_shape(self, run: AdapterRun, fqn: str, shape: Shape, expected: Shape) -> None:
@@ -172,7 +172,7 @@ class Modules:
         differ = [number for number, (one, other) in enumerate(zip(shape, expected, strict=False)) if one != other]
         if len(shape) == len(expected) == 2 and differ == [1 if fqn.endswith(OUT) else 0]:
             raise CorruptError(
-                "a factor has not the rank that the run's config says",
+                "a factor's rank doesn't match the run's config",
                 path=run.path,
                 fqn=fqn,
                 expected=f"rank {expected[differ[0]]}",
@@ -187,7 +187,9 @@ class Modules:
             fqn=fqn,
             expected=expected,
             found=found,
-            hint=f"the run says that it was trained on {run.base}" if run.base else "--config takes that of its base",
+            hint=f"the run's config says: it was trained on {run.base}"
+            if run.base
+            else "--config takes the base model's config",
         )
 
 
@@ -226,7 +228,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
         raise LossError(
             "the adapter doesn't fit the model in the config",
             path=checkpoint.path,
-            expected=f"{pluralize(run.num_layers, 'layer')}, as {run.path} says",
+            expected=f"{pluralize(run.num_layers, 'layer')}, from {run.path}",
             found=f"{pluralize(modules.sizes.num_layers, 'layer')}",
         )
     compared = refuse_another_models(checkpoint, table_of_checkpoint(checkpoint)[0], modules.sizes)
@@ -240,8 +242,8 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
     notes = [*checkpoint.notes, *compared]
     if run.etp > 1 and any(name.is_expert for name in made.names):
         notes.append(
-            f"adapters of experts were trained with expert tensor parallel size {run.etp}, with which Megatron-Bridge "
-            "computes something else than the adapter says (Megatron-Bridge#5634): this is the adapter as it is stored"
+            f"expert adapters were trained with expert tensor parallel size {run.etp}, and Megatron-Bridge "
+            "computes them differently there (Megatron-Bridge#5634): this is the stored adapter, unchanged"
         )
     return replace(named, adapter_config=made.config(), facts=None, notes=tuple(notes))
 
@@ -254,7 +256,7 @@ def _by_module(
     for fqn, _ in checkpoint.tensors:
         parsed = parse_name(fqn)
         if parsed is None:
-            raise LossError("this is no tensor of an adapter of Megatron-Bridge's", path=checkpoint.path, fqn=fqn)
+            raise LossError("this tensor does not belong to a Megatron-Bridge adapter", path=checkpoint.path, fqn=fqn)
         found.setdefault(parsed[0], {})[parsed[1]] = fqn
     for name, factors in list(found.items()):
         if not name.is_shared:
@@ -262,12 +264,12 @@ def _by_module(
         del found[name]
         if run.ep > 1 and len(factors) > 1:
             raise LossError(
-                "the experts of each rank shared an adapter, and the run has saved that of the first rank alone",
+                "each rank's experts shared an adapter, but the run saved only the first rank's adapter",
                 path=checkpoint.path,
                 fqn=name.of(OUT),
-                expected="an adapter of each expert, or of all on one rank",
-                found=f"one adapter, of expert parallel size {run.ep}",
-                hint="versions of Megatron-Bridge after 0.3 save an adapter for each expert",
+                expected="an adapter for each expert, or for all experts on one rank",
+                found=f"one adapter, expert parallel size {run.ep}",
+                hint="save with Megatron-Bridge later than 0.3: it saves an adapter for each expert",
             )
         for expert in range(num_experts):
             one = found.setdefault(name.of_expert(expert), {})
@@ -284,11 +286,11 @@ def _by_module(
             )
         if run.has_magnitudes and run.tp > 1 and (name.leaf in ("linear_proj", "linear_fc2") or name.is_expert):
             raise LossError(
-                "DoRA of a layer whose inputs are split takes the norms of each tensor parallel rank's columns by "
-                "themselves, and the run has saved those of one rank: no merged model computes what was trained",
+                "DoRA on a layer with split inputs uses separate norms on each tensor parallel rank, but the "
+                "run saved only one rank's norms: no merged model can match it",
                 path=checkpoint.path,
                 fqn=name.of(MAGNITUDE),
-                expected="tensor parallel size 1, or layers whose outputs are split",
+                expected="tensor parallel size 1, or layers with split outputs",
                 found=f"tensor parallel size {run.tp}",
             )
         yield name, factors
@@ -397,7 +399,7 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     modules = Modules.of(checkpoint)
     if modules.sees:
         raise LossError(
-            "adapters of models with images are not written for Megatron-Bridge",
+            "adapters for models with images can't be written for Megatron-Bridge",
             path=checkpoint.path,
             found=f"model_type {(checkpoint.config or {}).get('model_type')!r}",
         )
@@ -408,10 +410,13 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     for fqn in shapes:
         name = peft.parse_name(fqn)
         if name.kind not in _MEGATRONS or config.is_of_peft:
-            raise _no_place(checkpoint, fqn, "lora_A and lora_B of linear layers alone", name.kind)
+            raise _no_place(checkpoint, fqn, "only lora_A and lora_B for linear layers", name.kind)
         if name.module not in places:
             raise _no_place(
-                checkpoint, fqn, "a linear layer that Megatron has too, whole or as q, k, v, gate or up", name.module
+                checkpoint,
+                fqn,
+                "a linear layer in Megatron's model, whole or split into q, k, v, gate or up",
+                name.module,
             )
         scalings.setdefault((config.rank_of(name.module), config.scaling(name.module)), fqn)
         place, hub = places[name.module]
@@ -422,7 +427,7 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         links.append(Link.rename(fqn, place.of(_MEGATRONS[name.kind]), shapes[fqn]))
     if len(scalings) > 1:
         first, other = list(scalings.values())[:2]
-        raise _no_place(checkpoint, other, f"the rank and the scaling of {first}", "another one")
+        raise _no_place(checkpoint, other, f"the same rank and scaling for all layers, like {first}", "another one")
     ((rank, scaling),) = scalings
     alpha = scaling * rank
     options = layout.read(MegatronOptions)

@@ -104,7 +104,7 @@ def silu(config: Config) -> None:
     """Raise LossError for a gated MLP other than SwiGLU."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise LossError("Megatron has no such gated activation", expected="hidden_act silu", found=activation)
+        raise LossError("Megatron does not support this gated activation", expected="hidden_act silu", found=activation)
 
 
 def rotary(config: Config, base: float = 10000.0, partial: float | None = None) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def rotary(config: Config, base: float = 10000.0, partial: float | None = None) 
     if kind == "llama3":
         differing = {key: rope.get(key) for key, value in _LLAMA3.items() if rope.get(key) != value}
         if differing:
-            raise LossError("Megatron's scaling of rotary positions is fixed", expected=_LLAMA3, found=differing)
+            raise LossError("Megatron's rotary position scaling is fixed", expected=_LLAMA3, found=differing)
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor", 8.0)}
     if kind == "linear":
         return found | {"rotary_seq_len_interpolation_factor": _plain_number(rope.get("factor"))}
     if kind not in ("default", "mrope"):  # see `mrope`
         raise LossError(
-            "Megatron has no such rotary positions for this architecture",
+            "Megatron does not support these rotary positions for this architecture",
             expected="rope_type default, llama3 or linear",
             found=kind,
         )
@@ -167,7 +167,7 @@ def unrotated(sizes: Sizes) -> dict[str, Any]:
     """Turn off rotary positions in layers without a sliding window."""
     layers = sizes.config.get("layer_types")
     if not isinstance(layers, list):
-        raise LossError("the config does not say which layers have rotary positions", expected="layer_types")
+        raise LossError("the config doesn't list the layers with rotary positions", expected="layer_types")
     return {"no_rope_freq": [int(kind != "sliding_attention") for kind in layers]}
 
 
@@ -181,7 +181,7 @@ def window(config: Config, *, used: bool = True, listed: bool = False) -> dict[s
         return {}
     layers = config.get("layer_types")
     if listed and not layers:
-        raise LossError("the config does not say which layers have the sliding window", expected="layer_types")
+        raise LossError("the config doesn't list the layers with a sliding window", expected="layer_types")
     slides = [kind == "sliding_attention" for kind in layers] if isinstance(layers, list) else [True]
     if not any(slides):
         return {}

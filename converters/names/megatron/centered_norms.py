@@ -37,8 +37,9 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
     if not fqns:
         return []
     return [
-        f"Megatron has the weights of {pluralize(len(fqns), 'gated norm')} less one (not mcore-bridge's, which no file "
-        "tells): what is written is rounded to its dtype, and exact where the Hub's weight is from 0.5 to 2"
+        f"Megatron's weights for {pluralize(len(fqns), 'gated norm')} are one less than the Hub's (not in "
+        "mcore-bridge, but no file records this): written values are rounded to their dtype, and exact for Hub "
+        "weights from 0.5 to 2"
     ]
 
 

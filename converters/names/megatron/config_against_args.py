@@ -125,18 +125,19 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     theirs, ours = (_window(args, recorded.get("seq_length")) for args in (recorded, expected))
     if theirs and ours and theirs != ours:
         notes += [
-            f"in the run tokens saw {theirs} before them, one more than with transformers, which counts their own"
+            f"the run's window ({theirs}) excludes the token itself, and transformers includes it: with transformers "
+            "tokens see one token less than in the run"
         ]
     rows = recorded.get("vocab_size")
     if type(rows) is int and rows > sizes.dims["v"]:
         raise _another(
             checkpoint,
-            f"a vocabulary of {rows}",
-            f"one of {sizes.dims['v']}: tokens would be left out",
-            f"if the model has tokens that the config has not, set its vocab_size to {rows}",
+            f"vocabulary size {rows}",
+            f"vocabulary size {sizes.dims['v']}: tokens would be left out",
+            f"if the config lacks tokens, set its vocab_size to {rows}",
         )
     if ignored := sorted(accepted & args.keys()):
-        notes.append(f"ignored as asked (--accept-setting): {', '.join(ignored)}")
+        notes.append(f"ignored (--accept-setting): {', '.join(ignored)}")
     return [*notes, *notes_on_unknown(recorded)]
 
 
@@ -155,10 +156,10 @@ def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Non
     found = {name.split(".")[2] for name in checkpoint.shapes if name.startswith("mtp.layers.")}
     if len(found) != (1 if recorded.get("mtp_use_repeated_layer") else count):
         raise CorruptError(
-            "the checkpoint does not have the layers of multi-token prediction that the run recorded",
+            "the checkpoint's multi-token prediction layers don't match the run's record",
             path=checkpoint.path,
             expected=f"mtp_num_layers {count}",
-            found=pluralize(len(found), "layer") + " of multi-token prediction",
+            found=pluralize(len(found), "multi-token prediction layer"),
             hint="is the checkpoint complete? --accept-setting mtp_num_layers ignores the setting",
         )
 
@@ -230,7 +231,7 @@ def _args_from_sizes(sizes: Sizes) -> dict[str, Any]:
 
 def _partial_check_note(error: CkptError) -> str:
     said = f" ({error.found})" if error.found else ""
-    return f"only sizes and names of the config were compared with the run's settings: {error.what}{said}"
+    return f"only the config's sizes and names were compared with the run's settings: {error.what}{said}"
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -421,7 +422,7 @@ def _another(
     return CorruptError(
         "the config belongs to another model than the run trained",
         path=checkpoint.path,
-        expected=f"{expected}, as the run recorded it",
+        expected=f"{expected}, recorded by the run",
         found=found,
         hint=hint,
     )

@@ -19,8 +19,8 @@ class DistOptions:
     about: ClassVar[str] = "Megatron's distributed formats"
 
     ckpt_format: str | None = option(
-        "How the files are laid out: for torch's FSDP2 torch_dcp, for Megatron-FSDP fsdp_dtensor, "
-        "for NeMo 2 nemo, with its context in --config. [default: torch_dist]",
+        "File layout: torch_dcp for torch's FSDP2, fsdp_dtensor for Megatron-FSDP, nemo for NeMo 2 (with its "
+        "context in --config). [default: torch_dist]",
         choices=(TORCH_DIST, TORCH_DCP, FSDP_DTENSOR, NEMO),
     )
 
@@ -39,25 +39,22 @@ class MegatronOptions:
     pp: int | None = option("Pipeline parallel size.", min=1, max=MAX_SIZE)
     ep: int | None = option("Expert parallel size.", min=1, max=MAX_SIZE)
     vpp: int | None = option("Virtual pipeline size: model chunks on each pipeline rank.", min=1, max=MAX_SIZE)
-    etp: int | None = option("Expert tensor parallel size. [default: as --tp]", min=1, max=MAX_SIZE)
+    etp: int | None = option("Expert tensor parallel size. [default: same as --tp]", min=1, max=MAX_SIZE)
     decoder_first_pipeline_num_layers: int | None = option(
-        "Layers of the first pipeline stage, where stages differ.", min=1
+        "Layers in the first pipeline stage, if stages differ.", min=1
     )
-    decoder_last_pipeline_num_layers: int | None = option(
-        "Layers of the last pipeline stage, where stages differ.", min=1
-    )
+    decoder_last_pipeline_num_layers: int | None = option("Layers in the last pipeline stage, if stages differ.", min=1)
     account_for_embedding_in_pipeline_split: bool = option(
-        "Count the embedding as a layer of the first stage.", default=False
+        "Count the embedding as a layer in the first stage.", default=False
     )
-    account_for_loss_in_pipeline_split: bool = option("Count the loss as a layer of the last stage.", default=False)
+    account_for_loss_in_pipeline_split: bool = option("Count the loss as a layer in the last stage.", default=False)
     pipeline_model_parallel_layout: str | None = option(
-        "The stages as Megatron writes them, like 'Et*3|t*4|t*3L'.", metavar="LAYOUT"
+        "Pipeline stages in Megatron's notation, for example 'Et*3|t*4|t*3L'.", metavar="LAYOUT"
     )
     transformer_impl: str | None = option(
-        "Which layers the model is built from, where names of tensors depend on it. "
-        "[default: the source's, or transformer_engine]",
+        "Layer implementation, if tensor names depend on it. [default: the source's, or transformer_engine]",
         choices=("local", "transformer_engine"),
     )
     make_vocab_size_divisible_by: int | None = option(
-        "The padded vocabulary is a multiple of this number times --tp. [default: 128]", min=1, max=1 << 20
+        "Pad the vocabulary to a multiple of this number times --tp. [default: 128]", min=1, max=1 << 20
     )

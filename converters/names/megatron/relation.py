@@ -147,12 +147,12 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         raise LossError(
             "the checkpoint has multi-token prediction layers, but the config declares no multi-token prediction",
             fqn=next(name for name in shapes if name.startswith("mtp.")),
-            hint="give a config.json that has num_nextn_predict_layers with --config" if table.prediction else None,
+            hint="give a config.json with num_nextn_predict_layers to --config" if table.prediction else None,
         )
     padded = shapes.get(EMBEDDING, (sizes.dims["v"],))[0]
     if padded < sizes.dims["v"]:
         raise CorruptError(
-            "the embedding has fewer rows than the vocabulary of the config",
+            "the embedding has fewer rows than the config's vocabulary",
             fqn=EMBEDDING,
             expected=f"at least {pluralize(sizes.dims['v'], 'row')}",
             found=f"{pluralize(padded, 'row')}",
@@ -167,7 +167,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     notes += (*shifting_notes(centred), *_block_notes(checkpoint))
     if padded > sizes.dims["v"]:
         rows = f"{padded - sizes.dims['v']} of {pluralize(padded, 'row')}"
-        notes.append(Brief(f"the vocabulary's padding is left out: {rows}, which no token has"))
+        notes.append(Brief(f"the vocabulary's padding is left out: {rows} (unused)"))
     ties = {output: embedding, **table.second_names} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
     if (sequences := sequences_seen(state)) is not None:
@@ -223,7 +223,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     vocabulary = _vocabulary(checkpoint, args)
     if requested and vocabulary is None:
         raise UsageError(
-            "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
+            "--make-vocab-size-divisible-by needs the vocabulary size, but it is unknown",
             fqn=EMBEDDING,
             found=f"{pluralize(stored, 'row')}, padding included",
             hint="give the model's config.json with --config",
@@ -237,7 +237,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             "the vocabulary's rows do not divide among the tensor parallel ranks",
             fqn=EMBEDDING,
             expected=f"a multiple of {new_tp}",
-            found=f"{pluralize(stored, 'row')}, of which {vocabulary or 'an unknown number'} are the vocabulary",
+            found=f"{pluralize(stored, 'row')}, vocabulary size {vocabulary or 'unknown'}",
             hint=None if vocabulary else "give the model's config.json with --config",
         )
     args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": requested} if requested else {})
@@ -247,9 +247,9 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
     rows = pluralize(padded, "row")
-    note = f"the vocabulary of {vocabulary} is padded to {rows} instead of {stored}, as tp {new_tp} asks"
+    note = f"vocabulary size {vocabulary} is padded to {rows} instead of {stored}, for tp {new_tp}"
     if stored > vocabulary:
-        note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
+        note += f"; unused source rows {vocabulary}:{stored} are left out"
     return replace(named, state=replace(named.state, args=args), ties=checkpoint.ties, notes=(*checkpoint.notes, note))
 
 
@@ -321,7 +321,7 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
         raise LossError(
             "megatron-core cannot compute this architecture",
             path=checkpoint.path,
-            expected=f"what megatron-core has not: {MISSING[str(model_type)]}",
+            expected=f"an architecture without {MISSING[str(model_type)]}",
             found=f"model_type {model_type!r}",
         )
     if model_type not in architectures():
@@ -401,10 +401,10 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
         squares += [name] if current in stacks and turned == shape else []
     if squares and num_turned:
         raise LossError(
-            "the experts' matrices are stored as [in, out], and nothing tells whether this one is, which is square",
+            "the experts' matrices are stored [in, out], but this matrix is square, so its order is unknown",
             path=checkpoint.path,
             fqn=squares[0],
-            hint="load and save the model with transformers 5, which stores all of them as [out, in]",
+            hint="load and save the model with transformers 5: it stores all matrices [out, in]",
         )
     after = {current: link.b_box.sizes for current, link in links.items()}
     return translate(checkpoint, Relation(tuple(links.values()), shapes, after), checkpoint.namespace)
@@ -438,8 +438,8 @@ def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[C
     predicting = [fqn for fqn in left if _PREDICTING.search(fqn)]
     notes = []
     for names, what in (
-        ([fqn for fqn in left if fqn not in predicting], "that follow from the config"),
-        (predicting, "for multi-token prediction, which ckpt does not know for this architecture,"),
+        ([fqn for fqn in left if fqn not in predicting], "implied by the config"),
+        (predicting, "for multi-token prediction (unsupported for this architecture)"),
     ):
         shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
         notes += [f"{pluralize(len(names), 'tensor')} {what} are left out: {shown}"] if names else []
@@ -453,7 +453,7 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
             "Megatron has no place for quantized weights",
             fqn=quantized,
             expected="weights in bf16, fp16 or fp32",
-            hint="--dequantize turns weights in MXFP4, FP8 or of bitsandbytes into plain ones",
+            hint="use --dequantize for weights in MXFP4, FP8 or bitsandbytes formats",
         )
 
 
@@ -464,7 +464,7 @@ def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) ->
     prefix = table.family.predicted_prefix(0, sizes.num_layers)
     if any(name.startswith(prefix) for name in shapes):
         return sizes, []
-    note = "the model has layers of multi-token prediction, and the files have none (transformers drops them)"
+    note = "the model has multi-token prediction layers, but the files don't (transformers drops them)"
     return replace(sizes, predicted=()), [note]
 
 
@@ -498,10 +498,10 @@ def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
     if not found:
         return
     stated = ", ".join(f"{name} {size}" for name, size, _ in found)
-    yield f"gate and up rows of experts alternate in blocks ({stated}); written with all gate rows first"
+    yield f"the experts' gate and up rows alternate in blocks ({stated}); written with all gate rows first"
     for name, _, needed in found:
         if args.get(needed) is False:
-            yield f"megatron-core ignores {name} without {needed}: --accept-setting {name} leaves its rows as they are"
+            yield (f"megatron-core ignores {name} without {needed}: --accept-setting {name} leaves its rows unchanged")
 
 
 def _padding_notes(vocabulary: int, padded: int) -> list[str]:
@@ -509,7 +509,6 @@ def _padding_notes(vocabulary: int, padded: int) -> list[str]:
         return []
     return [
         Brief(
-            f"the vocabulary of {vocabulary} is padded to {pluralize(padded, 'row')}: "
-            f"rows from {vocabulary} on are zero"
+            f"vocabulary size {vocabulary} is padded to {pluralize(padded, 'row')}: rows from {vocabulary} on are zero"
         )
     ]

@@ -200,15 +200,15 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
     options = " ".join(f"--accept-setting {name}" for name in found)
     order = ROUTED_BLOCK in found or SHARED_BLOCK in found
     return LossError(
-        "the run recorded settings that the model's config cannot hold, and that "
+        "the model's config can't hold some recorded settings, and they "
         + ("change" if known else "may change")
-        + " what the model computes",
+        + " the model's results",
         path=path,
-        expected="settings that the config holds, or with values that change nothing",
+        expected="settings supported by the config, or without effect",
         found=", ".join(shown),
         hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, merge-lora, verify, diff, "
         + "hash and mount"
-        + ("; Megatron-Bridge saves rows in blocks or in order, and does not record which" if order else ""),
+        + ("; Megatron-Bridge saves rows either in blocks or in order, without recording the choice" if order else ""),
     )
 
 
@@ -216,9 +216,9 @@ def check_aliases(recorded: Mapping[str, Any], path: str) -> None:
     """Raise LossError if a run recorded different values under two names of one setting."""
     for stated in (*_contradictions(recorded), *rotary_settings.contradictions(recorded)):
         raise LossError(
-            "the run recorded two different values of one setting",
+            "the run recorded two different values for one setting",
             path=path,
-            expected=f"one value of {' and '.join(stated)}",
+            expected=f"one value for {' and '.join(stated)}",
             found=", ".join(f"{name} {_short(value)}" for name, value in stated.items()),
             hint=" or ".join(f"--accept-setting {name.partition('.')[0]}" for name in stated)
             + " ignores the wrong one",

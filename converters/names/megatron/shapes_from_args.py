@@ -62,7 +62,7 @@ _ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*
 
 def check_args(args: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> None:
     """Raise CorruptError if tensors in `shapes` contradict the run's arguments, or one is missing."""
-    check_expected_shapes(expected_shapes(args, shapes), shapes, "the record of the run's arguments", path)
+    check_expected_shapes(expected_shapes(args, shapes), shapes, "the run's argument record", path)
 
 
 def check_expected_shapes(
@@ -72,7 +72,7 @@ def check_expected_shapes(
     for name, shape in expected.items():
         if shapes.get(name, shape) != shape:
             raise CorruptError(
-                f"a tensor has not the shape that {who} tells",
+                f"a tensor's shape doesn't match {who}",
                 path=path,
                 fqn=name,
                 expected=list(shape),
@@ -81,7 +81,7 @@ def check_expected_shapes(
             )
     if missing := [name for name in expected if name not in shapes]:
         raise CorruptError(
-            f"the checkpoint lacks tensors of the model that {who} tells of",
+            f"the checkpoint lacks tensors required by {who}",
             path=path,
             fqn=", ".join(missing[:3]) + (", ..." if len(missing) > 3 else ""),
             expected=f"{pluralize(len(expected), 'tensor')}",

@@ -128,9 +128,9 @@ class Table:
         for hub in self.beside:
             if sizes.predicted and (hub in sizes.layers[-1]) != (self._inner + hub in sizes.predicted[0]):
                 raise LossError(
-                    "Megatron builds layers of multi-token prediction like the last layer, and these are unlike it",
+                    "Megatron builds multi-token prediction layers like the last layer, but these layers differ",
                     fqn=f"{self.family.predicted_prefix(0, sizes.num_layers)}{self._inner}{hub}",
-                    expected="the same kind of attention in both",
+                    expected="the same attention kind in both",
                 )
 
     @property
@@ -185,7 +185,7 @@ class Table:
             if place.row.kind == COPY:
                 if place.row.megatron not in owners:
                     raise LossError(
-                        "this class has a tensor more where the output layer is not the embedding, which nothing uses",
+                        "this class has an unused extra tensor if the embeddings are untied",
                         found=place.hubs[0],
                     )
                 found[place.hubs[0]] = owners[place.row.megatron]
@@ -230,7 +230,7 @@ def _check_biases(places: Iterable[RowPlace]) -> None:
     ]
     if biases and bare:
         raise LossError(
-            "Megatron has biases in all linear layers or in none",
+            "Megatron needs biases in all linear layers, or no biases",
             fqn=biases[-1].hubs[0],
             found=f"no bias beside {bare[-1].hubs[0]}",
         )

@@ -35,7 +35,7 @@ def multimodal_table(
     def args(sizes: Sizes) -> dict[str, Any]:
         kind = str(sizes.config.get("model_type"))
         if kind not in texts:
-            raise LossError("Megatron's formats have no such text model", expected=", ".join(texts), found=kind)
+            raise LossError("Megatron's formats don't support this text model", expected=", ".join(texts), found=kind)
         return texts[kind].args(sizes) | more(sizes.config)
 
     prediction = text.prediction if any(one.prediction for one in composite.texts.values()) else ""

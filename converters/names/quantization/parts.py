@@ -216,9 +216,9 @@ class QuantizedWeights:
     def unproved(self) -> str | None:
         """Reason why the parts were not checked. None if they were, or if nothing is quantized."""
         if self._schemes is None:
-            return f"the parts of weights quantized by {self.title} were not checked: ckpt does not know this layout"
+            return f"weight parts quantized by {self.title} were not checked: ckpt does not know this layout"
         if name := next(self._unclaimed(), None):
-            return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
+            return f"quantized weight parts were not checked without a quantization config: {name}, ..."
         return None
 
     def _unclaimed(self) -> Iterator[str]:
@@ -252,7 +252,7 @@ class QuantizedWeights:
     def unwritable(self) -> str | None:
         """Reason why safetensors files written by ckpt can't hold the quantized weights. None if they can."""
         if self._method == "torchao" and self.parts:
-            return "torchao describes each weight in the header of its file, which ckpt does not carry"
+            return "torchao describes each weight in its file's header, and ckpt does not carry this header"
         return None
 
     @property
@@ -330,7 +330,7 @@ class QuantizedWeights:
             return
         wanted, packed = self.expected.get(owner), self.tensors.get(parts.get(_PLAIN, ""))
         if wanted is not None and sorted(wanted) != sorted(state.shape):  # a Conv1D's weight is transposed
-            yield Fault(name, f"records a weight of {list(state.shape)}, and the architecture's is {list(wanted)}")
+            yield Fault(name, f"records weight shape {list(state.shape)}, but the architecture has {list(wanted)}")
         if packed is not None and packed.nbytes != state.num_bytes:
             size = pluralize(packed.nbytes, "byte")
             what = f"{size} instead of {state.num_bytes}, for the recorded shape {list(state.shape)}"
@@ -338,9 +338,9 @@ class QuantizedWeights:
         for end, count in state.counts.items():
             part = parts.get(_PLAIN + end)
             if part is None:
-                yield Fault(owner + end, f"missing: {name} records that there is one", is_missing=True)
+                yield Fault(owner + end, f"missing: recorded in {name}", is_missing=True)
             elif (numel := self.tensors[part].numel) != count:
-                yield Fault(part, f"{pluralize(numel, 'element')} instead of {count}, as {name} records")
+                yield Fault(part, f"{pluralize(numel, 'element')} instead of {count}, recorded in {name}")
         for template in parts:
             if template.startswith(f"{_PLAIN}.nested_") and template.removeprefix(_PLAIN) not in state.counts:
                 yield Fault(parts[template], f"unexpected: {name} records no nested quantization")
@@ -356,7 +356,7 @@ class QuantizedWeights:
             if not faults:
                 break
         if best is None:
-            return None, [Fault(owner, f"quantized, and {self.title} quantizes no weight of this name")]
+            return None, [Fault(owner, f"quantized, but {self.title} doesn't quantize weights with this name")]
         return best
 
     def _schemes_of(self, module: str) -> Sequence[Scheme]:
@@ -375,12 +375,12 @@ class QuantizedWeights:
             plain = scheme.plain(packed.shape)
             wanted = self.expected.get(owner, plain)
             if plain != wanted and (scheme.packed != "{w}_packed" or not _is_padded(plain, wanted)):
-                yield Fault(packed.fqn, f"holds a weight of {list(plain)}, and the architecture's is {list(wanted)}")
+                yield Fault(packed.fqn, f"holds weight shape {list(plain)}, but the architecture has {list(wanted)}")
         if packed is not None and scheme.bits and (shape := self.expected.get(owner)):
             plain, size = shape, -(-prod(shape) * scheme.bits // 8)
             if packed.nbytes != size:
                 yield Fault(
-                    packed.fqn, f"{pluralize(packed.nbytes, 'byte')} instead of {size}, for a weight of {list(shape)}"
+                    packed.fqn, f"{pluralize(packed.nbytes, 'byte')} instead of {size}, for weight shape {list(shape)}"
                 )
         if scheme.bits:
             yield from self._state_faults(owner, parts)
@@ -395,12 +395,12 @@ class QuantizedWeights:
                 stored = " or ".join(part.dtypes)
                 yield Fault(name, f"dtype {tensor.dtype}, and {self.title} stores {stored}")
             elif template == scheme.packed and scheme.plain and len(tensor.shape) < 2:
-                yield Fault(name, f"shape {list(tensor.shape)}, which is no matrix")
+                yield Fault(name, f"shape {list(tensor.shape)}, not a matrix")
             elif plain and part.shapes and template != scheme.packed and tensor.shape not in part.shapes(plain):
                 usual = list(part.shapes(plain)[0])
-                yield Fault(name, f"shape {list(tensor.shape)} instead of {usual}, for a weight of {list(plain)}")
+                yield Fault(name, f"shape {list(tensor.shape)} instead of {usual}, for weight shape {list(plain)}")
         for template in parts.keys() - scheme.parts.keys():
-            yield Fault(parts[template], f"unexpected: weights quantized by {self.title} have no such part")
+            yield Fault(parts[template], f"unexpected: weights quantized by {self.title} don't have this part")
 
     def _missing(self, scheme: Scheme) -> str:
         required = [template for template, part in scheme.parts.items() if part.required]
@@ -421,7 +421,7 @@ class QuantizedWeights:
                         module = owner.rpartition(".")[0]
                         name = template.format(w=owner, m=f"{module}." if module else "")
                         what = f"dtype {found}" if usual and found else "missing" if usual else "unexpected"
-                        has = f"have it as {usual}" if usual else "have none"
+                        has = f"have dtype {usual}" if usual else "have none"
                         yield Fault(
                             name,
                             f"{what}: {count} of {pluralize(len(siblings), 'weight')} like it {has}",
@@ -436,7 +436,7 @@ class QuantizedWeights:
             module = name.removesuffix(".absmax").removesuffix(".quant_map").removesuffix(".weight").rpartition(".")[0]
             is_next = module in modules or name.startswith(stacks) or name.rpartition(".")[0] in self.owners
             if is_next and is_part_name(name):
-                yield Fault(name, f"unexpected: weights quantized by {self.title} have no such part")
+                yield Fault(name, f"unexpected: weights quantized by {self.title} don't have this part")
             elif (match := _OF_QUANTIZED.fullmatch(name)) and name not in self.expected:
                 plain = self.tensors.get(f"{match['module']}{_WEIGHT}")
                 if plain is not None and plain.dtype.name in FLOATS:
@@ -448,14 +448,14 @@ class QuantizedWeights:
         exact = set(entries)
         for owner, parts in self.owners.items():
             if owner.rpartition(".")[0] in exact and any(map(self._is_packed, parts.values())):
-                yield Fault(owner, "quantized, and the config lists its module as not quantized")
+                yield Fault(owner, "quantized, but the config excludes its module")
         if self._method in (None, *_TAKE_PLAIN_WEIGHTS) or self._settings.get("dynamic") or self._has_narrow_targets:
             return
         patterns = {_NUMBER.sub("*", owner) for owner in self.owners}
         for name, tensor in self.tensors.items():
             is_like = name not in self.owners and name not in self.parts and _NUMBER.sub("*", name) in patterns
             if is_like and tensor.dtype.name not in PACKED and not _is_listed(name.rpartition(".")[0], entries):
-                yield Fault(name, f"{tensor.dtype}, and the same weight of other layers is quantized by {self.title}")
+                yield Fault(name, f"{tensor.dtype}, but the same weight in other layers is quantized by {self.title}")
 
     @property
     def _has_narrow_targets(self) -> bool:

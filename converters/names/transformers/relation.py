@@ -105,8 +105,8 @@ def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> N
     for name, shape in shapes.items():
         if _STACKED.search(name) and len(shape) == 3:
             raise UsageError(
-                "this model's experts are stacked as transformers 5 keeps them in memory; "
-                "its tables are needed to name them as the Hub does",
+                "this model's experts are stacked in transformers 5's memory layout; transformers is needed to "
+                "name them for the Hub",
                 fqn=name,
                 hint="pip install 'transformers>=5' torch",
             )
@@ -170,7 +170,7 @@ def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
             needed = " ".join(str(error).split())
             raise UsageError(f"transformers cannot build {cls.__name__} here: {needed}") from error
         except Exception as error:
-            raise CorruptError(f"transformers cannot build {cls.__name__} of this config: {error}") from error
+            raise CorruptError(f"transformers cannot build {cls.__name__} from this config: {error}") from error
         names = model.state_dict().keys()
         count = len(names & shapes.keys())
         if best is None or count > best_count:
@@ -276,7 +276,7 @@ def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> 
     links: list[Link] = []
     for name, tensor in results.items():
         if not tensor.pieces and tensor.numel():
-            raise LossError("the name conversion makes this tensor of nothing", fqn=name)
+            raise LossError("the name conversion creates this tensor from nothing", fqn=name)
         links += tensor.links(name)
     new_shapes = {name: tuple(tensor.shape) for name, tensor in results.items()}
     if all(link == Link.rename(link.a, link.a, shapes[link.a]) for link in links) and new_shapes == dict(shapes):

@@ -219,7 +219,7 @@ def _filled(name: str, numbers: list[str]) -> str:
 
 def _do_not_fit(name: str, expected: object, found: object) -> LossError:
     return LossError(
-        "tensors that belong together have shapes that do not fit",
+        "related tensors have incompatible shapes",
         fqn=name,
         expected=expected,
         found=found,
@@ -233,7 +233,7 @@ def not_of_the_config(name: str, expected: object, found: object) -> CorruptErro
         fqn=name,
         expected=expected,
         found=found,
-        hint="is one of them missing, or does the config belong to another checkpoint?",
+        hint="is a tensor missing, or does the config belong to another checkpoint?",
     )
 
 
@@ -260,7 +260,7 @@ def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, t
 def _taken_apart(rule: NameRule, name: str, shape: Shape, parts: list[str]) -> Iterator[Link]:
     least = rule.dim + 2 if rule.is_stacked else rule.dim + 1
     if len(shape) < least or shape[rule.dim] % len(parts):
-        expected = f"at least {pluralize(least, 'dim')}, of which dim {rule.dim} is divided by {len(parts)}"
+        expected = f"at least {pluralize(least, 'dim')}, with dim {rule.dim} divisible by {len(parts)}"
         raise _do_not_fit(name, expected, list(shape))
     boxes, target, dims = _expert_boxes(rule, shape)
     for expert, of_expert in enumerate(boxes):

@@ -115,7 +115,7 @@ class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
         if operation is None:
             sources = [p.source for a in _traced(args) for p in a.pieces]
             raise LossError(
-                f"transformers converts this tensor with {name!r}, which is not a rearrangement of boxes",
+                f"transformers converts this tensor with {name!r}; ckpt supports only rearranged boxes",
                 fqn=sources[0] if sources else None,
             )
         return operation(*args, **(kwargs or {}))
@@ -159,7 +159,7 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 
 def _do_not_fit(first: Traced, other: Traced) -> LossError:
     return LossError(
-        "tensors that belong together have shapes that do not fit",
+        "related tensors have incompatible shapes",
         fqn=other.pieces[0].source if other.pieces else None,
         expected=list(first.sizes),
         found=list(other.sizes),
@@ -190,7 +190,7 @@ def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int
         sizes = [min(sizes, total - at) for at in range(0, total, sizes)] if total else [0]
     if sum(sizes) != total:
         raise LossError(
-            "transformers splits this tensor into parts of another size",
+            "transformers splits this tensor into parts with another size",
             fqn=tensor.pieces[0].source,
             expected=f"{sum(sizes)} in dim {dim}",
             found=list(tensor.sizes),
@@ -325,7 +325,7 @@ def _index(tensor: Traced, index: Any) -> Traced:
             dim += 1
         else:
             raise LossError(
-                "transformers converts this tensor with an index that is not a box", fqn=tensor.pieces[0].source
+                "transformers converts this tensor with an unsupported index (not a box)", fqn=tensor.pieces[0].source
             )
     return tensor
 

@@ -296,7 +296,7 @@ def test_names_of_gpt_neox_are_kept(tmp_path: Path) -> None:
     assert {key: content(tensor) for key, tensor in ckpt.open(written).tensors.items()} == expected
     for path in (run / TAG).glob("mp_rank_*"):
         edit(path, lambda saved: saved["args"].update(gpt_j_residual=True))
-    with pytest.raises(CorruptError, match="gpt_j_residual True, as the run recorded it"):
+    with pytest.raises(CorruptError, match="gpt_j_residual True, recorded by the run"):
         write(run, tmp_path / "another", Layout(), "hf")
     layer = torch.load(written / TAG / "layer_03-model_00-model_states.pt")
     original = torch.load(run / TAG / "layer_03-model_00-model_states.pt")
@@ -318,7 +318,7 @@ MISFITS: dict[str, tuple[Layout, type[CkptError], str]] = {
     "stages": (Layout(tp=1, pp=8, world_size=8), UsageError, "fewer layers than pipeline stages"),
     "chunks": (Layout(vpp=2), UsageError, "do not support this layout"),
     "experts": (Layout(ep=2), UsageError, "do not support this layout"),
-    "stage": (Layout(pp=2, decoder_first_pipeline_num_layers=5), UsageError, "cannot be dealt"),
+    "stage": (Layout(pp=2, decoder_first_pipeline_num_layers=5), UsageError, "can't be split"),
 }
 
 

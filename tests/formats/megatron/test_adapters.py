@@ -428,7 +428,7 @@ def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
         for (fqn, role), tensor in checkpoint.tensors.items()
         if (name := fqn.replace("local_experts.0.", "")) and ".local_experts." not in name
     }
-    with pytest.raises(LossError, match="the first rank alone"):
+    with pytest.raises(LossError, match="only the first rank's adapter"):
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 
 

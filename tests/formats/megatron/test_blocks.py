@@ -148,7 +148,7 @@ def test_shared_experts_have_blocks_of_their_own_and_the_hub_gets_gate_and_up(tm
         assert torch.equal(contiguous(own, block), part(values(source)[f"decoder.layers.1.mlp.{name}"], 0, 2))
     done = ckpt("convert", tmp_path / "run", "hf", "-o", tmp_path / "back", "--config", tmp_path / "hub")
     assert done.code == 0, done.err
-    assert f"gate and up rows of experts alternate in blocks ({ROUTED_BLOCK} 2, {SHARED_BLOCK} 4)" in done.err
+    assert f"gate and up rows alternate in blocks ({ROUTED_BLOCK} 2, {SHARED_BLOCK} 4)" in done.err
     back = values(api.open(tmp_path / "back"))
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
@@ -192,7 +192,7 @@ def test_what_arguments_record(args: Mapping[str, Any], blocks: GateBlocks) -> N
 @pytest.mark.parametrize("size", ["8", True, -1, 2.0, [2]])
 def test_a_block_that_is_no_number_of_rows_can_be_ignored(size: object) -> None:
     args = {"swiglu": True, SHARED_BLOCK: size}
-    with pytest.raises(CorruptError, match=f"the argument {SHARED_BLOCK} is no number of rows") as caught:
+    with pytest.raises(CorruptError, match=f"the argument {SHARED_BLOCK} is not a row count") as caught:
         GateBlocks.of_args(args)
     assert f"accept_settings=['{SHARED_BLOCK}'] ignores it" in str(caught.value)
     assert GateBlocks.of_args(args, {SHARED_BLOCK}) == GateBlocks()
@@ -211,4 +211,4 @@ def test_a_pipeline_that_megatron_core_refuses_is_not_called_damage(fixtures: Pa
         content["args"].decoder_first_pipeline_num_layers = 5
         torch.save(content, file)
     done = ckpt("inspect", tmp_path / "run")
-    assert done.code == 6 and "megatron-core refuses the recorded pipeline" in done.err, done.err
+    assert done.code == 6 and "megatron-core rejects the recorded pipeline" in done.err, done.err

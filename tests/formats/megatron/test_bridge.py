@@ -207,7 +207,8 @@ def test_a_window_that_is_wider_by_the_token_itself_is_said(fixtures: Path, tmp_
     )
     run = replace(checkpoint, state=replace(checkpoint.state, args=seen))
     assert refuse_another_models(run, table, sizes) == [
-        "in the run tokens saw 5 before them, one more than with transformers, which counts their own"
+        "the run's window (5) excludes the token itself, and transformers includes it: with transformers tokens see "
+        "one token less than in the run"
     ]
     with pytest.raises(CorruptError, match="another model"):
         refuse_another_models(replace(run, state=replace(run.state, args=seen | {"window_size": (6, 0)})), table, sizes)

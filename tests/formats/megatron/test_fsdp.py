@@ -143,14 +143,14 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], i
         "experts are missing",
     ),
     "stages that overwrite each other": (DENSE, None, {"num_layers": 2}, 6, "model layers are missing"),
-    "layers without a number": (DENSE, None, {"num_layers": "x"}, 4, "num_layers is no number"),
+    "layers without a number": (DENSE, None, {"num_layers": "x"}, 4, "num_layers is not a number"),
     "layers without end": (DENSE, None, {"num_layers": 10**12}, 6, "model layers are missing"),
     "experts without a number": (
         {**DENSE, f"{LAYER}mlp.experts.local_experts.0.linear_fc2.weight": FC2},
         None,
         {"num_experts": [1]},
         4,
-        "num_experts is no number",
+        "num_experts is not a number",
     ),
     "legacy experts of one rank": (
         {**DENSE, f"{LAYER}mlp.experts.weight2": FC2},

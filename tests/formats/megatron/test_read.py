@@ -415,7 +415,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
     "arguments of another width": (
         lambda run: _edit(run, _args("ffn_hidden_size", 97)),
         4,
-        ("not the shape that the record of the run's arguments tells", "mlp.linear_fc1.weight", "194"),
+        ("shape doesn't match the run's argument record", "mlp.linear_fc1.weight", "194"),
     ),
     "a tensor missing": (_no_final_norm, 4, ("lacks tensors", "decoder.final_layernorm.weight")),
     "another layout recorded": (
@@ -452,7 +452,7 @@ def test_faults(fault: str, tmp_path: Path) -> None:
     ("name", "asked", "error", "words"),
     [
         ("llama", {"tp": 3}, UsageError, "does not divide the attention"),
-        ("llama", {"pp": 3}, UsageError, "cannot be dealt"),
+        ("llama", {"pp": 3}, UsageError, "can't be split"),
         ("llama", {"pp": 1, "vpp": 2}, UsageError, "needs a pipeline"),
         ("llama", {"world_size": 6}, UsageError, "do not divide"),
         ("qwen3_moe", {"ep": 3}, UsageError, "do not"),
@@ -468,7 +468,7 @@ def test_layouts_that_are_refused(name: str, asked: dict[str, Any], error: type[
 @pytest.mark.parametrize("layout", ["Et|t", "t|tL", "tE|tL", "Et|EtL", "EtL|t", "Em|ttL", "EtL|tL"])
 def test_a_layout_that_megatron_core_does_not_take_is_refused(layout: str) -> None:
     stages = Stages(num_layers=2, pp=2, layout=parse_layout(layout))
-    with pytest.raises(UsageError, match="not in the order"):
+    with pytest.raises(UsageError, match="not follow the model's order"):
         stages.check()
     assert Stages(num_layers=2, pp=2, layout=parse_layout("Et|tmL")).check()
 

@@ -22,7 +22,7 @@ def squared(sizes: Sizes, partial: float | None = None) -> dict[str, Any]:
     """Return the arguments for an ungated MLP with squared ReLU. `partial`: see `rotary`."""
     activation = sizes.config.get("hidden_act") or "relu2"
     if activation != "relu2":
-        raise LossError("Megatron has no such activation without a gate", expected="relu2", found=activation)
+        raise LossError("Megatron does not support this activation without a gate", expected="relu2", found=activation)
     return common(sizes) | rotary(sizes.config, partial=partial) | {"swiglu": False, "squared_relu": True}
 
 

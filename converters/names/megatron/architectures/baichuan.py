@@ -19,12 +19,10 @@ LAYER = llama.ATTENTION.replace("[q|k|v]_proj.[weight|bias]    ", "W_pack.[weigh
 def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
     if "z_loss_weight" in config.values or config.get("vocab_size") == 125696:
-        what = "Megatron has no output layer of normed rows, as Baichuan2's is"
+        what = "Megatron has no output layer with normed rows (Baichuan2)"
         raise LossError(what, found="z_loss_weight, or Baichuan2's vocabulary")
     if config.get("max_position_embeddings") is None:
-        raise LossError(
-            "Megatron has no biases linear in the distance (ALiBi), as Baichuan-13B has", found="no positions"
-        )
+        raise LossError("Megatron has no ALiBi biases (Baichuan-13B)", found="no positions")
     return gated(sizes, slides=False)
 
 

@@ -48,7 +48,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 def notes(sizes: Sizes) -> Sequence[str]:
     if sizes.config.number("rope_ratio", 1) == 1:
         return ()
-    return ("rope_ratio is taken as a factor of the rotary base, as in ChatGLM3 and GLM-4; ChatGLM2 divides positions",)
+    return ("rope_ratio scales the rotary base (ChatGLM3, GLM-4); ChatGLM2 divides positions by it instead",)
 
 
 TABLE = Table(FAMILIES["chatglm"], args, TOP, LAYER, notes=notes)

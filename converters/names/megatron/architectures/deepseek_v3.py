@@ -53,7 +53,7 @@ def args(sizes: Sizes, *, scaling: float = 2.5, epsilon: float = 1e-6) -> dict[s
 def normalised(sizes: Sizes, *, default: bool = True) -> None:
     """Raise LossError if the sigmoids of the chosen experts are not normalized. `default` is the class's."""
     if not sizes.config.flag("norm_topk_prob", default):
-        raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
+        raise LossError("Megatron normalizes the chosen experts' scores", found="norm_topk_prob false")
 
 
 def interleaved(sizes: Sizes) -> None:
@@ -82,8 +82,8 @@ def latent(sizes: Sizes) -> dict[str, Any]:
 def notes(sizes: Sizes, epsilon: float = 1e-6) -> list[str]:
     """Return a note if transformers' norms inside attention use another epsilon. Megatron has only one."""
     epsilon = sizes.config.number("rms_norm_eps", epsilon)
-    ours = f"Megatron's norms of the latent queries, keys and values take the config's rms_norm_eps, {epsilon:g}"
-    return [] if epsilon == _INSIDE else [f"{ours}; transformers' class takes {_INSIDE:g} there"]
+    ours = f"Megatron's norms for latent queries, keys and values use the config's rms_norm_eps, {epsilon:g}"
+    return [] if epsilon == _INSIDE else [f"{ours}; transformers' class uses {_INSIDE:g}"]
 
 
 def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _check_groups(config: Config) -> None:
     groups, chosen, used = config.get("n_group"), config.get("topk_group"), config.size("num_experts_per_tok")
     if chosen and groups != chosen and used // config.size("topk_group") != 2:
         raise LossError(
-            "Megatron scores a group of experts by another number of them than two",
+            "Megatron doesn't score expert groups by two experts with these settings",
             expected="num_experts_per_tok twice topk_group, or topk_group equal to n_group",
             found=f"num_experts_per_tok {used}, topk_group {chosen}, n_group {groups}",
         )
@@ -124,14 +124,16 @@ def _positions(config: Config) -> dict[str, Any]:
     rope = config.rope
     kind = rope["rope_type"]
     if kind not in ("default", "yarn"):
-        raise LossError("Megatron has no such rotary positions", expected="rope_type default or yarn", found=kind)
+        raise LossError(
+            "Megatron does not support these rotary positions", expected="rope_type default or yarn", found=kind
+        )
     found: dict[str, Any] = {"rotary_base": rope.get("rope_theta", 10000.0), "rope_type": "rope"}
     if kind == "yarn":
         apart = {name: rope.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
         if apart["attention_factor"] is not None or bool(apart["mscale"]) != bool(apart["mscale_all_dim"]):
             raise LossError("Megatron scales YaRN's attention by mscale and mscale_all_dim together", found=apart)
         if rope.get("truncate") is False:
-            raise LossError("Megatron's latent attention rounds where YaRN begins and ends", found="truncate false")
+            raise LossError("Megatron's latent attention rounds YaRN's boundaries", found="truncate false")
         found |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope.get("factor", 1.0),

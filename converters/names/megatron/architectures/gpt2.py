@@ -33,11 +33,13 @@ def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
     activation = config.get("activation_function") or "gelu_new"
     if activation not in (*_TANH, "gelu"):
-        raise LossError("Megatron has no such activation", expected="gelu_new or gelu", found=activation)
+        raise LossError("Megatron does not support this activation", expected="gelu_new or gelu", found=activation)
     if config.flag("scale_attn_by_inverse_layer_idx"):
         raise LossError("Megatron does not scale attention by layer this way", found="scale_attn_by_inverse_layer_idx")
     if not config.flag("scale_attn_weights", True):
-        raise LossError("Megatron scales attention by the root of a head's width", found="scale_attn_weights false")
+        raise LossError(
+            "Megatron always scales attention by the square root of a head's width", found="scale_attn_weights false"
+        )
     return common(sizes) | {
         "position_embedding_type": "learned_absolute",
         "use_rotary_position_embeddings": False,

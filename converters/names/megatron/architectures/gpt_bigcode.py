@@ -15,7 +15,7 @@ LAYER = gpt2.LAYER.replace("fused_qkv", "one_qkv").replace("transposed", "same")
 
 def args(sizes: Sizes) -> dict[str, Any]:
     if not sizes.config.flag("multi_query", True):
-        raise LossError("ckpt knows this architecture with one head of keys alone", found="multi_query false")
+        raise LossError("ckpt supports this architecture only with one key head", found="multi_query false")
     return gpt2.args(sizes)
 
 

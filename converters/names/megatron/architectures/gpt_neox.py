@@ -30,7 +30,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
     activation = config.get("hidden_act") or "gelu"
     if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
-        raise LossError("Megatron has no such activation", expected="gelu", found=activation)
+        raise LossError("Megatron does not support this activation", expected="gelu", found=activation)
     positions = rotary(config, partial=config.number("rotary_pct", 0.25))
     if config.get("rotary_emb_base") is not None:
         positions["rotary_base"] = config.size("rotary_emb_base")

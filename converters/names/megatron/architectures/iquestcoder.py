@@ -17,7 +17,9 @@ _OWN = "clip_qkv"
 
 def args(sizes: Sizes) -> dict[str, Any]:
     if sizes.config.get(_OWN):
-        raise LossError("ckpt knows this architecture as Llama's", found=f"{_OWN} {sizes.config.get(_OWN)}")
+        raise LossError(
+            "ckpt supports this architecture only in Llama's form", found=f"{_OWN} {sizes.config.get(_OWN)}"
+        )
     return gated(sizes, slides=False, epsilon=1e-5)
 
 

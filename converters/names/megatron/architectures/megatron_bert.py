@@ -45,16 +45,17 @@ def args(sizes: Sizes) -> dict[str, Any]:
     for name, expected in (("hidden_act", "gelu"), ("type_vocab_size", 2)):
         if config.get(name) not in (None, expected):
             raise LossError(
-                "Megatron's BertModel has no other", expected=f"{name} {expected}", found=f"{name} {config.get(name)}"
+                "Megatron's BertModel does not support this setting",
+                expected=f"{name} {expected}",
+                found=f"{name} {config.get(name)}",
             )
     if config.flag("is_decoder"):
         raise LossError("Megatron's BertModel attends to all tokens", expected="is_decoder false", found="true")
     if not sizes.tied:
-        raise LossError("this class has a bias more where the output layer is not the embedding, which nothing uses")
+        raise LossError("this class has an unused extra bias if the embeddings are untied")
     if named := [name for name in architectures(config.values) if name != _CLASS]:
         raise LossError(
-            "Megatron-LM's BertModel has a head for masked tokens and one for pairs of sentences, and this class has "
-            "not both",
+            "Megatron-LM's BertModel has heads for masked tokens and sentence pairs, and this class lacks one or both",
             expected=_CLASS,
             found=named[0],
         )

@@ -92,8 +92,8 @@ def _check(config: Config) -> None:
         found["time_step_limit"] = limit
     if found:
         raise LossError(
-            "Megatron's Mamba layers, or the Hub's class of these, have no such settings",
-            expected=f"{fixed}, no other of these",
+            "Megatron's Mamba layers or the Hub's class don't support these settings",
+            expected=f"{fixed}, and the others off",
             found=found,
         )
 

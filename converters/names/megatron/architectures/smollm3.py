@@ -23,7 +23,9 @@ def _without_positions(sizes: Sizes) -> list[int]:
     rotated = sizes.config.get("no_rope_layers") or by_interval
     if not isinstance(rotated, list) or len(rotated) != sizes.num_layers:
         raise CorruptError(
-            "no_rope_layers of the config has not a number for each layer", expected=sizes.num_layers, found=rotated
+            "no_rope_layers in the config doesn't have a number for each layer",
+            expected=sizes.num_layers,
+            found=rotated,
         )
     return [int(not one) for one in rotated]
 

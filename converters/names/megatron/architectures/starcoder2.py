@@ -29,7 +29,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
     activation = config.get("hidden_act") or "gelu_pytorch_tanh"
     if activation not in ("gelu_pytorch_tanh", "gelu"):
-        raise LossError("Megatron has no such activation without a gate", expected="gelu", found=activation)
+        raise LossError("Megatron does not support this activation without a gate", expected="gelu", found=activation)
     return (
         common(sizes)
         | rotary(config)

@@ -71,7 +71,7 @@ class Grid:
         if self.tp % self.etp or self.ranks_in_stage % self.tp or self.ranks_in_stage % (self.etp * self.ep):
             raise UsageError(
                 "expert and tensor parallel ranks do not fit each other",
-                expected="an --etp that divides --tp, and one of tp and etp * ep that divides the other",
+                expected="an --etp dividing --tp, and tp dividing etp * ep or the reverse",
                 found=f"tp {self.tp}, ep {self.ep}, etp {self.etp}",
                 hint="another --etp" if self.tp % self.etp else "another --ep or --etp",
             )
@@ -98,7 +98,7 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= 1 << 20:
-        raise CorruptError(f"the argument {name} is no size", expected="a positive integer", found=repr(value))
+        raise CorruptError(f"the argument {name} is not a valid size", expected="a positive integer", found=repr(value))
     return value
 
 
@@ -159,7 +159,7 @@ class Stages:
             return stages.check()
         except UsageError as error:
             raise LossError(
-                f"megatron-core refuses the recorded pipeline, so the layers of each rank are unknown: {error.what}",
+                f"megatron-core rejects the recorded pipeline, so each rank's layers are unknown: {error.what}",
                 expected=error.expected,
                 found=error.found,
                 hint="correct the pipeline settings in the run's arguments",
@@ -182,14 +182,14 @@ class Stages:
         chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
         if self.layout is not None and len(self.layout) != len(chunks):
             raise UsageError(
-                "the pipeline layout has another number of stages",
+                "the pipeline layout has the wrong number of stages",
                 expected=len(chunks),
                 found=len(self.layout),
-                hint="--pp times --vpp is their number",
+                hint="--pp times --vpp must equal the stage count",
             )
         if self.layout is not None and not _is_in_order([kind for stage in self.layout for kind in stage]):
             raise UsageError(
-                "the pipeline layout is not in the order in which a model computes",
+                "the pipeline layout does not follow the model's order",
                 expected="one E first, then each t, then each m, and one L last",
                 found=self.layout,
             )
@@ -200,12 +200,13 @@ class Stages:
                 shares = None
             reached = layers.stop
         if shares is None or reached != self.num_layers:
-            stages = f"{pluralize(self.pp, 'pipeline stage')} of {pluralize(self.vpp, 'chunk')}"
+            stages = f"{pluralize(self.pp, 'pipeline stage')} with {pluralize(self.vpp, 'chunk')}"
             raise UsageError(
-                f"{pluralize(self.num_layers, 'layer')} cannot be dealt to {stages}",
-                expected="a number of layers (embedding and loss counted where asked) that divides evenly",
+                f"{pluralize(self.num_layers, 'layer')} can't be split into {stages}",
+                expected="a layer count (with embedding and loss if requested) divisible evenly",
                 found=self._uneven_options(),
-                hint="another --pp, or the layers of the first and the last stage",
+                hint="use another --pp, or set --decoder-first-pipeline-num-layers and "
+                "--decoder-last-pipeline-num-layers",
             )
         return self
 
@@ -315,5 +316,5 @@ def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
         text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
     unknown = set(text) - set(_LAYER_TYPES) - {"|"}
     if unknown:
-        raise UsageError("the pipeline layout has elements that are not known", expected="E, t, m, L", found=data)
+        raise UsageError("the pipeline layout has unknown elements", expected="E, t, m, L", found=data)
     return tuple(tuple(_LAYER_TYPES[letter] for letter in stage) for stage in text.split("|"))

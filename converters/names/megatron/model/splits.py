@@ -85,7 +85,7 @@ class GateBlocks:
         for name, size in sizes.items():
             if size and (type(size) is not int or size < 1):
                 raise CorruptError(
-                    f"the argument {name} is no number of rows",
+                    f"the argument {name} is not a row count",
                     expected="a positive integer, or nothing",
                     found=repr(size),
                     hint=f"--accept-setting {name} ignores it: all gate rows come first then",
@@ -124,7 +124,7 @@ def known_split(
     """Return the sharding like `split_of`. Raise LossError for a name without a rule; `where` is its known place."""
     split = split_of(name, sections=sections, local_spec=local_spec, block=block)
     if split is None:
-        what = "nothing is known of how tensor parallel ranks share this tensor"
+        what = "tensor parallel sharding is unknown for this tensor"
         raise LossError(what, **{"fqn": name, **where})
     return split
 
@@ -160,7 +160,7 @@ def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tupl
     out, conv, heads = map(shape_of, beside)
     if not (out and len(out) == 2 and conv and heads) or conv[0] <= out[1] or (conv[0] - out[1]) % 2:
         raise LossError(
-            "the sections of a packed layer's rows follow from tensors beside it, which are not there or do not fit",
+            "a packed layer's row sections depend on nearby tensors, but they are missing or don't fit",
             fqn=name,
             expected=", ".join(beside),
             found=[list(shape) if shape else None for shape in (out, conv, heads)],
@@ -194,10 +194,10 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
     unit = shape[dim] // parts if len(shape) > dim else 0
     if not unit or shape[dim] % parts or any(unit * section % size for section in split.sections):
         raise UsageError(
-            f"a tensor of shape {list(shape)} does not divide among {size} tensor parallel ranks",
-            expected=f"dim {dim} to be a multiple of {parts * size}"
+            f"a tensor with shape {list(shape)} does not divide among {size} tensor parallel ranks",
+            expected=f"dim {dim} divisible by {parts * size}"
             if set(split.sections) == {1}
-            else f"sections of dim {dim} to be multiples of {size}: {[unit * section for section in split.sections]}",
+            else f"sections in dim {dim} divisible by {size}: {[unit * section for section in split.sections]}",
         )
     boxes, start = [], 0
     for section in split.sections:
@@ -214,8 +214,8 @@ def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box
     rows = sections[0].sizes[0]
     if rows % block:
         raise UsageError(
-            "gate and up rows of a rank do not divide into alternating blocks",
-            expected=f"gate rows on each tensor parallel rank to be a multiple of {block}",
+            "a rank's gate and up rows do not divide into alternating blocks",
+            expected=f"gate rows on each tensor parallel rank divisible by {block}",
             found=f"{pluralize(rows, 'gate row')}",
             hint="another --etp (experts) or --tp (shared experts)" if rows * size % block == 0 else None,
         )
