@@ -46,7 +46,7 @@ def test_a_new_run_is_not_mixed_with_another(left: list[str], said: str, tmp_pat
     with pytest.raises(UserError) as caught:
         require_free(Config(output=str(tmp_path)))
     assert f"--output {tmp_path}: a run has left {said}" in str(caught.value)
-    assert f"\nhint: --resume {tmp_path} goes on" in str(caught.value)
+    assert f"\nhint: use --resume {tmp_path} to continue" in str(caught.value)
     require_free(Config(output=str(tmp_path), resume=str(tmp_path)))
 
 

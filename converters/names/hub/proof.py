@@ -83,8 +83,8 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     if not _names_class(config) and not differ.shapes and _shares_names(known, shapes):
         return None
     raise LossError(
-        f"names or shapes don't match the config's class {known.cls}: from_pretrained and others would not find "
-        "their tensors",
+        f"names or shapes don't match {known.cls}'s save_pretrained (the config's class): from_pretrained and others "
+        "would not find their tensors",
         path=path,
         expected=f"{pluralize(len(known.required), 'tensor')} with the Hub's names",
         found=str(differ),
