@@ -56,7 +56,7 @@ def check_run(checkpoint: Checkpoint) -> None:
             raise CorruptError(
                 "the config belongs to another model than the run trained",
                 path=path,
-                expected=f"{name} {theirs}, as the run recorded it",
+                expected=f"{name} {theirs}, recorded by the run",
                 found=f"{name} {ours}",
                 hint="does the config belong to this checkpoint?",
             )

@@ -372,7 +372,7 @@ YARN_TWICE: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("model", "recorded", "names"), YARN_TWICE, ids=str)
 def test_positions_recorded_under_two_names_have_one_value(model: str, recorded: dict[str, Any], names: str) -> None:
     said = refusal(model, **recorded)
-    assert said and "two different values of one setting" in said and names in said, said
+    assert said and "two different values for one setting" in said and names in said, said
 
 
 def test_the_wrong_one_of_two_names_is_ignored_as_asked() -> None:
@@ -384,7 +384,7 @@ def test_the_wrong_one_of_two_names_is_ignored_as_asked() -> None:
         with pytest.raises(LossError, match="two different values"):
             refuse_another_models(checkpoint, table, sizes)
         notes = refuse_another_models(replace(checkpoint, accepted=frozenset({wrong})), table, sizes)
-        assert notes == [f"ignored as asked (--accept-setting): {wrong}"]
+        assert notes == [f"ignored (--accept-setting): {wrong}"]
 
 
 def test_overrides_of_ms_swift_are_compared() -> None:
@@ -472,7 +472,7 @@ def test_a_config_with_two_values_of_a_rotary_parameter_is_refused(entries: dict
     if names is None:
         table_of_checkpoint(checkpoint)
         return
-    with pytest.raises(LossError, match="the config has two different values of one setting") as refused:
+    with pytest.raises(LossError, match="the config has two different values for one setting") as refused:
         table_of_checkpoint(checkpoint)
     assert names in str(refused.value) and "--config" in str(refused.value.hint)
 

@@ -171,4 +171,4 @@ def test_the_model_of_the_run_is_compared_with_the_config(
         return
     with pytest.raises(CorruptError, match="another model than the run") as refused:
         ckpt.convert(step, "hf", tmp_path / "hf", config=tmp_path)
-    assert f"{names}, as the run recorded it" in str(refused.value) and "settings.json" in str(refused.value)
+    assert f"{names}, recorded by the run" in str(refused.value) and "settings.json" in str(refused.value)

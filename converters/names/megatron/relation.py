@@ -340,9 +340,9 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
     sizes = table.family.sizes(config)
     for stated in sizes.config.rope_contradictions():
         raise LossError(
-            "the config has two different values of one setting",
+            "the config has two different values for one setting",
             path=checkpoint.path,
-            expected=f"one value of {' and '.join(stated)}",
+            expected=f"one value for {' and '.join(stated)}",
             found=", ".join(f"{name} {value}" for name, value in stated.items()),
             hint="remove the wrong one from a copy of config.json, and give the copy's folder with --config",
         )

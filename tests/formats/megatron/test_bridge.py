@@ -229,7 +229,7 @@ def test_a_window_that_is_wider_by_the_token_itself_is_said(fixtures: Path, tmp_
 def test_two_values_of_a_field_are_refused_by_name(first: dict[str, Any], second: dict[str, Any]) -> None:
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     args = args_of(BridgeRun("run", {"model": {**sizes, **first, **second}}, {"step": 1}), 1, by_stages=False)
-    with pytest.raises(LossError, match="two different values of one setting") as refused:
+    with pytest.raises(LossError, match="two different values for one setting") as refused:
         check_aliases(args, "run")
     assert all(f"{name} {value}" in str(refused.value) for name, value in (*second.items(), *list(first.items())[:1]))
 
