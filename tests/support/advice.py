@@ -130,6 +130,11 @@ KINDS = (
         ),
     ),
     Kind(
+        "serve",
+        "The command serves a folder until it is unmounted.",
+        (r"--foreground\b",),
+    ),
+    Kind(
         "fact",
         "It explains the refusal; there is nothing to do with this source.",
         (

@@ -189,7 +189,7 @@ class Modules:
             found=found,
             hint=f"the run's config says: it was trained on {run.base}"
             if run.base
-            else "--config takes the base model's config",
+            else "give the base model it was trained on: --base in merge-lora, --config in convert",
         )
 
 
