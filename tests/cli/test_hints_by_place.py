@@ -21,6 +21,7 @@ from ckpt.move.run import _check_same_plan
 from ckpt.views.mount import check_free, mount
 from converters.megatron.dist.optimizer import _refuse_transposed
 from converters.names.megatron.config_against_args import _check_predicted
+from converters.names.transformers.rules import NameRule, _Stack
 from tests.cli.test_rare_hints import (
     RUN,
     Place,
@@ -108,6 +109,17 @@ def wide(place: Place) -> str:
     return typed("convert", "auto", "megatron-dist", FIXTURES / "megatron-fsdp", *words)
 
 
+def another_buffer(place: Place) -> str:
+    """Return the error for a distributed optimizer without the last element of its buffers."""
+    toolkit.plan(FIXTURES / "megatron-lm", "megatron").run(place / "run")
+    for path in place.folder.rglob("distrib_optim.pt"):
+        content = torch.load(path, weights_only=False)
+        for state in (state for one in content if one is not None for state in one[0].values()):
+            state.update({name: value[:-1] for name, value in state.items() if isinstance(value, torch.Tensor)})
+        torch.save(content, path)
+    return typed("inspect", place / "run")
+
+
 #: Module and function that raise the error, and a situation for it.
 SITUATIONS: dict[str, Callable[[Place], object]] = {
     "ckpt.adapters.names:tensors": empty_factor,
@@ -140,6 +152,7 @@ SITUATIONS: dict[str, Callable[[Place], object]] = {
         )
     ),
     "converters.megatron.dist.plain_write:_fsdp_dtensor": wide,
+    "converters.megatron.optimizer_read:_misfit": another_buffer,
     "converters.names.megatron.adapter:_misfit": another_base,
     "converters.names.megatron.config_against_args:_check_predicted": lambda at: called(
         lambda: _check_predicted(SimpleNamespace(shapes={}, path=at.folder), {"mtp_num_layers": 1})
@@ -149,6 +162,9 @@ SITUATIONS: dict[str, Callable[[Place], object]] = {
         "converters.names.transformers.transformers_source.package",
         lambda: None,
         lambda: typed("estimate", model(at / "a", model_type="new"), "--gpus", "2"),
+    ),
+    "converters.names.transformers.rules:not_of_the_config": lambda at: called(
+        lambda: _Stack(NameRule("up", ("*.up",)), {(0, 0): "0.up"}).shape("up", {"0.up": (4, 4)}, 2)
     ),
     "converters.pytorch.full:lay_out": lambda at: typed(
         "convert", "auto", "full", RUN, "--max-shard-size", "1GB", "-o", at / "out"

@@ -153,6 +153,8 @@ def test_weights_that_stay_equal_stay_tied(tmp_path: Path) -> None:
         (folder / "base").symlink_to(base)
         live, _ = train(base, folder / "adapter", lora(**options), model)
         check_is_as_trained(folder, live, model)
+        has_two = "LoRA" in name
+        assert (_ONCE in merge(folder, "--overwrite").err) == has_two, name
         assert json.loads((folder / "out" / "config.json").read_text())["tie_word_embeddings"], name
         assert "lm_head.weight" not in weights(folder / "out")
 
@@ -181,6 +183,53 @@ def test_as_peft_has_the_bits_of_its_merge_and_says_so(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
     refused = verify(tmp_path, "peft")
     assert refused.code == 1 and "lm_head.weight" in refused.out and "does not tie it" in refused.out
+
+
+#: Note about tied layers with one change.
+_ONCE = "as trained, their tied weight changes once"
+
+
+def test_one_change_of_tied_layers_is_added_once(tmp_path: Path) -> None:
+    """PEFT trains one change for both layers, but its merge adds the change for each layer to the shared weight."""
+    torch.manual_seed(0)
+    model = qwen2()
+    save_base(model, tmp_path / "base")
+    options = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True, "lora_alpha": 32}
+    trained, live = train(tmp_path / "base", tmp_path / "adapter", lora(**options), model)
+    done = merge(tmp_path)
+    assert f"lm_head and model.embed_tokens of {tmp_path / 'adapter'}: {_ONCE}" in done.err
+    peft = live.merge_and_unload()
+    peft.save_pretrained(tmp_path / "peft")
+    ours = logits(type(model).from_pretrained(tmp_path / "out"))
+    assert float((ours - trained).abs().max()) < 1e-4 < float((logits(peft) - trained).abs().max())
+    (tmp_path / "out").rename(tmp_path / "trained")
+    done = merge(tmp_path, "--as-peft")
+    assert _ONCE not in done.err and "not the model that was trained" in done.err
+    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "peft")
+    assert all(same(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+
+
+def test_peft_adds_all_changes_of_a_replicated_layer_to_its_one_weight(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    save_base(model, tmp_path / "base")
+    trained, live = train(tmp_path / "base", tmp_path / "adapter", lora(layer_replication=[[0, 1], [0, 1]]), model)
+    layers = [layer.self_attn.q_proj for layer in live.model.model.layers]
+    added = sum(layer.get_delta_weight("default") for layer in layers)
+    before = load_file(tmp_path / "base" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    sentence = "PEFT adds the changes of all copies to the one layer that they share"
+    refused = merge(tmp_path)
+    assert (refused.code, (tmp_path / "out").exists()) == (2, False)
+    assert sentence in refused.err
+    peft = live.merge_and_unload()
+    shared = [layer.self_attn.q_proj.weight for layer in peft.model.layers]
+    assert len(shared) == 2 and all(torch.allclose(one, before + added, atol=1e-6) for one in shared)
+    assert float((logits(peft) - trained).abs().max()) > 1e-4
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"layer_replication": None}))
+    assert sentence not in merge(tmp_path).err
 
 
 def test_other_methods_change_their_layer_alone(tmp_path: Path) -> None:
