@@ -254,3 +254,20 @@ def test_engines_beside_a_final_model_are_checked(fixtures: Path, tmp_path: Path
     next((run / engines[-1]).rglob("*rank_1*optim_states.pt")).unlink()
     checked = run_ckpt("check", run)
     assert checked.code == 4 and f"{engines[-1]}/global_step2: incomplete" in checked.out, checked.out
+
+
+def test_skipped_optimizer_states_are_noted(fixtures: Path, tmp_path: Path) -> None:
+    note = "note: not read: optimizer state row of "
+    run = shutil.copytree(fixtures / "experts-zero0", tmp_path / "run", ignore=lambda *_: {"truth"})
+    healthy = run_ckpt("check", run)
+    assert healthy.code == 0 and note not in healthy.out
+    for path in run.rglob("*optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
+            state["row"] = state["exp_avg"].mean(-1)
+        torch.save(content, path)
+    checked = run_ckpt("check", run)
+    assert checked.code == 0 and checked.out.count(note) == 1 and "it is not of the parameter's shape" in checked.out
+    (one,) = json.loads(run_ckpt("check", run, "--json").out)["checkpoints"]
+    assert len(one["skipped_states"]) == 1 and one["problems"] == []
+    assert "skipped_states" not in run_ckpt("check", fixtures / "toy-zero1", "--json").out

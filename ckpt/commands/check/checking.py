@@ -116,6 +116,8 @@ class Checked:
     problems: tuple[Problem, ...]
     usable: str | None = None
     findings: tuple[ValueFinding, ...] | None = None
+    #: A sentence for each optimizer state that readers skip.
+    skipped_states: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -145,6 +147,7 @@ class Checked:
             "bytes": self.num_bytes,
             "state": self.state,
             "problems": [problem.to_json() for problem in self.problems],
+            **({"skipped_states": list(map(printable, self.skipped_states))} if self.skipped_states else {}),
             **({} if self.findings is None else {"values": [one.to_json() for one in self.findings]}),
         }
 
@@ -185,6 +188,7 @@ class CheckReport(Returned):
                 f"{pluralize(one.num_files, 'file')})"
             )
             yield from (printable(f"  - {problem}") for problem in one.problems)
+            yield from (printable(f"  - note: not read: {sentence}") for sentence in one.skipped_states)
             yield from (f"  - note: {line}" for line in sentences(one.findings or ()))
         yield from (printable(f"- {problem}") for problem in self.problems)
         if self.bytes is not None:
@@ -440,6 +444,7 @@ def _check_one(
         tuple(told.values()),
         usable,
         None if found is None or not opened else tuple(found),
+        tuple(dict.fromkeys(sentence for one in opened for sentence in one.unread)),
     )
 
 
