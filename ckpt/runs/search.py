@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from ckpt.runs.steps import has_record, run_at
 
 #: Digests for a conversion's output, written last.
 MANIFEST = "ckpt-manifest.json"
+#: Index of a diffusers pipeline: library and class by folder name (diffusers 0.42, `pipelines/pipeline_utils.py`).
+_PIPELINE = "model_index.json"
+#: Classes of pipeline parts without weights.
+_WITHOUT_WEIGHTS = re.compile(r".*(?:Scheduler|Tokenizer|TokenizerFast|Processor|ProcessorFast|FeatureExtractor)")
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # folders searched per level
 
@@ -20,7 +25,8 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     """Return the only run folder below `path` that `holds` accepts, or None.
 
     It searches two levels. A folder with steps or a record is a run itself, and no inner folder replaces it. A
-    conversion's output counts only if there is nothing else. Raise SeveralRunsError for several runs.
+    conversion's output counts only if there is nothing else. Raise SeveralRunsError for several runs, or for a pipeline
+    of several models, also if their weights are missing.
     """
     if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
@@ -30,11 +36,28 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
         inside = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
         level = [folder for folder in inside if not _holds(folder, holds)]
         runs += [folder for folder in inside if folder not in level]
+    parts = _models_of_pipeline(path)
+    if len(parts) > 1:
+        raise SeveralRunsError(path, sorted({*runs, *parts}))
     if len(runs) > 1:
         runs = [run for run in runs if not _is_converted(run)] or runs
     if len(runs) > 1:
         raise SeveralRunsError(path, sorted(runs))
     return runs[0] if runs else None
+
+
+def _models_of_pipeline(path: Path) -> list[Path]:
+    """Return the folders of a pipeline's models. They may be missing."""
+    if not (path / _PIPELINE).is_file():
+        return []
+    index = read_json(path / _PIPELINE)
+    parts = index.items() if isinstance(index, dict) else ()
+    classes = {name: value[1] for name, value in parts if isinstance(value, list) and len(value) == 2}
+    return [
+        path / name
+        for name, cls in classes.items()
+        if isinstance(cls, str) and not _WITHOUT_WEIGHTS.fullmatch(cls) and Path(name).name == name
+    ]
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 
 from ckpt import api
 from ckpt.errors import NotFoundError, SeveralRunsError
+from tests.support.commands import ckpt
 
 MODEL, OTHER = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 ZERO = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -73,3 +75,59 @@ def test_a_universal_folder_is_not_taken_for_a_step_without_zero(fixtures: Path,
     assert [path.name for path in folder.glob("*_states.pt")] == [MODEL]
     found = api.open(folder)
     assert found.format == "universal" and "exp_avg" in found.optimizer_states
+
+
+#: Components of a diffusers pipeline (diffusers 0.42, `StableDiffusionPipeline.save_pretrained`).
+PIPELINE = {
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "safety_checker": [None, None],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+
+
+def pipeline(path: Path, *names: str, index: dict[str, list[str | None]] = PIPELINE) -> Path:
+    """Write a pipeline's index, and weights for the components `names`."""
+    path.mkdir()
+    (path / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", "is_on": True, **index}))
+    for name in names:
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps({"_class_name": name}))
+        save_file({"a": torch.ones(2)}, path / name / "diffusion_pytorch_model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("names", [("text_encoder", "unet", "vae"), ("unet", "vae"), ("unet",)], ids=len)
+def test_a_pipeline_of_several_models_is_not_one_of_them(names: tuple[str, ...], tmp_path: Path) -> None:
+    """`check` called a pipeline whole if only its UNet had weights, and `verify` compared UNets alone."""
+    whole = pipeline(tmp_path / "whole", "text_encoder", "unet", "vae")
+    given = pipeline(tmp_path / "given", *names)
+    if names == ("unet",):
+        (given / "vae").mkdir()
+        (given / "vae" / "config.json").write_text("{}")
+    for words in (["check", given], ["verify", given, whole], ["verify", whole / "unet", given], ["hash", given]):
+        refused = ckpt(*words)
+        assert refused.code == 2 and "found: text_encoder, unet, vae" in refused.err, refused.err
+        assert "equal" not in refused.out and "whole" not in refused.out
+    assert ckpt("verify", whole / "unet", given / "unet").code == 0
+    assert ckpt("check", given / "unet").code == 0
+    if "vae" not in names:
+        assert ckpt("check", given / "vae").code == 3
+
+
+def test_a_pipeline_with_one_model_is_that_model(tmp_path: Path) -> None:
+    index = {name: PIPELINE[name] for name in ("scheduler", "tokenizer", "safety_checker", "unet")}
+    path = pipeline(tmp_path / "pipeline", "unet", index=index)
+    assert api.open(path).path == str(path / "unet")
+    checked = ckpt("check", path)
+    assert checked.code == 0 and "unet: whole" in checked.out
+
+
+def test_a_component_that_differs_is_found(tmp_path: Path) -> None:
+    a, b = pipeline(tmp_path / "a", "unet", "vae"), pipeline(tmp_path / "b", "unet", "vae")
+    save_file({"a": torch.zeros(2)}, b / "vae" / "diffusion_pytorch_model.safetensors")
+    assert ckpt("verify", a / "unet", b / "unet").code == 0
+    differ = ckpt("verify", a / "vae", b / "vae")
+    assert differ.code == 1 and "1 differ" in differ.out
