@@ -15,17 +15,21 @@ from ckpt.commands.merge_lora import arithmetic
 from ckpt.commands.merge_lora.merging import merge_lora
 from tests.support.adapters import BF16, save_adapter, save_base
 
-#: Merges an adapter, then prints if torch kept its number of threads, in this thread and in a new one.
+#: Merges an adapter, then prints torch's numbers of threads: in computations, in this thread and in a new one. The rest
+#: of `parallel_info` is about the machine, which may change while a busy one runs this.
 THREADS = """
-import sys, threading, torch
+import re, sys, threading, torch
 from ckpt.commands.merge_lora import arithmetic
 from ckpt.commands.merge_lora.merging import merge_lora
+def numbers():
+    found = re.findall(r"(?:get_num|get_max)_threads\\(\\) : (\\d+)", torch.__config__.parallel_info())
+    return torch.get_num_threads(), found
 torch.set_num_threads(3)
-before, seen, product = torch.__config__.parallel_info(), set(), arithmetic.merge_linear
+seen, product = set(), arithmetic.merge_linear
 arithmetic.merge_linear = lambda *given, **named: (seen.add(torch.get_num_threads()), product(*given, **named))[1]
 merge_lora(sys.argv[1], sys.argv[3], base=sys.argv[2], workers=3)
-print(seen, torch.__config__.parallel_info() == before, torch.get_num_threads())
-threading.Thread(target=lambda: print(torch.__config__.parallel_info() == before, torch.get_num_threads())).start()
+print("merged:", seen, numbers())
+threading.Thread(target=lambda: print("new thread:", numbers())).start()
 """
 
 
@@ -34,7 +38,11 @@ def test_each_tensor_takes_one_thread_and_the_process_keeps_its_number(tmp_path:
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": "all-linear"})
     command = [sys.executable, "-c", THREADS, *map(str, (adapter, base, tmp_path / "ours"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["{1} True 3", "True 3"], done.stderr
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith(("merged:", "new thread:"))]
+    assert printed == ["merged: {1} (3, ['3', '3', '3'])", "new thread: (3, ['3', '3', '3'])"], (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_tensor_that_torch_cannot_compute_is_named(
