@@ -207,7 +207,7 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
         expected="settings supported by the config, or without effect",
         found=", ".join(shown),
         hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, merge-lora, verify, diff, "
-        + "hash and mount"
+        "hash and mount"
         + ("; Megatron-Bridge saves rows either in blocks or in order, without recording the choice" if order else ""),
     )
 
