@@ -67,7 +67,7 @@ def _say(error: Exception) -> int:
         what = f"an error of ckpt itself: {type(error).__name__}: {error}\n  at: {', '.join(places)}"
         hint, code, name = "please report it with the command and these lines", INTERNAL, "internal"
     notes = getattr(error, "__notes__", ())
-    if streams.asks_for_json():
+    if streams.wants_json():
         said = json_error(name, printable(what, 2000), code, hint="; ".join([hint, *notes]))
         print(json.dumps(said), file=sys.stderr)
     else:

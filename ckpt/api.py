@@ -58,7 +58,7 @@ from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint
 from ckpt.runs.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
-from ckpt.state.positions import with_counted_step
+from ckpt.state.positions import with_step_count
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
 from ckpt.state.quantized_weights import check_place as check_quantized_place
 from ckpt.state.wrapper_prefixes import without_wrappers
@@ -463,7 +463,7 @@ def plan(
     named = to_namespace(named, _namespace(target, layout), layout)
     renamed = named.notes
     if target.loads_from == "run":
-        named, counted_step = with_counted_step(named)
+        named, counted_step = with_step_count(named)
         renamed += counted_step
     named = with_uncast_parts(named, layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
@@ -520,17 +520,17 @@ class Converted(Returned):
         return self.conversion.to_json(self.path)
 
     def lines(self, verbose: bool = False) -> list[str]:
-        from ckpt.runs.plan_lines import loads_lines
+        from ckpt.runs.plan_lines import load_lines
 
-        return [*self.outcome(verbose), *loads_lines(self.to_json())]
+        return [*self.outcome(verbose), *load_lines(self.to_json())]
 
     def outcome(self, verbose: bool = False) -> list[str]:
         """Return lines on lost, unread and written data, in full if `verbose`."""
-        from ckpt.runs.plan_lines import model_dtypes, written_lines
+        from ckpt.runs.plan_lines import model_dtypes, output_lines
 
         how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
         how |= {"has_manifest": self.has_manifest, "verbose": verbose}
-        return written_lines(self.to_json(), model_dtypes(self.conversion.plan), **how)
+        return output_lines(self.to_json(), model_dtypes(self.conversion.plan), **how)
 
 
 @takes(Planning, Check, WriteOptions, Watching, Processes, others=OptionValue)

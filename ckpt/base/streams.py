@@ -23,7 +23,7 @@ class TerminatedError(KeyboardInterrupt):
 json_by_default = False
 
 
-def asks_for_json() -> bool:
+def wants_json() -> bool:
     """Return True if `--json` is on. Errors are then one JSON object, the last line of stderr."""
     return json_by_default or "--json" in sys.argv[1:]
 
@@ -34,7 +34,7 @@ def say_ended(interrupt: KeyboardInterrupt) -> int:
     code, name = (TERMINATED, "terminated") if is_terminated else (INTERRUPTED, "interrupted")
     what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is as it was"
     notes = getattr(interrupt, "__notes__", ())
-    if asks_for_json():
+    if wants_json():
         from ckpt.base.errors import json_error  # imported late: an interrupt may come during this import
 
         print(json.dumps(json_error(name, what, code, hint="; ".join(notes) or None)), file=sys.stderr)

@@ -27,7 +27,7 @@ from ckpt.cli import command_registry, defaults
 from ckpt.cli.quick import quicken
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.options import completion
-from ckpt.options.command import Command, taken_apart
+from ckpt.options.command import Command, split_groups
 from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -300,7 +300,7 @@ def with_options(
     in the argument `options`, if the user sets them. Raise UsageError if two options have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
-    parameters, groups = taken_apart(function)
+    parameters, groups = split_groups(function)
     takes_others = "options" in parameters
     known = {name: _in_typer(one) for name, one in parameters.items() if name != "options"}
     declared: dict[str, Option] = {}

@@ -28,7 +28,7 @@ _MEANT = {
 
 def say_error(error: CkptError, *more: str) -> None:
     """Print an error on stderr with `more` lines below it, or as one JSON object with `--json`."""
-    if streams.asks_for_json():
+    if streams.wants_json():
         said = error.to_json()
         said["hint"] = "; ".join(filter(None, [said["hint"], *getattr(error, "__notes__", ())])) or None
         print(json.dumps(said), file=sys.stderr)

@@ -331,7 +331,7 @@ class _Work:
 def _match(
     a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]
 ) -> Iterator[tuple[str | None, str | None]]:
-    """Yield pairs with a name in A and its name in B. None means that the side has no such tensor.
+    """Yield pairs with a name in A and its name in B. None stands for a missing tensor.
 
     If one side stores a name and the other records it as tied, its partner is the tie's owner on the other side.
     """

@@ -9,7 +9,7 @@ from ckpt.base.text import one_line, pluralize
 from ckpt.compare.other_files import differing_files, first_names
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
-from ckpt.runs.unread_files import STATE, not_read
+from ckpt.runs.unread_files import STATE, list_unread
 from ckpt.state.same_model import stated_otherwise
 
 WHY = "they are outside the model and the optimizer; use `ckpt verify --run` to compare them"
@@ -44,7 +44,7 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
 def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     """Yield notes on files with tensors that no reader opened, and on differences between the configs."""
     for label, side in (("A", a), ("B", b)):
-        if names := [one.name for one in not_read(side) if one.kind == STATE]:
+        if names := [one.name for one in list_unread(side) if one.kind == STATE]:
             yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
     if entries := [_entry(*one) for one in stated_otherwise(a.config, b.config, alone=True)]:
         yield f"only tensors are compared, and the configs differ between A and B: {first_names(entries)}"

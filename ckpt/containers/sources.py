@@ -119,10 +119,10 @@ class Sources:
                 )
             else:
                 raise CorruptError(
-                    "the files of two ranks have the same content, and each should have a part of its own",
+                    "two ranks' files have the same content, and each should have its own part",
                     path=path,
                     rank=rank,
-                    expected=f"other elements than those of rank {other[0]}, {other[1]}",
+                    expected=f"content different from rank {other[0]}'s, {other[1]}",
                     found="the same checksums of all tensors",
                     hint="was one copied over the other?",
                 )
@@ -165,8 +165,8 @@ def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: 
             "the file was saved under another name",
             path=path,
             rank=rank,
-            expected=f"a file that was saved as {name}",
-            found=f"one that was saved as {folder}",
+            expected=f"a file saved as {name}",
+            found=f"a file saved as {folder}",
             hint="were files exchanged, or one copied over another?",
         )
 

@@ -56,7 +56,9 @@ CONVERT, LOOK, BEFOREHAND = SECTIONS = ("Convert and go on", "Look and compare",
 
 
 @cache
-def taken_apart(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, tuple[type, list[str]]]]:
+def split_groups(
+    function: Callable[..., Any],
+) -> tuple[dict[str, inspect.Parameter], dict[str, tuple[type, list[str]]]]:
     """Return a command's parameters by name, with groups split into fields, and the groups with their fields."""
     parameters: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type, list[str]]] = {}

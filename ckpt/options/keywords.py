@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from ckpt.base.entries import load
 from ckpt.base.flags import Positional, flag_of, type_of
 from ckpt.base.words import Keyword
-from ckpt.options.command import taken_apart
+from ckpt.options.command import split_groups
 from ckpt.plan import registry
 from ckpt.plan.options import options_of
 
@@ -20,7 +20,7 @@ def keywords() -> dict[str, Keyword]:
     for place in import_module("ckpt.commands").places().values():
         command = load(place)
         taken = inspect.signature(load(command.python)).parameters if command.python else {}
-        for parameter in taken_apart(command.function)[0].values():
+        for parameter in split_groups(command.function)[0].values():
             if parameter.name not in taken or (flag := flag_of(parameter)) is None or isinstance(flag, Positional):
                 continue
             for option in flag.names or (f"--{parameter.name.replace('_', '-')}",):

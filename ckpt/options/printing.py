@@ -102,14 +102,14 @@ def carry_out(
 
 def say_result(report: dict[str, Any], outcome: Outcome) -> None:
     """Print the result's folder on stdout, or the report as JSON. Then report on stderr what can load it."""
-    from ckpt.runs.plan_lines import loads_lines
+    from ckpt.runs.plan_lines import load_lines
 
     where = shown(json.dumps(report, indent=2)) if outcome.as_json else printable(report["destination"])
     print(where, flush=True)
     if not outcome.quiet or (
         report["loads"] and report["loads"]["can"] is False
     ):  # success needs a folder that something can load
-        say(*loads_lines(report))
+        say(*load_lines(report))
 
 
 #: Start and terminal style for each kind of line.

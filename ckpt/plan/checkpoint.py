@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.plan.dtypes import DType
-from ckpt.plan.load_check import Loads
+from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
@@ -197,7 +197,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Inputs:
     """The user's input: all `places`, including run folders and adapters, and the model config's folder."""
 
     places: tuple[str, ...] = ()
@@ -265,7 +265,7 @@ class Checkpoint:
     #: Folders that may hold the run's other files (config, tokenizer), nearest first.
     folders: tuple[str, ...] = ()
     #: Output never goes into or over a place that the user named.
-    given: Given = Given()
+    given: Inputs = Inputs()
     computes_in: ComputesIn | None = None
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
@@ -448,7 +448,7 @@ class Target:
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_rearranged: bool = False
-    loads: Loads | None = None
+    loads: LoadCheck | None = None
 
     @property
     def not_written(self) -> tuple[str, ...]:

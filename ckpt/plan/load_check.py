@@ -9,7 +9,7 @@ from ckpt.base.text import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class LoadCheck:
     """A proved answer.
 
     `can` is None if it is unknown. `call` is the Python call that loads the folder, `why` the obstacle, and `hint` a
@@ -22,7 +22,7 @@ class Loads:
     hint: str = ""
     lacks: tuple[str, ...] = ()
 
-    def without(self, *lacks: str) -> Loads:
+    def without(self, *lacks: str) -> LoadCheck:
         """Return the answer for a folder that lacks these files too."""
         return replace(self, lacks=(*self.lacks, *lacks))
 

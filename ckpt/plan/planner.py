@@ -146,7 +146,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
         _check_file_cover(file)
         for slot in file.slots:
             wanted.setdefault(slot.key, []).append((file, slot))
-    found = _Found(checkpoint)
+    found = _CopyTable(checkpoint)
     casts: dict[tuple[DType, DType], dict[Key, int]] = {}
     regions: dict[Key, dict[Region, None]] = {}
     for key, places in wanted.items():
@@ -174,7 +174,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
 
 
 @dataclass
-class _Found:
+class _CopyTable:
     """Copies found so far, by target file: contiguous ones as rows, others by slot."""
 
     checkpoint: Checkpoint

@@ -22,7 +22,7 @@ from ckpt.plan.checkpoint import (
     TRANSFORMERS,
     Checkpoint,
     Format,
-    Given,
+    Inputs,
     ReadRequest,
 )
 from ckpt.plan.tensors import Tensor
@@ -349,7 +349,7 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
     namespace = checkpoint.namespace
     if namespace == OWN and config and config.get("model_type"):
         namespace = TRANSFORMERS
-    given = Given((str(path),), None if request.config is None else str(request.config))
+    given = Inputs((str(path),), None if request.config is None else str(request.config))
     found = replace(checkpoint, folders=tuple(map(str, distinct)), given=given, config=config, namespace=namespace)
     if namespace == TRANSFORMERS and (own := services.torchtitan.namespace_of(found)):
         found = replace(found, namespace=own)

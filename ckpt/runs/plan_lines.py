@@ -11,7 +11,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import in_short, note_lines, pluralize
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.dtypes import BY_NAME
-from ckpt.plan.load_check import Loads
+from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.planner import Plan
 from ckpt.runs import unread_files
 from ckpt.runs.search import MANIFEST
@@ -38,7 +38,7 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
         ],
         "notes": list(plan.target.notes),
         "left_out": list(plan.target.not_written),
-        "not_read": [one.to_json() for one in unread_files.not_read(plan.checkpoint)],
+        "not_read": [one.to_json() for one in unread_files.list_unread(plan.checkpoint)],
         "loads": plan.target.loads and plan.target.loads.to_json(),
     }
 
@@ -62,10 +62,10 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
         f"cast: {pluralize(c['tensors'], 'tensor')} from {c['from']} to {c['to']}, {show_size(c['bytes'])}"
         for c in report["casts"]
     ]
-    return [*lines, *lost_lines(report, verbose=True), *loads_lines(report)]
+    return [*lines, *loss_lines(report, verbose=True), *load_lines(report)]
 
 
-def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
+def loss_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
     """Return the report's lines on precision, omitted content and unread files.
 
     Without `verbose`, each of these three has one line.
@@ -81,13 +81,13 @@ def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
     return notes + unread_files.lines(report["not_read"], verbose=verbose)
 
 
-def loads_lines(report: dict[str, Any]) -> list[str]:
+def load_lines(report: dict[str, Any]) -> list[str]:
     """Return the line, if any, that says if a library can load the folder."""
-    loads = report["loads"] and Loads(**{**report["loads"], "lacks": tuple(report["loads"]["lacks"])})
+    loads = report["loads"] and LoadCheck(**{**report["loads"], "lacks": tuple(report["loads"]["lacks"])})
     return [printable(loads.sentence(report["destination"] or "FOLDER"))] if loads else []
 
 
-def written_lines(
+def output_lines(
     report: dict[str, Any],
     dtypes: Sequence[str],
     *,
@@ -98,7 +98,7 @@ def written_lines(
     verbose: bool = False,
 ) -> list[str]:
     """Return a finished conversion's lines. `num_done` bytes existed before."""
-    lines = lost_lines(report, verbose=verbose)
+    lines = loss_lines(report, verbose=verbose)
     if num_done:
         lines.append(f"{show_size(num_done)} were there already, and are unchanged")
     if any(file["name"] == TRAINER_STATE for file in report["files"]):  # Trainer accepts the folder under any name

@@ -70,7 +70,7 @@ STATE, OTHER = "state", "other"
 
 
 @dataclass(frozen=True, slots=True)
-class NotRead:
+class UnreadFile:
     """An unread file, or a folder (`name` ends in `/`). `kind` is STATE if it looks like training state.
 
     `name` is relative to the checkpoint's folder.
@@ -92,7 +92,7 @@ class ListedName:
     size: int | None
 
 
-def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
+def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
     """Return the checkpoint's files and folders that no reader opened and that may matter.
 
     Names next to the checkpoint's folder begin with `../`.
@@ -117,21 +117,21 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
     )
 
 
-def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[NotRead]:
+def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[UnreadFile]:
     """Yield folders with tensor files among `entries`, except steps and folders in `known`."""
     for name in (entry.name for entry in entries if entry.size is None):
         if name in known or name.startswith(".") or is_step(root / name):
             continue
         if (root / name / ADAPTER).is_file():
-            yield NotRead(f"{name}/", OTHER, "another adapter")
+            yield UnreadFile(f"{name}/", OTHER, "another adapter")
             continue
         found = judged(_listed(root, name), (), partial(_ends_in, root))
         if states := [one.name for one in found if one.kind == STATE]:
             more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
-            yield NotRead(f"{name}/", OTHER, f"a folder with tensor files{more}")
+            yield UnreadFile(f"{name}/", OTHER, f"a folder with tensor files{more}")
 
 
-def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
+def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
     """Yield tensor files in the folders around `root`, the checkpoint's own, nearest first.
 
     In the same step, they are training state. A run's folder may hold anything, and its other models are not part of
@@ -150,11 +150,11 @@ def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
         files = [one for one in files if not is_of(one.name, FileKind.DATA_POSITION, FileKind.OPTIMIZER)]
         for one in judged(files, (), partial(_ends_in, folder)):
             if one.kind == STATE and not _is_copy(folder / one.name, checkpoint):
-                yield NotRead(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
+                yield UnreadFile(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
         if is_step:
             used = {os.path.relpath(path, folder).partition("/")[0] for path in opened}
             for one in _unread_folders(folder, entries, used):
-                yield NotRead(f"{up}/{one.name}", OTHER, f"next to the checkpoint: {one.why}")
+                yield UnreadFile(f"{up}/{one.name}", OTHER, f"next to the checkpoint: {one.why}")
 
 
 def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
@@ -174,8 +174,10 @@ def _is_of_step(root: Path, folder: Path) -> bool:
     return folder == root.parent and not is_step(root) and not any((folder / one).exists() for one in RECORDS)
 
 
-def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
-    """Judge a listing like `not_read`, given the opened names. `ends` returns a file's first and last bytes."""
+def judged(
+    listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]
+) -> Iterator[UnreadFile]:
+    """Judge a listing like `list_unread`, given the opened names. `ends` returns a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
     weights_alone = bool(models) and not any(is_of(name, FileKind.OPTIMIZER) for name in opened)
@@ -188,9 +190,9 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
                 yield folder
         elif not _is_harmless(base) and (entry.size or not base.endswith(".distcp")):  # a rank without items
             if weights_alone and is_of(name, FileKind.OPTIMIZER):
-                yield NotRead(name, OTHER, "the run's optimizer, next to weights only")
+                yield UnreadFile(name, OTHER, "the run's optimizer, next to weights only")
             else:
-                yield _other_weights(name, models) or NotRead(name, *_kind_of_file(base, partial(ends, name)))
+                yield _other_weights(name, models) or UnreadFile(name, *_kind_of_file(base, partial(ends, name)))
 
 
 def is_named_like_state(name: str) -> bool:
@@ -216,7 +218,7 @@ def may_hold_tensors(folder: Path) -> bool:
     return any(judged(entries, (), partial(_ends_in, folder))) or any(_unread_folders(folder, entries, ()))
 
 
-def is_of_a_run(name: str, is_weights: bool) -> str | None:
+def owner_in_run(name: str, is_weights: bool) -> str | None:
     """Return the training step or file that the relative `name` belongs to, or None for a model's file."""
     parts = name.split("/")
     for depth, part in enumerate(parts[:-1], 1):
@@ -256,15 +258,15 @@ def _is_harmless(base: str) -> bool:
     return fits(base, _NO_TENSORS) or is_of(base, *_HARMLESS)
 
 
-def _unread_folder(name: str) -> NotRead | None:
+def _unread_folder(name: str) -> UnreadFile | None:
     """Return the report for a folder without opened files. Another step or pictures are no part of the checkpoint."""
     base = _base(name)
     if is_named_like_state(base) and not ANY_STEP.fullmatch(base):
-        return NotRead(f"{name}/", STATE, "a folder named like training state")
-    return NotRead(f"{name}/", OTHER, "a folder next to files read here") if "/" in name else None
+        return UnreadFile(f"{name}/", STATE, "a folder named like training state")
+    return UnreadFile(f"{name}/", OTHER, "a folder next to files read here") if "/" in name else None
 
 
-def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> NotRead | None:
+def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> UnreadFile | None:
     """Return the report for another model, or for a shard from another save.
 
     More shards of the opened save are not reported.
@@ -276,7 +278,7 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
     if same_name and own[2] is None:  # loaders prefer it to shards
         return None
     why = "a shard of another save" if same_name else "more weights, next to the model's"
-    return NotRead(name, OTHER, why)
+    return UnreadFile(name, OTHER, why)
 
 
 def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def sequences_seen(state: TrainingState) -> int | None:
     return count if type(count) is int and count >= 0 else None
 
 
-def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+def with_step_count(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """Use the optimizer's step count if no step is recorded and all counts agree. Also return notes.
 
     A torch script may save only model and optimizer, because `load_state_dict` needs no more.

@@ -116,7 +116,7 @@ class _PageWindow:
         self.fetched: Future[memoryview] = Future()
 
 
-class _Kept:
+class _PageCache:
     """Cache of pages, least recently used. Callers must hold `lock`."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Kept:
                 del self._windows[of, page]
 
 
-_kept = _Kept()
+_kept = _PageCache()
 
 
 def forget() -> None:

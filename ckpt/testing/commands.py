@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from ckpt.options.command import Command, taken_apart
+from ckpt.options.command import Command, split_groups
 
 _WIDTH = 80  # columns if the terminal has no size
 
@@ -34,7 +34,7 @@ class CommandConformance:
         assert command.guide.endswith(".md")
 
     def test_only_parameters_take_urls(self, command: Command) -> None:
-        assert set(command.urls) <= taken_apart(command.function)[0].keys()
+        assert set(command.urls) <= split_groups(command.function)[0].keys()
 
     def test_its_help_fits_and_explains_every_option(self, command: Command) -> None:
         done = run(command.name, "--help")

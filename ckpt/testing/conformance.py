@@ -28,7 +28,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
 from ckpt.plan.planner import check_source, make_plan
 from ckpt.runs.steps import run_at
-from ckpt.runs.unread_files import not_read
+from ckpt.runs.unread_files import list_unread
 from ckpt.testing.described_tensors import Content, content
 from ckpt.testing.faulty_targets import forgotten, tampered
 
@@ -255,7 +255,7 @@ class Conformance:
         folder = Path(ckpt.open(path, declaration.format).path)
         if folder.is_dir():
             (folder / "optimizer_of_rank_97.x").write_bytes(b"states")
-            found = not_read(ckpt.open(path, declaration.format))
+            found = list_unread(ckpt.open(path, declaration.format))
             assert [(one.name, one.kind) for one in found] == [("optimizer_of_rank_97.x", "state")]
             assert not ckpt.check(path, declaration.format).whole
 

@@ -54,7 +54,7 @@ def load_into(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, format)
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     _check_plain(wanted)
-    named = _under_the_names_of(checkpoint, wanted)
+    named = _with_matching_names(checkpoint, wanted)
     missing = [fqn for fqn in wanted if stored_for(named, fqn, None) is None]
     known = {named.ties.get(fqn, fqn) for fqn in wanted} | wanted.keys()
     extra = sorted({fqn for fqn, role in named.tensors if role in MODEL_ROLES} - known)
@@ -91,7 +91,7 @@ def _check_plain(wanted: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _under_the_names_of(checkpoint: Checkpoint, wanted: Mapping[str, object]) -> Checkpoint:
+def _with_matching_names(checkpoint: Checkpoint, wanted: Mapping[str, object]) -> Checkpoint:
     """Return `checkpoint` in the namespace with the most matches: its own, transformers' or the Hub's."""
 
     def matches(one: Checkpoint) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.containers.dcp.write import AliasOf, SourceTensor
+from ckpt.containers.dcp.write import Alias, SourceTensor
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 
@@ -152,7 +152,7 @@ def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
     groups: dict[int, dict[str, Any]] = {}
     for path, leaf in (*state.model, *state.optimizer, *state.rest):
         place = (*outer[path[0]], *path[1:]) if path[0] in outer else path
-        if isinstance(leaf, AliasOf):
+        if isinstance(leaf, Alias):
             leaf = leaves[_key((*outer["model"], *leaf.path[1:]))]
         if _key(place) not in leaves:  # without an outer name, a model's key may collide with another
             leaves[_key(place)], paths[_key(place)] = leaf, place

@@ -127,7 +127,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                     hint="is a run still saving there? give the path of one step, on storage that all ranks see alike",
                 )
         missing = list(dict.fromkeys(name for share in shares for name in share.missing))
-        self._opened().check_found(frozenset().union(*(share.found for share in shares)), missing)
+        self._opened().check_presence(frozenset().union(*(share.found for share in shares)), missing)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -223,7 +223,7 @@ class _Contents:
         for line in lines if self.speaks else ():
             warnings.warn(f"{shown(self.checkpoint.path)} ({self.checkpoint.format}): {line}", stacklevel=3)
 
-    def check_found(self, kinds: frozenset[LoadItemType], missing: list[str]) -> None:
+    def check_presence(self, kinds: frozenset[LoadItemType], missing: list[str]) -> None:
         """Raise LossError if none of the requested tensors exists. A name's last component shows if it is a tensor."""
         endings = {key.rpartition(".")[2] for key, leaf in self.first.leaves.items() if isinstance(leaf, SourceTensor)}
         lost = [name for name in missing if name.rpartition(".")[2] in endings] if kinds else missing
@@ -240,7 +240,7 @@ class _Contents:
     def _names(self) -> list[str]:
         return [name for name in self.first.leaves if ".param_groups." not in name]
 
-    def say_missing(self, key: str) -> None:
+    def report_missing(self, key: str) -> None:
         if not self.missing:  # the others are reported together if torch continues
             names = self._names()
             self.say(
@@ -259,7 +259,7 @@ class _Described(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key) or self._contents.find(str(key)) is not None:
             return True
-        self._contents.say_missing(str(key))
+        self._contents.report_missing(str(key))
         return False
 
     def __missing__(self, key: str) -> Any:

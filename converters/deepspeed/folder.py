@@ -60,7 +60,7 @@ class StepFolder:
             return 1, 2
         return (3,) if self.model_per_rank and self.model is None else (1, 2, 3)
 
-    def has_files_of(self, num_ranks: int) -> bool:
+    def has_all_files(self, num_ranks: int) -> bool:
         ranks = set(range(num_ranks))
         return set(self.optimizer) == ranks and (self.model is not None or set(self.model_per_rank) == ranks)
 
@@ -114,7 +114,7 @@ def _passes(check: Callable[[Path], object], folder: Path) -> bool:
 def check_names(folder: Path) -> None:
     """Raise IncompleteError if `folder` lacks a rank's file, judging by names and by the steps beside it."""
     num_ranks = max(len(list_step_folder(step, 0).optimizer) for step in zero_steps(folder.parent))
-    if not list_step_folder(folder, 0).has_files_of(num_ranks):
+    if not list_step_folder(folder, 0).has_all_files(num_ranks):
         raise IncompleteError(
             "rank files are missing", path=folder, expected=f"files of {pluralize(num_ranks, 'rank')}"
         )

@@ -123,7 +123,7 @@ def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _RankContent:
     """One tensor-parallel rank's content, mostly the only rank's: module tensors and optimizer.
 
     `optimizers` belong to expert-parallel ranks, by number. `named` is None if their names can't be proven.
@@ -140,7 +140,7 @@ class _Held:
     named: Sequence[Optimizer] | None
 
 
-def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
+def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _RankContent:
     folder, file = list_step_folder(path, tp_rank), _model_file(path, tp_rank, sources)
     sharing, experts = experts_of(folder.experts, file, sources)
     module, buffers = model_file.module(file, num_ranks), model_file.buffer_names(file)
@@ -169,10 +169,10 @@ def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: in
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
     sharing = replace(sharing, num_ranks=len(optimizers))
     named = _named(shapes, optimizers, sharing) if optimizers[0].groups else []
-    return _Held(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, named)
+    return _RankContent(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, named)
 
 
-def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
+def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkpoint:
     """Describe a tensor-parallel rank's content like a model, with the states of the `named` optimizers."""
     file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
@@ -222,7 +222,7 @@ def _missing_optimizer(file: RankFile) -> str | None:
     return f"the optimizer's files (*_optim_states.pt) are missing: the run used ZeRO stage {stage}"
 
 
-def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: OptimizerStates) -> dict[Key, Tensor]:
+def _read_states(optimizer: Optimizer, rank: int, held: _RankContent, states: OptimizerStates) -> dict[Key, Tensor]:
     """Return an expert-parallel rank's masters and states, and add its other states to `states`."""
     own = replace(states, tensors={})
     shapes = held.sharing.rank_shapes(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})

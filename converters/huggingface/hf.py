@@ -35,7 +35,7 @@ from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
-from ckpt.plan.load_check import Loads
+from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.runs.finding import Steps, find_step
@@ -225,7 +225,7 @@ def _proof(
     layout: Layout,
     beside: Iterable[TargetFile],
     parts: Collection[str],
-) -> tuple[list[str], Loads]:
+) -> tuple[list[str], LoadCheck]:
     """Return notes on how the names were checked, and whether `from_pretrained` can load the folder.
 
     Raise LossError or UsageError if the config's architecture has other names.
@@ -239,7 +239,7 @@ def _proof(
         return [], loading.unproved(config, shapes)
     if layout.read(NameOptions).names == OWN_NAMES:
         told = "--names own: the names are not compared with the config's architecture"
-        return [told], Loads(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
+        return [told], LoadCheck(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
     saved = prove(config, shapes, checkpoint.path)
     if saved is None:
         told = "config.json names no class (`architectures`), so the names are not compared with a class"
@@ -247,7 +247,7 @@ def _proof(
     files = {file.name: file.literals[0][1] for file in beside}
     loads = loading.with_files(loading.accepted(loading.proved(saved.cls), config), files, parts)
     if why := weights.unproved or weights.unread:
-        loads = Loads(None if weights.unproved else False, loads.call, why)
+        loads = LoadCheck(None if weights.unproved else False, loads.call, why)
     return [*proof_notes(saved, shapes, loads=not why)], loads
 
 

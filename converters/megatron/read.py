@@ -72,7 +72,7 @@ def folder_name(rank: Rank, grid: Grid) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalPart:
     """Part of the whole tensor `fqn`, with whole `shape`, in a rank's tensor."""
 
     fqn: str
@@ -89,7 +89,7 @@ class LocalTensor:
 
     name: str
     stored: StoredTensor
-    held: tuple[Held, ...]
+    held: tuple[LocalPart, ...]
     is_expert: bool
     shared: bool = False
 
@@ -480,7 +480,7 @@ class _Chunk:
                 raise CorruptError("the file records no expert count", path=self.path, expected="args.num_experts")
             canonical, shared = self._shared(canonical)
             yield LocalTensor(
-                name, value, (self._held_pieces(name, canonical, value.shape),), is_expert(canonical), shared
+                name, value, (self._rank_pieces(name, canonical, value.shape),), is_expert(canonical), shared
             )
 
     def _check_layers(self) -> None:
@@ -524,7 +524,7 @@ class _Chunk:
             return (EMBEDDING, not stages.has_mtp(self.rank.pp, self.vp)) if tied else (OUTPUT, False)
         return EMBEDDING, True
 
-    def _held_pieces(self, name: str, canonical: str, shape: Shape) -> Held:
+    def _rank_pieces(self, name: str, canonical: str, shape: Shape) -> LocalPart:
         grid, rank = self.reading.grid, self.rank
         sections = sections_of(name, self._shape, gated=bool(self.reading.args.get("swiglu")))
         where = {"path": self.path, "rank": rank.number, "fqn": name}
@@ -532,13 +532,13 @@ class _Chunk:
         split = known_split(canonical, sections=sections, local_spec=self.spelling.local_spec, block=block, **where)
         size, number = (grid.etp, rank.etp) if is_expert(canonical) else (grid.tp, rank.tp)
         full = full_shape(split, shape, size)
-        return Held(canonical, full, pieces_of(split, full, size, number))
+        return LocalPart(canonical, full, pieces_of(split, full, size, number))
 
     def _shape(self, name: str) -> Shape | None:
         value = self.state.get(name)
         return value.shape if isinstance(value, StoredTensor) else None
 
-    def _grouped_gemm(self, match: re.Match[str], value: StoredTensor) -> Iterator[Held]:
+    def _grouped_gemm(self, match: re.Match[str], value: StoredTensor) -> Iterator[LocalPart]:
         """Yield the experts in a legacy grouped GEMM tensor.
 
         `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts, columns, h). Each expert's
@@ -563,4 +563,4 @@ class _Chunk:
             for piece in pieces_of(split, shape, self.reading.grid.etp, self.rank.etp):
                 pieces.append(ChunkPiece(piece.box, at, strides))
                 at += piece.box.sizes[0] if first else 0
-            yield Held(self._canonical(name), shape, tuple(pieces))
+            yield LocalPart(self._canonical(name), shape, tuple(pieces))

@@ -21,7 +21,7 @@ from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
-from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
+from ckpt.containers.dcp.tensors import ChunkedTensor, DataFiles, writer_of
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
@@ -116,11 +116,11 @@ def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[P
 
     torchtitan's model has an empty path.
     """
-    from ckpt.containers.dcp.write import AliasOf
+    from ckpt.containers.dcp.write import Alias
 
     for path, value in entries:
         moved = (*at, *path[1:]) if path[0] in ("model", "optimizer") and len(path) > 1 else path
-        yield moved, AliasOf((*at, *value.path[1:])) if moved is not path and isinstance(value, AliasOf) else value
+        yield moved, Alias((*at, *value.path[1:])) if moved is not path and isinstance(value, Alias) else value
 
 
 def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -158,13 +158,13 @@ class _DcpReading:
         self.metadata = self.metadata or metadata.path
         _refuse_flat(metadata)
         found = self.data.read(metadata)
-        leaves = [self._stored(leaf) if isinstance(leaf, FoundTensor) else leaf for leaf in found]
+        leaves = [self._stored(leaf) if isinstance(leaf, ChunkedTensor) else leaf for leaf in found]
         for number, other in _same_items(metadata, found).items():
             leaves[number].same_as = other
         self.leaves += [(path, leaves[number]) for number, _, path in metadata.paths()]
         self.data.count_ranks(folder)
 
-    def _stored(self, tensor: FoundTensor) -> Leaf:
+    def _stored(self, tensor: ChunkedTensor) -> Leaf:
         entry = tensor.entry
         path = tensor.placed[0][1].path if tensor.placed else self.metadata
         source = self.data.source(entry.dtype, entry.shape, tensor.placed)
@@ -382,7 +382,7 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
     same: dict[int, str] = {}
     for number, key, path in metadata.paths():
         tensor = found[number]
-        if path[0] == "model" and len(path) == 2 and isinstance(tensor, FoundTensor) and tensor.placed:
+        if path[0] == "model" and len(path) == 2 and isinstance(tensor, ChunkedTensor) and tensor.placed:
             owner = first.setdefault(tuple(tensor.placed), key)
             if owner != key:
                 same[number] = owner

@@ -22,7 +22,7 @@ from typing import Any
 from ckpt.base.errors import LossError
 from ckpt.base.text import Brief, pluralize
 from ckpt.containers.dcp.metadata import Path_
-from ckpt.containers.dcp.write import AliasOf, SourceTensor, flatten
+from ckpt.containers.dcp.write import Alias, SourceTensor, flatten
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import number, one_element
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, OneElement
@@ -87,7 +87,7 @@ def _model_entries(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iter
         yield (*root, fqn), SourceTensor(choice.key, choice.dtype, choice.tensor.shape, cut)
     for alias, owner in checkpoint.ties.items():  # a state dict has both names
         if owner in chosen and alias not in chosen:
-            yield (*root, alias), AliasOf((*root, owner))
+            yield (*root, alias), Alias((*root, owner))
     for fqn, value in (checkpoint.state.extra_state or {}).items():
         yield (*root, str(fqn)), value
 

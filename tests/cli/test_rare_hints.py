@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import ckpt as toolkit
 from ckpt.base import entries
-from ckpt.commands.resume.copies import kept_folder
+from ckpt.commands.resume.copies import copies_folder
 from ckpt.commands.resume.resuming import _check_seen_by_all, _Way
 from ckpt.containers import safetensors
 from ckpt.containers.torchfile.table import allowed
@@ -276,7 +276,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "give the full-precision model with --base": lambda at: typed(
         "merge-lora", adapter(at / "a", 128), "--base", quantized(at / "base"), "-o", at / "out"
     ),
-    "give a folder in it": lambda at: inner(lambda: kept_folder(Path("/"))),
+    "give a folder in it": lambda at: inner(lambda: copies_folder(Path("/"))),
     "give a folder of another name": lambda at: typed("convert", "auto", "hf", RUN, "-o", at / ".out.ckpt-staging"),
     "give one with -o": lambda at: typed("convert", "auto", "hf", "/"),
     "give a folder in it with -o": lambda at: changed(

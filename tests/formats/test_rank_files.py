@@ -69,7 +69,7 @@ def test_a_copy_without_a_name(fixtures: Path, tmp_path: Path, name: str) -> Non
         as_a_stream(step / OPTIMIZER.format(rank))
     assert api.open(run).world_size == 3
     copy(step / OPTIMIZER.format(0), step / OPTIMIZER.format(2))
-    refused(run, "the files of two ranks have the same content", "rank: 2", "rank 0")
+    refused(run, "two ranks' files have the same content", "rank: 2", "rank 0")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_copy_without_a_name_where_no_box_tells(fixtures: Path, tmp_path: Path
         as_a_stream(file)
     api.open(run)
     copy(files[0], files[-1])
-    refused(run, "the files of two ranks have the same content")
+    refused(run, "two ranks' files have the same content")
 
 
 def test_ranks_that_all_hold_zeros_are_no_copies(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_config_that_transformers_takes_is_said_to_load(
 
 
 def test_without_transformers_an_unknown_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "can_be_asked", lambda: False)
+    monkeypatch.setattr(loading, "is_available", lambda: False)
     loads = loading.proved("LlamaForCausalLM")
     said = loading.accepted(loads, {**SIZES, "hidden_act": "nope"})
     assert said.can is None and "hidden_act: 'nope', and transformers is not installed" in said.sentence("out")

@@ -171,7 +171,7 @@ def test_an_architecture_that_nothing_here_knows(tmp_path: Path, monkeypatch: py
     with pytest.raises(UsageError, match=r"model_type 'nobodys', NobodysForCausalLM\n\nhint: names='own'"):
         convert(folder)
     assert len(load_file(convert(folder, names="own") / "model.safetensors")) == 21
-    monkeypatch.setattr(installed, "can_be_asked", lambda: False)
+    monkeypatch.setattr(installed, "is_available", lambda: False)
     other = run(tmp_path / "vision", lambda tensors, config: config.update(model_type="llava", architectures=["X"]))
     with pytest.raises(UsageError, match="pip install 'transformers>=5' torch"):
         convert(other)

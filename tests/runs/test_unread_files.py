@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CorruptError
-from ckpt.runs.unread_files import ListedName, judged, not_read
+from ckpt.runs.unread_files import ListedName, judged, list_unread
 from ckpt.testing import Declaration
 from tests.formats.declarations import DECLARATIONS
 from tests.support.commands import ckpt as run_ckpt
@@ -59,7 +59,7 @@ def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) 
     checkpoint = ckpt.open(path, declaration.format)
     named = ("--format", declaration.format)
     planned = ("convert", declaration.format, "dcp", path, "--world-size", "2", "-o", tmp_path / "out", "--dry-run")
-    assert not not_read(checkpoint)
+    assert not list_unread(checkpoint)
     (intact,) = json.loads(run_ckpt("check", path, *named, "--json").out)["checkpoints"]
     before = [problem["where"] for problem in intact["problems"]]
     assert intact["state"] == "whole" and before in ([], ["optimizer"]), "verl's run has a parameter without states"
@@ -138,7 +138,7 @@ def test_tensors_next_to_the_steps_of_a_run_are_listed_once(fixtures: Path, tmp_
     run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run"))
     before = run_ckpt("check", run)
     torch.save(TENSORS, run / "ema_rank_0.dat")
-    assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("../ema_rank_0.dat", "other")]
+    assert [(one.name, one.kind) for one in list_unread(ckpt.open(run))] == [("../ema_rank_0.dat", "other")]
     after = run_ckpt("check", run)
     assert (before.code, after.code) == (0, 0) and after.out.count("ema_rank_0.dat") == 1
 
@@ -152,20 +152,20 @@ def test_what_a_trainer_leaves_next_to_a_checkpoint_is_not_listed(fixtures: Path
     (run / "run.log").write_text("a log")
     (run / "runs").mkdir()
     torch.save(TENSORS, run / "runs" / "other.pt")
-    assert not not_read(ckpt.open(run / "checkpoint-2" / "global_step2"))
+    assert not list_unread(ckpt.open(run / "checkpoint-2" / "global_step2"))
 
 
 def test_neighbours_of_a_checkpoint_of_one_file_are_not_listed(tmp_path: Path) -> None:
     one = tmp_path / "model.pt"
     torch.save(TENSORS, one)
     torch.save(TENSORS, tmp_path / "optimizer_0.pt")
-    assert not not_read(ckpt.open(one))
+    assert not list_unread(ckpt.open(one))
 
 
 def test_no_fixture_has_a_file_that_is_not_read(fixtures: Path) -> None:
     places = [fixtures / "toy-zero1", fixtures / "dcp-fsdp2", fixtures / "local-flat", fixtures / "trl-fsdp2/outputs"]
     places += [fixtures / name for name in ("trainer-plain", "verl-fsdp2", "megatron-fsdp", "neox-zero1")]
-    assert [not_read(ckpt.open(place)) for place in places] == [()] * len(places)
+    assert [list_unread(ckpt.open(place)) for place in places] == [()] * len(places)
 
 
 def names(opened: set[str], *entries: str, empty: bool = False) -> list[tuple[str, str]]:
@@ -221,7 +221,7 @@ def test_another_checkpoint_in_a_folder_is_named(fixtures: Path, tmp_path: Path,
     torch.save(TENSORS, folder / "ema" / "ema.pt")
     (folder / "pictures").mkdir()
     (folder / "pictures" / "loss.dat").write_bytes(b"a picture")
-    assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("ema/", "other")]
+    assert [(one.name, one.kind) for one in list_unread(ckpt.open(run))] == [("ema/", "other")]
     assert "not read: ema/: a folder with tensor files" in run_ckpt("convert", "auto", "full", run).err
     assert run_ckpt("check", run).code == 0
 
@@ -230,7 +230,10 @@ def test_a_file_of_torchs_without_tensors_is_no_state(fixtures: Path, tmp_path: 
     run = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "run"))
     torch.save({"losses": list(range(20_000))}, run / "numbers.pt")
     torch.save({"losses": torch.ones(3)}, run / "data.pt")
-    assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("data.pt", "state"), ("numbers.pt", "other")]
+    assert [(one.name, one.kind) for one in list_unread(ckpt.open(run))] == [
+        ("data.pt", "state"),
+        ("numbers.pt", "other"),
+    ]
 
 
 def test_a_rank_without_items_leaves_an_empty_file() -> None:
@@ -243,7 +246,7 @@ def test_what_cannot_be_looked_into_is_named_and_nothing_waits(fixtures: Path, t
     os.mkfifo(run / "pipe.pt")
     (run / "gone.pt").symlink_to("nowhere")
     (run / "zero.pt").symlink_to("/dev/zero")
-    found = not_read(ckpt.open(run))
+    found = list_unread(ckpt.open(run))
     assert [(one.name, one.kind) for one in found] == [(f"{name}.pt", "other") for name in ("gone", "pipe", "zero")]
 
 
@@ -270,7 +273,7 @@ def test_the_folder_and_those_of_its_files_are_listed_once(fixtures: Path, monke
     checkpoint, listed = ckpt.open(fixtures / "trl-fsdp2/outputs/llama-sft"), []
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
-    assert not not_read(checkpoint)
+    assert not list_unread(checkpoint)
     assert listed == ["checkpoint-2", "optimizer_0", "pytorch_model_fsdp_0", "llama-sft"]
 
 

@@ -84,7 +84,7 @@ from ckpt.runs.steps import (
     trainer_step,
 )
 from ckpt.runs.trainer_files import carried_files
-from ckpt.runs.unread_files import STATE, may_hold_tensors, not_read, stray_names
+from ckpt.runs.unread_files import STATE, list_unread, may_hold_tensors, stray_names
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -424,7 +424,7 @@ def _check_one(
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
     if checkpoint is not None:
-        problems += _not_read(checkpoint, place, of_run=place == every[0])
+        problems += _unread_findings(checkpoint, place, of_run=place == every[0])
     for one in opened:
         if one.missing_optimizer is not None:
             problems.append(Problem(INCOMPLETE, "optimizer", one.missing_optimizer))
@@ -518,9 +518,9 @@ def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
             yield name if registry.get(name).carries_optimizer else f"{name}, without an optimizer"
 
 
-def _not_read(checkpoint: Checkpoint, place: Path, *, of_run: bool) -> Iterator[Problem]:
+def _unread_findings(checkpoint: Checkpoint, place: Path, *, of_run: bool) -> Iterator[Problem]:
     """Yield unread files in and next to the checkpoint's folder. Include the run's files if `of_run`."""
-    for one in not_read(checkpoint):
+    for one in list_unread(checkpoint):
         path = Path(os.path.normpath(Path(checkpoint.path) / one.name))
         is_within = path.is_relative_to(place)
         if is_within or of_run:

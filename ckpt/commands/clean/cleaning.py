@@ -16,7 +16,7 @@ from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize
 from ckpt.base.type_checks import check_types
-from ckpt.commands.resume.copies import copies_in, kept_folder, remove_staging, unfinished_in
+from ckpt.commands.resume.copies import copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.compare import manifest
 from ckpt.move.files import REPLACED, destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors
 from ckpt.move.listing import folders_in
@@ -148,7 +148,7 @@ def _remove(place: Path, kind: str) -> None:
 def _leftovers(run: Path) -> Iterator[Leftover]:
     yield from _staging(run)
     newest = _newest_step(run)
-    kept = kept_folder(run)
+    kept = copies_folder(run)
     for copy in copies_in(kept):
         why, is_kept = _judged(copy.step, newest, copy.is_current)
         yield Leftover(str(copy.place), COPY, disk_bytes(copy.place), why, is_kept)

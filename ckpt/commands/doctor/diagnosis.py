@@ -22,7 +22,7 @@ from ckpt.commands.inspect import overview
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.search import MANIFEST
-from ckpt.runs.unread_files import not_read
+from ckpt.runs.unread_files import list_unread
 from ckpt.stores.placeholder_files import is_standin
 
 #: A command, its read-only part, and True if users expect it to work on the checkpoint.
@@ -45,14 +45,14 @@ class Diagnosis(Returned):
         """Yield the command's output, in tables up to `width` columns."""
         yield from text.lines(self.facts, width)
         if self.checkpoint is not None:
-            left = [one.to_json() for one in not_read(self.checkpoint)]
+            left = [one.to_json() for one in list_unread(self.checkpoint)]
             yield from ("", *map(shown, overview.lines(self.checkpoint, left, width=width)), "")
             yield from text.trial_lines(self.commands)
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"facts": asdict(self.facts)}
         if self.checkpoint is not None:
-            left = [one.to_json() for one in not_read(self.checkpoint)]
+            left = [one.to_json() for one in list_unread(self.checkpoint)]
             found["checkpoint"] = overview.describe(self.checkpoint, left)
             found["commands"] = [asdict(one) for one in self.commands]
         return found

@@ -26,7 +26,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tensors import Tensor
 from ckpt.plan.tiling import Damage
 from ckpt.runs.opening import AUTO, open_checkpoint
-from ckpt.runs.unread_files import not_read
+from ckpt.runs.unread_files import list_unread
 from ckpt.stores import placeholder_files
 
 _MAX_STEPS = 20  # steps to check without `everything`
@@ -36,13 +36,13 @@ _MAX_STEPS = 20  # steps to check without `everything`
 class Inspection(Returned):
     """A checkpoint's contents, with its `run` if there are several steps.
 
-    `matching` holds tensors to show part by part. `not_read` lists unread files.
+    `matching` holds tensors to show part by part. `unread` lists unread files.
     """
 
     checkpoint: Checkpoint
     run: tuple[Checked, ...] = ()
     matching: tuple[Tensor, ...] | None = None
-    not_read: tuple[dict[str, str], ...] = ()
+    unread: tuple[dict[str, str], ...] = ()
     tensors: bool = False
     everything: bool = False
 
@@ -51,7 +51,7 @@ class Inspection(Returned):
         return f"<{shown(one.path)}: {one.format}, {pluralize(len(one.tensors), 'tensor')}>"
 
     def to_json(self) -> dict[str, Any]:
-        found = overview.describe(self.checkpoint, self.not_read, tensors=self.tensors, everything=self.everything)
+        found = overview.describe(self.checkpoint, self.unread, tensors=self.tensors, everything=self.everything)
         parts = {"parts": list(map(parts_of, self.matching))} if self.matching is not None else {}
         return found | parts | run_json(self.run)
 
@@ -66,7 +66,7 @@ class Inspection(Returned):
 
     def facts(self, width: int | None = None) -> Iterator[str]:
         """Yield the overview, wrapped to `width` columns."""
-        return map(shown, overview.lines(self.checkpoint, self.not_read, everything=self.everything, width=width))
+        return map(shown, overview.lines(self.checkpoint, self.unread, everything=self.everything, width=width))
 
     def csv(self) -> str:
         """Return all tensors as CSV (RFC 4180), one per row."""
@@ -77,7 +77,7 @@ class Inspection(Returned):
     def page(self, only: Only = "all") -> tuple[str, tuple[Damage, ...]]:
         """Return the page for `ckpt inspect --html`, and its damaged tensors."""
         steps = [HEADS, *(one.row() for one in self.run)] if self.run else []
-        content, damaged = inspection(self.checkpoint, self.not_read, steps, only)
+        content, damaged = inspection(self.checkpoint, self.unread, steps, only)
         return page("inspect", content), damaged
 
     def parts(self) -> Iterator[list[str]]:
@@ -120,7 +120,7 @@ def inspect(
         run = tuple(run_of(Path(text) if scheme_of(text) is None else placeholder_files.place(text), tag, everything))
     patterns = [tensor] if isinstance(tensor, str) else tensor
     matching = matching_tensors(checkpoint, patterns) if patterns else None
-    left = tuple(one.to_json() for one in not_read(checkpoint))
+    left = tuple(one.to_json() for one in list_unread(checkpoint))
     return Inspection(checkpoint, run, matching, left, tensors, everything)
 
 

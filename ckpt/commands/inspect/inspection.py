@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ckpt.base.text import one_line
-from ckpt.commands.inspect.overview import NotRead, coordinates, named_facts
+from ckpt.commands.inspect.overview import UnreadFiles, coordinates, named_facts
 from ckpt.commands.inspect.rows import Only, naming, padding_of, selected_tensors
 from ckpt.commands.inspect.sketch import Holder, Sketch, Sketcher
 from ckpt.commands.inspect.summary import PART_COLOURS, PARTS, by_kind, facts
@@ -38,7 +38,7 @@ class _Table(Generic[One]):
 
 def inspection(
     checkpoint: Checkpoint,
-    not_read: NotRead = (),
+    unread: UnreadFiles = (),
     steps: Sequence[Sequence[str]] = (),
     only: Only = "all",
 ) -> tuple[dict[str, Any], tuple[Damage, ...]]:
@@ -62,7 +62,7 @@ def inspection(
     content = {
         "title": one_line("/".join(Path(checkpoint.path).parts[-2:])),
         "summary": [one_line(fact, 100) for fact in facts(checkpoint)],
-        "facts": named_facts(checkpoint, not_read),
+        "facts": named_facts(checkpoint, unread),
         "steps": [list(map(one_line, row)) for row in steps],
         "holders": _holders(checkpoint, holders, by_role),
         "names": [one_line(name, _MAX_NAME) for name in names.numbers],

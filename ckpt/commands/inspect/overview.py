@@ -23,7 +23,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.runs.quantization import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
-NotRead = Sequence[Mapping[str, str]]  # JSON from `ckpt.runs.unread_files`
+UnreadFiles = Sequence[Mapping[str, str]]  # JSON from `ckpt.runs.unread_files`
 
 _MAX_LISTED = 20  # shown ties, groups, items and notes
 _FEW_RANKS = 8
@@ -31,11 +31,11 @@ _MANY = 200_000  # tensors times ranks; counting more would take too long
 
 
 def describe(
-    checkpoint: Checkpoint, not_read: NotRead = (), *, tensors: bool = False, everything: bool = False
+    checkpoint: Checkpoint, unread: UnreadFiles = (), *, tensors: bool = False, everything: bool = False
 ) -> dict[str, Any]:
     """Return the checkpoint as plain JSON values: short, finite, without control characters.
 
-    `not_read` lists unread files of its folder. `tensors` adds one entry per tensor. `everything` allows much longer
+    `unread` lists unread files of its folder. `tensors` adds one entry per tensor. `everything` allows much longer
     values than frameworks save.
     """
     bounds = FULL if everything else SHORT
@@ -56,7 +56,7 @@ def describe(
         "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
         "training": _training(checkpoint, bounds),
         "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
-        "not_read": list(not_read),
+        "not_read": list(unread),
     }
     if tensors:
         found["tensors"] = [_tensor(tensor) for tensor in checkpoint.tensors.values()]
@@ -240,13 +240,13 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def lines(
-    checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False, width: int | None = None
+    checkpoint: Checkpoint, unread: UnreadFiles = (), *, everything: bool = False, width: int | None = None
 ) -> Iterator[str]:
     """Yield the description as text, wrapped to `width` columns.
 
     If anything is shortened, the last line says so. `everything` shortens nothing.
     """
-    found = named_facts(checkpoint, not_read, everything=everything)
+    found = named_facts(checkpoint, unread, everything=everything)
     first = max(len(name) for name, _ in found) + 2
     if any("..." in text for _, text in found):
         found.append(("", "(--all shows in full what ends in ...)"))
@@ -256,9 +256,9 @@ def lines(
         yield from (" " * first + rest for rest in folded[1:])
 
 
-def named_facts(checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False) -> list[tuple[str, str]]:
+def named_facts(checkpoint: Checkpoint, unread: UnreadFiles = (), *, everything: bool = False) -> list[tuple[str, str]]:
     """Return the description as names and texts. A repeated name is empty."""
-    facts = describe(checkpoint, not_read, everything=everything)
+    facts = describe(checkpoint, unread, everything=everything)
     return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
 
 

@@ -110,7 +110,7 @@ class Effects:
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _AppliedUpdate:
     """An update applied to a weight in `dtype`. `is_changed` if any byte differs."""
 
     update: Update
@@ -129,7 +129,7 @@ class Noted:
 
     num_adapters: int
     compute: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
-    found: dict[str, list[_Done]] = field(default_factory=dict)
+    found: dict[str, list[_AppliedUpdate]] = field(default_factory=dict)
     made_anew: list[str] = field(default_factory=list)
     divided: dict[str, list[str]] = field(default_factory=dict)
     shared: dict[str, list[str]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Noted:
         """Effects on all targets. Weights written by an earlier, interrupted merge are computed again."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
-        by_target: dict[tuple[str, str], list[_Done]] = {}
+        by_target: dict[tuple[str, str], list[_AppliedUpdate]] = {}
         for fqn in self.compute:
             for one in self.found[fqn]:
                 by_target.setdefault((one.update.adapter, one.update.target), []).append(one)
@@ -155,12 +155,12 @@ class Noted:
             before = _sample_bytes(weight)
             weight = update.apply(weight)
             is_changed = before != _sample_bytes(weight) or not _is_same(weight, load, updates[:number])
-            changes.append(_Done(update, dtype, is_changed))
+            changes.append(_AppliedUpdate(update, dtype, is_changed))
         self.found[fqn] = changes
         return weight
 
 
-def _effect(adapter: str, target: str, changes: list[_Done]) -> Effect:
+def _effect(adapter: str, target: str, changes: list[_AppliedUpdate]) -> Effect:
     is_changed = any(one.is_changed for one in changes)
     is_nothing = not is_changed and all(one.update.is_nothing() for one in changes)
     return Effect(adapter, target, changes[0].dtype, is_changed, is_nothing)

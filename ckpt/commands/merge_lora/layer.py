@@ -163,13 +163,13 @@ def updates(
     adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
 ) -> Iterator[tuple[str, Update]]:
     """Yield PEFT's update for each parameter in a layer. `state` holds the adapter's tensors for the layer."""
-    one = _LayerOfPeft(adapter, module, layer, parameters, state)
+    one = _PeftLayer(adapter, module, layer, parameters, state)
     for name in parameters:
         yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
 
 
 @dataclass(eq=False)
-class _LayerOfPeft:
+class _PeftLayer:
     """A layer that PEFT merges once for all parameters. `kept` holds merged parameters until they are used."""
 
     adapter: Adapter

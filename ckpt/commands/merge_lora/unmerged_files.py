@@ -18,7 +18,7 @@ from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
-from ckpt.runs.unread_files import STATE, NotRead, not_read
+from ckpt.runs.unread_files import STATE, UnreadFile, list_unread
 from ckpt.state.naming import to_namespace
 
 #: Tensor prefix for value heads: TRL and LLaMA-Factory load them from a file next to a model.
@@ -28,11 +28,11 @@ _OWN_COPY = "adapter_model.pt"
 _SHOWN = 3
 
 
-def unread(checkpoint: Checkpoint) -> Iterator[NotRead]:
+def unread(checkpoint: Checkpoint) -> Iterator[UnreadFile]:
     """Yield an adapter's unread files by path, without optimizers: a merge needs none."""
     folder = Path(checkpoint.path)
     folder = folder if folder.is_dir() else folder.parent
-    for one in not_read(checkpoint):
+    for one in list_unread(checkpoint):
         if "optim" not in one.name.lower():
             yield replace(one, name=os.path.normpath(folder / one.name) + ("/" if one.name.endswith("/") else ""))
 

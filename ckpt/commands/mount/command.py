@@ -40,7 +40,7 @@ def mount(
     `fusermount3 -u VIEW` ends it.
     """
     from ckpt import api
-    from ckpt.runs.plan_lines import lost_lines
+    from ckpt.runs.plan_lines import loss_lines
     from ckpt.stores import placeholder_files
     from ckpt.views.mount import check_free, library
     from ckpt.views.mount import mount as mount_conversion
@@ -53,7 +53,7 @@ def mount(
     check_free(conversion, view)  # from here on the output is true: another process will serve the files
     say_source(conversion.source, quiet=quiet)
     if not quiet:
-        say(*lost_lines(conversion.to_json()))
+        say(*loss_lines(conversion.to_json()))
         print(printable(f"reads as {target} at {view}; `fusermount3 -u {view}` ends it"), file=sys.stderr, flush=True)
     if as_json:
         print(shown(json.dumps(conversion.to_json(str(view)), indent=2)), flush=True)

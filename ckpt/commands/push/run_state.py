@@ -10,7 +10,7 @@ from ckpt import api
 from ckpt.base.errors import CkptError, LossError
 from ckpt.runs.file_table import TORCH_SUFFIXES
 from ckpt.runs.opening import has_optimizer, holds_optimizer
-from ckpt.runs.unread_files import is_of_a_run
+from ckpt.runs.unread_files import owner_in_run
 
 #: Torch suffixes: these files may hold an optimizer next to the model.
 _TORCH_FILES = (*TORCH_SUFFIXES, ".tar", ".pkl")
@@ -45,7 +45,7 @@ def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
         weights = own
     num_opened = 0
     for name in names:
-        if (entry := is_of_a_run(name, name in weights)) is not None:
+        if (entry := owner_in_run(name, name in weights)) is not None:
             yield entry
         elif name not in weights and name.endswith(_TORCH_FILES) and num_opened < _MAX_OPENED:
             num_opened += 1

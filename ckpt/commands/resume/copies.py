@@ -20,7 +20,7 @@ RECORD = "ckpt-resume.json"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCopy:
+class StepCopy:
     """A copy in `place`; `is_current` is False if a source file has gone or changed."""
 
     place: Path
@@ -28,7 +28,7 @@ class KeptCopy:
     is_current: bool
 
 
-def kept_folder(path: Path) -> Path:
+def copies_folder(path: Path) -> Path:
     """Return the folder for copies of the run around `path`. It is hidden from searches for runs and steps."""
     run = run_root(Path(os.path.abspath(path)))
     if not run.name:
@@ -36,21 +36,21 @@ def kept_folder(path: Path) -> Path:
     return run.with_name(f".{run.name}.ckpt-resume")
 
 
-def copies_in(kept: Path) -> Iterator[KeptCopy]:
+def copies_in(kept: Path) -> Iterator[StepCopy]:
     """Yield the copies in the folder `kept`. Skip damaged records."""
     for record in sorted(kept.glob(f"*/{RECORD}")):
         with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
             content = read_json(record)
             is_current = all(_is_unchanged(SourceFile(*facts)) for facts in content["source"])
             step = content.get("step")
-            yield KeptCopy(record.parent, step if type(step) is int else None, is_current)
+            yield StepCopy(record.parent, step if type(step) is int else None, is_current)
 
 
-def unfinished_in(kept: Path) -> Iterator[KeptCopy]:
+def unfinished_in(kept: Path) -> Iterator[StepCopy]:
     """Yield the staging folders in `kept` of killed or running resumes."""
     for place in sorted(kept.glob(staging_folder(kept / "*").name)):
         with contextlib.suppress(CkptError), translate_os_errors(place):
-            yield KeptCopy(place, None, all(map(_is_unchanged, sources_of(place))))
+            yield StepCopy(place, None, all(map(_is_unchanged, sources_of(place))))
 
 
 def remove_staging(destination: Path) -> None:

@@ -33,7 +33,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize, scheme_of
 from ckpt.base.type_checks import check_types
 from ckpt.commands.resume.caller import caller
-from ckpt.commands.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
+from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import listed_once
@@ -363,7 +363,7 @@ def _way(
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
-        for line in unread_files.lines([file.to_json() for file in unread_files.not_read(found)]):
+        for line in unread_files.lines([file.to_json() for file in unread_files.list_unread(found)]):
             say(line)
         return _Way(str(as_it_is), "as it is", list(opened))
     if len(every) > 1:
@@ -378,7 +378,7 @@ def _way(
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
-    destination = kept_folder(path) / _name(checkpoint, wanted, layout)
+    destination = copies_folder(path) / _name(checkpoint, wanted, layout)
     if destination.is_dir():
         try:
             _check_kept(destination, checkpoint)
@@ -444,7 +444,7 @@ def _convert(
     destination, plan = Path(way.place), conversion.plan
     record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
     is_quiet = group.rank > 0 or say is not say_on_stderr
-    with _hinting_at_what_to_do(way, path), progress(0, "check", quiet=is_quiet) as meter:
+    with _own_hints(way, path), progress(0, "check", quiet=is_quiet) as meter:
         num_done = conversion.run(
             destination,
             restart="stale",
@@ -459,12 +459,12 @@ def _convert(
             say(f"{show_size(num_done)} were there already, and are unchanged")
         for line in (*plan.target.notes, *plan.target.not_written):
             say(f"note: {line}" if line in plan.target.notes else f"not written: {line}")
-        for line in unread_files.lines([one.to_json() for one in unread_files.not_read(plan.checkpoint)]):
+        for line in unread_files.lines([one.to_json() for one in unread_files.list_unread(plan.checkpoint)]):
             say(line)
 
 
 @contextlib.contextmanager
-def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
+def _own_hints(way: _Way, path: Path) -> Iterator[None]:
     """Replace hints about `-o` in errors: `ckpt resume` has no such option."""
     try:
         yield
@@ -556,7 +556,7 @@ def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None
 
     `say` gets the used copy's size, and when it will be removed.
     """
-    kept = kept_folder(path)
+    kept = copies_folder(path)
     for copy in copies_in(kept):
         with contextlib.suppress(CkptError), translate_os_errors(copy.place):
             if str(copy.place) == used.place:

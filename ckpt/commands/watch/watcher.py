@@ -61,7 +61,7 @@ class Finding:
 
 
 @dataclass
-class Seen:
+class RankFacts:
     """Facts about a rank, and the times (this machine's clock) when its beat and its place last changed."""
 
     facts: dict[str, Any]
@@ -74,7 +74,7 @@ class Watcher:
 
     def __init__(self, run: Path, silent: float, stuck: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.silent, self.stuck, self.clock = run / FOLDER, silent, stuck, clock
-        self.ranks: dict[int, Seen] = {}
+        self.ranks: dict[int, RankFacts] = {}
 
     def look(self) -> None:
         now = self.clock()
@@ -85,10 +85,10 @@ class Watcher:
                 continue
             known = self.ranks.get(facts["rank"])
             if known is None or known.facts["started"] < facts["started"]:
-                self.ranks[facts["rank"]] = Seen(facts, now, now)
+                self.ranks[facts["rank"]] = RankFacts(facts, now, now)
             elif known.facts["beats"] != facts["beats"]:
                 same = all(known.facts[key] == facts[key] for key in ("step", "phase", "since"))
-                self.ranks[facts["rank"]] = Seen(facts, now, known.moved if same else now)
+                self.ranks[facts["rank"]] = RankFacts(facts, now, known.moved if same else now)
         # An earlier start may have left files from more ranks.
         newest = max((seen.facts["started"] for seen in self.ranks.values()), default=0.0)
         self.ranks = {rank: seen for rank, seen in self.ranks.items() if seen.facts["started"] == newest}
@@ -116,7 +116,7 @@ class Watcher:
             return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
         return []
 
-    def _suspects(self, stuck: list[Seen], patience: float) -> list[tuple[Seen, str]]:
+    def _suspects(self, stuck: list[RankFacts], patience: float) -> list[tuple[RankFacts, str]]:
         """Return the ranks that do not wait for others, or else all ranks behind, with their dumps."""
         dumps = self._dumps(stuck, patience)
         with_dumps = [(seen, dumps.get(seen.facts["rank"], "")) for seen in stuck]
@@ -124,7 +124,7 @@ class Watcher:
         behind = [(seen, dump) for seen, dump in with_dumps if seen.facts["step"] == first]
         return [(seen, dump) for seen, dump in with_dumps if not is_waiting(dump)] or behind
 
-    def _dumps(self, ranks: list[Seen], patience: float) -> dict[int, str]:
+    def _dumps(self, ranks: list[RankFacts], patience: float) -> dict[int, str]:
         """Return the main threads' stacks that ranks write within `patience` seconds.
 
         Ranks on this machine get a signal, other ranks see the request file.
@@ -147,7 +147,7 @@ class Watcher:
             time.sleep(0.05)
         return found
 
-    def _finding(self, kind: str, seen: Seen, seconds: float, dump: str = "") -> Finding:
+    def _finding(self, kind: str, seen: RankFacts, seconds: float, dump: str = "") -> Finding:
         facts = seen.facts
         file = self._file(facts, "dump" if dump else "stack")
         stack = dump or (file.read_text() if file.exists() else "(no stack was written)")

@@ -54,7 +54,7 @@ class Chunks:
 
 
 @dataclass(slots=True)
-class FoundTensor:
+class ChunkedTensor:
     """A key's tensor: its chunks, their replicas, and its value if it is a scalar.
 
     `wrapped` holds chunks of a tensor subclass that wraps other tensors.
@@ -78,14 +78,14 @@ class DataFiles:
     _names: list[tuple[str, int | None]] = field(default_factory=list)
 
     def read(self, metadata: Metadata) -> list[Any]:
-        """Return the objects in `metadata` by number: a `FoundTensor`, or a plain value.
+        """Return the objects in `metadata` by number: a `ChunkedTensor`, or a plain value.
 
         Raise CorruptError if a file is missing, too short, or holds another object.
         """
         self.add_file(metadata.path)
         found: list[Any] = [None] * len(metadata.keys)
         for tensor, entry in metadata.entries.items():
-            found[tensor] = FoundTensor(entry)
+            found[tensor] = ChunkedTensor(entry)
         numbers, boxes, replicas = metadata.owners()
         tiling = Tiling(metadata, numbers)
         with Items() as items:
@@ -133,7 +133,7 @@ class DataFiles:
             rows.extend((self._number(extent.path), extent.offset, *box.offsets, *box.sizes))
         return Chunks(self._names, dtype, rows)
 
-    def replicas(self, tensor: FoundTensor) -> tuple[Source, ...]:
+    def replicas(self, tensor: ChunkedTensor) -> tuple[Source, ...]:
         """Return complete replicas of the tensor. A replica's missing boxes come from an earlier copy."""
         held = ((part[0], part) for part in (*tensor.placed, *tensor.replicas))
         dtype, shape = tensor.entry.dtype, tensor.entry.shape
@@ -167,7 +167,7 @@ class DataFiles:
             )
 
 
-def _take(tensor: FoundTensor, box: Box, is_replica: bool, items: Items, offset: int, length: int) -> None:
+def _take(tensor: ChunkedTensor, box: Box, is_replica: bool, items: Items, offset: int, length: int) -> None:
     """Record the item at `offset`, a chunk of the tensor."""
     extent = items.elements(offset, length, tensor.entry.key, box, tensor.entry.dtype)
     if isinstance(extent, Record):

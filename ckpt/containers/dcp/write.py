@@ -53,7 +53,7 @@ class SourceTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class AliasOf:
+class Alias:
     """A second name for the tied tensor at `path`. A model's state dict has both names."""
 
     path: Path_
@@ -150,7 +150,7 @@ class Writing:
 
     def add_all(self, leaves: Iterable[tuple[Path_, Any]]) -> None:
         for path, value in leaves:
-            if isinstance(value, AliasOf):
+            if isinstance(value, Alias):
                 self.add_alias(path, value.path)
             else:
                 self.add(path, value)

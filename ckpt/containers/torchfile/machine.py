@@ -218,8 +218,7 @@ class Machine:
             found = self.table[module, name]
         except KeyError:
             raise UnsafeError(
-                f"the pickle names {module}.{name}, which is not on the list of what checkpoints hold; "
-                "nothing was imported and nothing was run",
+                f"the pickle names {module}.{name}, unknown in checkpoints; nothing was imported and nothing was run",
                 path=self.path,
                 hint=way_out(module),
             ) from None

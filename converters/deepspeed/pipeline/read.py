@@ -52,7 +52,7 @@ OTHER_ORDER = "the pipeline's parameter order differs from Megatron-DeepSpeed an
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldPart:
+class _LayerPart:
     """One rank's part of a tensor, before the other parts' ranks are known.
 
     `layer` is the number of its layer file, or None for partitions, which belong to slices.
@@ -78,7 +78,7 @@ class PipelineReading:
     folder: Folder
     layers: Layers = field(default_factory=lambda: Layers({}))
     sources: Sources = field(default_factory=Sources)
-    held: dict[Key, list[_HeldPart]] = field(default_factory=dict)
+    held: dict[Key, list[_LayerPart]] = field(default_factory=dict)
     natives: dict[str, Any] = field(default_factory=dict)
     groups: dict[_GroupKey, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
     group_order: list[_GroupKey] = field(default_factory=list)
@@ -137,7 +137,7 @@ class PipelineReading:
             fqn, role, first.dtype, shape, sources[0], native if native != first.dtype else None, tuple(sources[1:])
         )
 
-    def _ranks(self, held: _HeldPart) -> range | None:
+    def _ranks(self, held: _LayerPart) -> range | None:
         """Return the run's ranks that have a part, by data-parallel rank.
 
         runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, and the last axis has
@@ -183,7 +183,7 @@ def _note_weight(reading: PipelineReading, layer: int, rank: int, file: RankFile
         raise CorruptError("a layer entry is not a tensor", path=file.path, fqn=name, found=type(value).__name__)
     extent = value.extent
     split = reading.split(fqn, file.path)
-    held = _HeldPart(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
+    held = _LayerPart(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
     reading.held.setdefault((fqn, WEIGHT), []).append(held)
     reading.natives[fqn] = extent.dtype
 
@@ -394,7 +394,7 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
             tp = file.rank % reading.folder.tp
             for role, extents in {MASTER: masters, **states.buffers}.items():
                 source = states.in_blocks(InFlatGroup(FlatGroup(extents, partition), starts[name]), role)
-                held = _HeldPart(file.rank, tp, split, extents[0].dtype, shape, source)
+                held = _LayerPart(file.rank, tp, split, extents[0].dtype, shape, source)
                 reading.held.setdefault((fqn, role), []).append(held)
         states.add_to(reading.states, fqns, file)
         _check_parameter_order(

@@ -35,7 +35,7 @@ from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
-from ckpt.containers.dcp.tensors import FoundTensor
+from ckpt.containers.dcp.tensors import ChunkedTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -118,7 +118,7 @@ class _SavedState:
             if len(path) == 4 and path[1] == _GROUPS and path[0] == _OPTIMIZER and type(path[3]) is str:  # most paths
                 if path[2] != last:
                     last, mine = path[2], options.setdefault(path[2], {})
-                mine[path[3]] = value if type(value := found[number]) is not FoundTensor else value_of(reading, value)
+                mine[path[3]] = value if type(value := found[number]) is not ChunkedTensor else value_of(reading, value)
             else:
                 parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
         leaves = (
@@ -162,7 +162,7 @@ def _refuse_flat(metadata: Metadata) -> None:
 
 def value_of(reading: DistReading, found: Any) -> Any:
     """Return a training state value that each rank has but the checkpoint stores once."""
-    if not isinstance(found, FoundTensor):
+    if not isinstance(found, ChunkedTensor):
         return found
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
         raise CorruptError(
@@ -196,10 +196,10 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
 def _note_model(stored: _SavedState) -> None:
     """Add the parameters and buffers. In a 16-bit model, fp32 tensors are the optimizer's masters."""
     reading = stored.reading
-    found: dict[TensorKey, FoundTensor] = {}
+    found: dict[TensorKey, ChunkedTensor] = {}
     for key, path, tensor in stored.under(_MODEL):
         name = stored.names.get(str(path[1])) if len(path) == 2 else None
-        if name is None or not is_models(name.name) or not isinstance(tensor, FoundTensor):
+        if name is None or not is_models(name.name) or not isinstance(tensor, ChunkedTensor):
             raise stored.unexpected_entry(key, "a tensor in embedding., decoder., mtp. or output_layer.")
         if name in found:
             raise CorruptError("two keys name the same tensor", path=stored.metadata.path, fqn=key)
@@ -220,7 +220,7 @@ def _note_model(stored: _SavedState) -> None:
         )
 
 
-def _note(stored: _SavedState, name: TensorKey, role: str, tensor: FoundTensor, copy: int = 0) -> None:
+def _note(stored: _SavedState, name: TensorKey, role: str, tensor: ChunkedTensor, copy: int = 0) -> None:
     shape, placed = tensor.entry.shape, tensor.placed
     if name.half is not None and not shape:
         raise stored.unexpected_entry(tensor.entry.key, "rows")
@@ -246,7 +246,7 @@ def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
     return stored.grid.etp if is_expert(fqn) else stored.grid.tp
 
 
-def _by_halves(stored: _SavedState, tensor: FoundTensor, size: int) -> Iterator[tuple[Box, Extent]]:
+def _by_halves(stored: _SavedState, tensor: ChunkedTensor, size: int) -> Iterator[tuple[Box, Extent]]:
     """Reorder rows stored as gate and up of the first of `size` ranks, then of the second, and so on."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
@@ -371,8 +371,8 @@ def _note_states(stored: _SavedState, found: Optimizers) -> None:
 
 def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKey, state: str, tensor: Any) -> None:
     shape = stored.shapes.get(name)
-    if not isinstance(tensor, FoundTensor) or tensor.number is not None:
-        number = tensor.number if isinstance(tensor, FoundTensor) else tensor
+    if not isinstance(tensor, ChunkedTensor) or tensor.number is not None:
+        number = tensor.number if isinstance(tensor, ChunkedTensor) else tensor
         if not isinstance(number, int | float):
             raise stored.unexpected_entry(key, "a tensor or a number")
         found.states.agree([name.name], state, number, path=stored.metadata.path)

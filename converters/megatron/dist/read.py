@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError
 from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import read_metadata
-from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
+from ckpt.containers.dcp.tensors import ChunkedTensor, DataFiles, Placed
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
@@ -67,7 +67,7 @@ class DistReading:
     placed: dict[Key, Placed] = field(default_factory=dict)
     copies: dict[Key, list[Placed]] = field(default_factory=dict)
     objects: dict[str, dict[ObjectKey, Any]] = field(default_factory=dict)
-    flat: dict[str, FoundTensor] = field(default_factory=dict)
+    flat: dict[str, ChunkedTensor] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)
     native: DType | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class DistReading:
         )
         return kept
 
-    def read_keys(self, models: Collection[str], tensors: Mapping[str, FoundTensor]) -> None:
+    def read_keys(self, models: Collection[str], tensors: Mapping[str, ChunkedTensor]) -> None:
         """Add the model's tensors, and optimizer states with their own keys."""
         meanings = {key: (BUFFER if key.endswith(BUFFERS) else WEIGHT, key) for key in models}
         meanings |= {key: known for key in tensors if (known := state_key(key)) is not None}
@@ -223,7 +223,7 @@ class DistReading:
                 found=list(shape),
             )
 
-    def _unflattened(self, found: FoundTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
+    def _unflattened(self, found: ChunkedTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
         """Yield the boxes of a tensor, perhaps an optimizer's, for a parameter with this `shape`.
 
         `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts [x, y] of a parameter [X, Y], a
@@ -264,7 +264,7 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
     nemo = (2, MODULE) if is_nemo(folder) else (1, MODULE_1) if is_nemo_1(folder) else None
     if nemo:
         found = reading.keep_nemos(found, *nemo)
-    tensors = {key: leaf for key, leaf in found.items() if isinstance(leaf, FoundTensor)}
+    tensors = {key: leaf for key, leaf in found.items() if isinstance(leaf, ChunkedTensor)}
     reading.data.count_ranks(folder)
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
     if not nemo:

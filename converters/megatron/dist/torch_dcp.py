@@ -25,7 +25,7 @@ from ckpt.base.errors import CorruptError, LossError
 from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.nested import nest
-from ckpt.containers.dcp.tensors import FoundTensor
+from ckpt.containers.dcp.tensors import ChunkedTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.tensors import Shape
 from converters.megatron.chunks import BUFFERS, EXTRA
@@ -54,11 +54,11 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReadi
     if (random := reading.common.pop(_RANDOM, None)) is not None:
         reading.objects[_RANDOM] = {ObjectKey(_RANDOM, (0, 0), (1, 1)): random}
     _check_ranks(reading)
-    tensors: dict[str, FoundTensor] = {}
+    tensors: dict[str, ChunkedTensor] = {}
     for path, leaf in zip(steps, found, strict=True):
         if path[0] != _MODEL or str(path[-1]).endswith(f".{EXTRA}"):
             continue
-        if len(path) != 2 or not is_models(name := str(path[1])) or not isinstance(leaf, FoundTensor):
+        if len(path) != 2 or not is_models(name := str(path[1])) or not isinstance(leaf, ChunkedTensor):
             raise CorruptError(
                 "unexpected entry in a Megatron-LM checkpoint",
                 path=metadata.path,
@@ -78,12 +78,12 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReadi
     return reading, found_optimizers
 
 
-def _add_tensor(reading: DistReading, fqn: str, role: str, tensor: FoundTensor) -> None:
+def _add_tensor(reading: DistReading, fqn: str, role: str, tensor: ChunkedTensor) -> None:
     reading.add_stored((fqn, role), tensor.entry.shape, tensor.entry.dtype, tensor.placed)
 
 
 def _read_optimizer(
-    reading: DistReading, outer: Mapping[Any, Any], tensors: Mapping[str, FoundTensor], names: Mapping[str, str]
+    reading: DistReading, outer: Mapping[Any, Any], tensors: Mapping[str, ChunkedTensor], names: Mapping[str, str]
 ) -> Optimizers:
     """Add masters and states. Raise CorruptError if they don't match the model's parameters in order."""
     found = Optimizers(grad_scaler=outer.get("grad_scaler"))
@@ -123,9 +123,9 @@ def _read_optimizer(
 
 
 def _note(reading: DistReading, found: Optimizers, fqn: str, role: str, value: Any, shape: Shape) -> None:
-    if isinstance(value, FoundTensor) and value.number is None and value.entry.shape == shape:
+    if isinstance(value, ChunkedTensor) and value.number is None and value.entry.shape == shape:
         _add_tensor(reading, fqn, role, value)
-    elif isinstance(number := value.number if isinstance(value, FoundTensor) else value, int | float):
+    elif isinstance(number := value.number if isinstance(value, ChunkedTensor) else value, int | float):
         found.states.agree([fqn], role, number, path=reading.folder)
     else:
         raise CorruptError(
@@ -133,7 +133,7 @@ def _note(reading: DistReading, found: Optimizers, fqn: str, role: str, value: A
             path=reading.folder,
             fqn=fqn,
             expected=list(shape),
-            found=list(value.entry.shape) if isinstance(value, FoundTensor) else type(value).__name__,
+            found=list(value.entry.shape) if isinstance(value, ChunkedTensor) else type(value).__name__,
         )
 
 

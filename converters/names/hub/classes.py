@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
-from converters.names.hub.save_pretrained import belongs, can_be_asked, in_memory
+from converters.names.hub.save_pretrained import belongs, in_memory, is_available
 from converters.names.transformers.relation import build_model
 
 #: Number of labels in a model built to find the tensors with a label dim: a prime, never a real size.
@@ -63,7 +63,7 @@ def trained_class(config: Mapping[str, Any] | None, task: object, name: object) 
         return None
     if name is not None and name in architectures(config):
         return None
-    if not can_be_asked():
+    if not is_available():
         raise UsageError(
             "the adapter was trained on a transformers class with a different head than the base",
             expected=f"task {task}" if name is None else name,

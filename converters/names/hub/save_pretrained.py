@@ -15,7 +15,7 @@ from converters.names.families.rows import DERIVED, Saved
 from converters.names.transformers.transformers_source import converted_identifiers
 
 
-def can_be_asked() -> bool:
+def is_available() -> bool:
     """Return True if transformers 5 and torch are installed."""
     return find_spec("torch") is not None and converted_identifiers() is not None
 
@@ -58,7 +58,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 def refusal(config: Mapping[str, Any], cls: str) -> str | None:
     """Return why transformers can't build its class `cls` from the config: "" if it can, None without the class.
 
-    Call it only if `can_be_asked`.
+    Call it only if `is_available`.
     """
     import torch
     import transformers
@@ -94,7 +94,7 @@ def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
 
 def _empty_model(config: Mapping[str, Any]) -> Any:
     """Build the model of the config's class, without data."""
-    if not can_be_asked():
+    if not is_available():
         return None
     from converters.names.transformers.relation import build_model
 

@@ -20,7 +20,7 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
 from converters.names.transformers.order import as_registered
-from converters.names.transformers.rules import Direction, not_of_the_config
+from converters.names.transformers.rules import Direction, config_mismatch
 from converters.names.transformers.save_conversions import stored_names
 from converters.names.transformers.tables import declared
 from converters.names.transformers.transformers_source import (
@@ -267,7 +267,7 @@ def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape])
                 raise LossError("two tensors would get the same name", fqn=name)
             due = memory.get(name) if isinstance(transform, WeightConverter) else None
             if due is not None and due != tuple(tensor.shape):
-                raise not_of_the_config(name, list(due), list(tensor.shape))
+                raise config_mismatch(name, list(due), list(tensor.shape))
             results[name] = tensor
     return results, others
 

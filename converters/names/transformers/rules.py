@@ -227,7 +227,7 @@ def _do_not_fit(name: str, expected: object, found: object) -> LossError:
     )
 
 
-def not_of_the_config(name: str, expected: object, found: object) -> CorruptError:
+def config_mismatch(name: str, expected: object, found: object) -> CorruptError:
     return CorruptError(
         "the config expects other tensors here",
         fqn=name,
@@ -283,7 +283,7 @@ class _Stack:
         rule, number = self.rule, max(expert for expert, _ in self.parts) + 1
         expected = (num_experts if rule.is_stacked and num_experts else number) * len(rule.hub)
         if len(self.parts) != expected or number * len(rule.hub) != expected:
-            raise not_of_the_config(name, f"{pluralize(expected, 'tensor')}", len(self.parts))
+            raise config_mismatch(name, f"{pluralize(expected, 'tensor')}", len(self.parts))
         first = shapes[next(iter(self.parts.values()))]
         for part in self.parts.values():
             if shapes[part] != first:

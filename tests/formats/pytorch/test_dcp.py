@@ -21,7 +21,7 @@ from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, Usage
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
-from ckpt.state.positions import with_counted_step
+from ckpt.state.positions import with_step_count
 from converters.pytorch.dcp import DCP
 from tests.support.dcp_folders import check_replicas, edit, nested, read, save, trained, write
 from tests.support.engines import Truth, launch, launch_in_turn, raw
@@ -265,7 +265,7 @@ def test_a_step_that_only_the_optimizer_has_counted(tmp_path: Path, target: str)
     assert ckpt.open(tmp_path / "out").state.step == 1 and ckpt.check(tmp_path / "out").whole
     next(iter(optimizer.state.values()))["step"] += 1
     uneven = read(save(dict(zip(names, nested(model, optimizer), strict=True)), tmp_path / "uneven"))
-    assert with_counted_step(uneven) == (uneven, ("no step is recorded, and the optimizer's counts differ: 1 to 2",))
+    assert with_step_count(uneven) == (uneven, ("no step is recorded, and the optimizer's counts differ: 1 to 2",))
 
 
 def test_a_root_without_prefix_keeps_names_that_begin_with_model(tmp_path: Path) -> None:
