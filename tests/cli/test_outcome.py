@@ -16,7 +16,7 @@ import pytest
 import ckpt
 from ckpt.base.text import Brief, note_lines, pluralize
 from ckpt.options import printing as text
-from ckpt.plan.load_check import Loads
+from ckpt.plan.load_check import LoadCheck
 from converters.names.hub import loading
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import ckpt_in_order
@@ -163,7 +163,7 @@ def test_names_that_were_not_compared_are_not_promised() -> None:
 def test_modules_of_sentence_transformers() -> None:
     module = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
     files = {"modules.json": json.dumps([module]).encode(), "tokenizer.json": b"{}"}
-    good = Loads(True, "BertModel.from_pretrained")
+    good = LoadCheck(True, "BertModel.from_pretrained")
     said = "SentenceTransformer cannot load this folder: modules.json lists missing files: 1_Pooling"
     assert said in loading.with_files(good, files).sentence("out")
     dense = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}

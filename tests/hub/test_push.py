@@ -222,7 +222,7 @@ def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, fold
 def test_names_that_are_not_those_of_the_config(
     server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_pretrained, "can_be_asked", lambda: False)  # the table is enough
+    monkeypatch.setattr(save_pretrained, "is_available", lambda: False)  # the table is enough
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))

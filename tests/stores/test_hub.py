@@ -97,7 +97,7 @@ def test_a_push_to_a_hub_that_says_nothing_ends(
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     hub.silent = silent
-    with pytest.raises(StorageError, match=r"did not come to its end[^$]*ckpt push .* goes on"):
+    with pytest.raises(StorageError, match=r"did not come to its end[^$]*ckpt push .* continues"):
         push.push(tmp_path / "model", push.Push("me/model"))
     hub.silent = None
     hub.ended.set()

@@ -11,14 +11,14 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ckpt.plan.load_check import Loads
+from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.tensors import Shape
 from converters.names.hub.config_values import unknown_values
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
-from converters.names.hub.save_pretrained import can_be_asked, refusal
+from converters.names.hub.save_pretrained import is_available, refusal
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
-NO_CONFIG = Loads(
+NO_CONFIG = LoadCheck(
     False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
 )
 #: Files that turn text, images or sound into model inputs.
@@ -29,49 +29,49 @@ _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 _DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
-def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> Loads:
+def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> LoadCheck:
     """Return the answer for weights with unproved names: no config, no architecture, or `--names own`."""
     if config is None:
         return NO_CONFIG
     if not names_architecture(config):
         if "_class_name" in config:
             call = f"{config['_class_name']}.from_pretrained"
-            return Loads(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {WEIGHTS} to {_DIFFUSERS}")
+            return LoadCheck(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {WEIGHTS} to {_DIFFUSERS}")
         why = "config.json has no model_type and no architectures"
-        return Loads(False, why=why, hint="--config ORG/NAME takes the trained model's config")
+        return LoadCheck(False, why=why, hint="--config ORG/NAME takes the trained model's config")
     if any(name.startswith(PEFT) for name in shapes):
-        return Loads(False, why="the names belong to a model with PEFT adapters")
+        return LoadCheck(False, why="the names belong to a model with PEFT adapters")
     if differ := tables_differ(config, shapes):
-        return Loads(False, why=differ[0])
+        return LoadCheck(False, why=differ[0])
     if not config.get("architectures"):
-        return Loads(None, why="config.json names no class (architectures)")
-    return Loads(None, why=OWN_NAMES)
+        return LoadCheck(None, why="config.json names no class (architectures)")
+    return LoadCheck(None, why=OWN_NAMES)
 
 
-def proved(cls: str) -> Loads:
+def proved(cls: str) -> LoadCheck:
     """Return the answer for weights with the names and shapes of the class `cls`."""
-    return Loads(True, f"{cls}.from_pretrained")
+    return LoadCheck(True, f"{cls}.from_pretrained")
 
 
-def accepted(loads: Loads, config: Mapping[str, Any]) -> Loads:
+def accepted(loads: LoadCheck, config: Mapping[str, Any]) -> LoadCheck:
     """Return the answer after checking config.json's values, because transformers may refuse them."""
     if not loads.can or not (unknown := list(unknown_values(config))):
         return loads
-    if not can_be_asked():
+    if not is_available():
         why = f"config.json has {unknown[0]}: {config.get(unknown[0])!r}, and transformers is not installed to try it"
-        return Loads(None, loads.call, why)
+        return LoadCheck(None, loads.call, why)
     cls = loads.call.partition(".")[0]
     refused = refusal(config, cls)
     if refused is None:
-        return Loads(
+        return LoadCheck(
             None, loads.call, f"config.json has {unknown[0]}: {config.get(unknown[0])!r}, and transformers has no {cls}"
         )
     if refused:
-        return Loads(False, loads.call, f"transformers does not accept config.json: {refused}")
+        return LoadCheck(False, loads.call, f"transformers does not accept config.json: {refused}")
     return loads
 
 
-def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> Loads:
+def with_files(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> LoadCheck:
     """Return the answer after checking the folder's other files; small ones come with their content.
 
     `folders` are inner folders with weights.
@@ -83,21 +83,21 @@ def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collect
     return loads
 
 
-def _module_answer(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str]) -> Loads:
+def _module_answer(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Collection[str]) -> LoadCheck:
     """Return the answer for a sentence-transformers folder. Each module has files in its own folder."""
     call = "SentenceTransformer"
     try:
         modules = [(str(one["path"]), str(one["type"])) for one in json.loads(files[MODULES] or b"")]
     except (ValueError, TypeError, KeyError):
-        return Loads(False, call, f"{MODULES} is damaged")
+        return LoadCheck(False, call, f"{MODULES} is damaged")
     if not modules:
-        return Loads(False, call, f"{MODULES} names no modules")
+        return LoadCheck(False, call, f"{MODULES} names no modules")
     lacking = [one for place, cls in modules if place for one in _missing_files(place, cls, files, folders)]
     if lacking:
-        return Loads(False, call, f"{MODULES} lists missing files: {', '.join(lacking)}")
+        return LoadCheck(False, call, f"{MODULES} lists missing files: {', '.join(lacking)}")
     if own := next((cls for _, cls in modules if not cls.startswith("sentence_transformers.")), None):
-        return Loads(None, call, f"{MODULES} names the class {own}, and ckpt did not inspect it")
-    return Loads(True, call, lacks=loads.lacks)
+        return LoadCheck(None, call, f"{MODULES} names the class {own}, and ckpt did not inspect it")
+    return LoadCheck(True, call, lacks=loads.lacks)
 
 
 def _missing_files(place: str, cls: str, files: Collection[str], folders: Collection[str]) -> Iterator[str]:

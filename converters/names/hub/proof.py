@@ -237,14 +237,14 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
     named = architectures(config)
-    can_be_asked = save_pretrained.can_be_asked()
+    is_available = save_pretrained.is_available()
     return UsageError(
         "the names can't be proved: this architecture's files are unknown to ckpt",
         path=path,
-        expected="an architecture known to ckpt" + (" or to transformers" if can_be_asked else ""),
+        expected="an architecture known to ckpt" + (" or to transformers" if is_available else ""),
         found=f"model_type {config.get('model_type')!r}" + (f", {named[0]}" if named else ""),
         hint=f"{OWN_NAMES}"
-        if can_be_asked
+        if is_available
         else f"pip install 'transformers>=5' torch to know more architectures; {OWN_NAMES}",
     )
 
