@@ -177,7 +177,7 @@ def _check_replaceable(destination: Path) -> None:
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
-    """Return `checkpoint` with plain weights instead of quantized ones (MXFP4, bitsandbytes, FP8).
+    """Return `checkpoint` with plain weights instead of quantized ones.
 
     The values have the same bits as in transformers and bitsandbytes, in `dtype` (None: the model config's), computed
     on writing. Raise UsageError for an unknown quantization method, CorruptError if a weight lacks a part or

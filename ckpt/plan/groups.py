@@ -76,9 +76,7 @@ AcceptSettingsOption = Annotated[
         section=READ,
     ),
 ]
-DequantizeOption = Annotated[
-    bool, Flag(help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).", section=WRITTEN)
-]
+DequantizeOption = Annotated[bool, Flag(help="Take the plain values of quantized weights.", section=WRITTEN)]
 NamesOption = Annotated[
     Names,
     Flag(

@@ -44,6 +44,7 @@ class ExpectedProtocol(Protocol):
     """Parts and tensors described by the config but missing in a checkpoint."""
 
     def missing_content(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]: ...
+    def table_shapes(self, config: Config | None) -> Mapping[str, Shape]: ...
 
 
 class ModuleProtocol(Protocol):

@@ -20,6 +20,6 @@ expected: protocols.ExpectedProtocol = lazy_module("converters.names.hub.expecte
 modules: protocols.ModulesProtocol = lazy_module("converters.names.transformers.modules")
 classes: protocols.ClassesProtocol = lazy_module("converters.names.hub.classes")
 state_dicts: protocols.StateDictsProtocol = lazy_module("converters.pytorch.state")
-quantization: protocols.QuantizationProtocol = lazy_module("converters.names.quantization.parts")
+quantization: protocols.QuantizationProtocol = lazy_module("converters.quantized.parts")
 dequantizing: protocols.DequantizingProtocol = lazy_module("converters.quantized.dequantize")
 stored_states: protocols.StoredStatesProtocol = lazy_module("converters.quantized.stored_states")

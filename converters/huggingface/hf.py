@@ -45,8 +45,8 @@ from ckpt.runs.sentence_modules import module_folders
 from ckpt.runs.trainer_files import model_files
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
-from converters.names.quantization.parts import quantized_weights
 from converters.names.transformers.ties import kept_names, tied_names
+from converters.quantized.parts import quantized_weights
 
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
 

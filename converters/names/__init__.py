@@ -2,5 +2,6 @@
 
 The installed transformers provides them for models without a table.
 
-May import: `ckpt.adapters`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`.
+May import: `ckpt.adapters`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`,
+`converters.quantized`.
 """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,22 @@ from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.containers.safetensors import read_header
 from ckpt.move.casts import cast_bits
 from ckpt.move.reading import read_box
+from ckpt.plan import services
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.plan.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, CASTABLE, FLOAT32, DType
 from ckpt.plan.model_config import config_parts
-from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
-from converters.names.transformers.modules import describe, has_conv1d
+from ckpt.plan.tensors import Box, Region, Shape, Tensor, Whole, whole
+from converters.quantized.blocks import BLOCK, spans
+from converters.quantized.floats import e2m1_pairs, e4m3_values, e8m0_values
 
+#: Elements per step of an operation on a matrix, fitting the processor's cache.
+_CACHE_SIZED = 1 << 18
+#: Dtypes for exponents.
+_EXPONENTS = (BY_NAME["float8_e8m0fnu"], BY_NAME["uint8"])
+E4M3 = BY_NAME["float8_e4m3fn"]
 #: Models with transformers' Conv1D linear layers, for use without transformers.
 _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 
@@ -38,10 +47,7 @@ class WeightBlock:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
-
-    `unused` parts do not affect the weight, for example activation scales.
-    """
+    """Quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it."""
 
     fqn: str
     method: str
@@ -49,19 +55,17 @@ class Weight:
     shape: Shape
     parts: tuple[str, ...]
     blocks: tuple[WeightBlock, ...]
-    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StoredWeights:
     """Tensors to search for quantized weights.
 
-    `quantization` is the config's `quantization_config`; `dtype` is the target dtype.
+    `dtype` is the target dtype.
     """
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Tensor]
-    quantization: Mapping[str, Any]
     dtype: DType
 
     def read(self, fqn: str, box: Box | None = None) -> NDArray:
@@ -69,19 +73,27 @@ class StoredWeights:
         tensor = self.tensors[fqn]
         return read_box(tensor, whole(tensor.shape) if box is None else box, self.checkpoint.computed)
 
-    def part(self, fqn: str, of: str) -> Tensor:
-        """Return a required part for the quantized weight `of`. Raise CorruptError if it is missing."""
-        tensor = self.tensors.get(fqn)
-        if tensor is None:
-            raise CorruptError(
-                "a part is missing for a quantized weight", path=self.checkpoint.path, fqn=of, expected=fqn
-            )
-        return tensor
+    def header(self, fqn: str) -> Mapping[str, str]:
+        """Return the header metadata of a tensor's safetensors file. Empty if the tensor is not in one file."""
+        source = self.tensors[fqn].source
+        path = source.extent.path if isinstance(source, Whole) else ""
+        if path and path not in self._headers:
+            self._headers[path] = read_header(path).metadata
+        return self._headers.get(path, {})
+
+    @cached_property
+    def _headers(self) -> dict[str, Mapping[str, str]]:
+        return {}
 
     def scales(self, fqn: str, box: Box | None = None) -> NDArray:
-        """Return a floating-point scale's values in fp32, flat. Raise CorruptError for NaN or infinity."""
-        bits = cast_bits(self.read(fqn, box).reshape(-1), self.tensors[fqn].dtype, FLOAT32)
-        values = bits.view(np.float32).reshape(-1)
+        """Return a scale's values in fp32, flat. Bytes are exponents. Raise CorruptError for NaN or infinity."""
+        bits, dtype = self.read(fqn, box).reshape(-1), self.tensors[fqn].dtype
+        if dtype in _EXPONENTS:
+            values = e8m0_values()[bits.view(np.uint8)]
+        elif dtype == E4M3:
+            values = e4m3_values()[bits.view(np.uint8)]
+        else:
+            values = cast_bits(bits, dtype, FLOAT32).view(np.float32).reshape(-1)
         self.check_finite(fqn, np.isfinite(values), box)
         return values
 
@@ -105,12 +117,12 @@ class StoredWeights:
     def conv1d(self) -> frozenset[str]:
         """Conv1D modules from transformers, whose weight is [in, out]."""
         config = self.checkpoint.config
-        known = has_conv1d(config)
+        known = services.modules.has_conv1d(config)
         if known is None and (config or {}).get("model_type") not in _CONV1D_MODELS:
             known = False
         if known is False:
             return frozenset()
-        modules = describe(config, {fqn: tensor.shape for fqn, tensor in self.tensors.items()}, None)
+        modules = services.modules.describe(config, {fqn: tensor.shape for fqn, tensor in self.tensors.items()}, None)
         if modules is None:
             raise UsageError(
                 "some layers may store transposed weights, and only the model's class can tell",
@@ -118,6 +130,17 @@ class StoredWeights:
                 hint="pip install 'transformers>=5' torch",
             )
         return frozenset(name for name, module in modules.items() if module.is_conv1d)
+
+    def unsupported(self, fqn: str, *, expected: object = None, found: object) -> UsageError:
+        """Return the error for a weight whose values only its own library computes."""
+        return UsageError(
+            "ckpt cannot dequantize this weight",
+            path=self.checkpoint.path,
+            fqn=fqn,
+            expected=expected,
+            found=found,
+            hint="take the full-precision model from before quantization",
+        )
 
     def corrupt(self, fqn: str, expected: object, found: object) -> CorruptError:
         return CorruptError(
@@ -127,6 +150,38 @@ class StoredWeights:
             expected=expected,
             found=found,
         )
+
+
+def as_rounded(values: NDArray, dtype: DType) -> NDArray:
+    """Return fp32 `values` rounded to `dtype`, still in fp32."""
+    if dtype == FLOAT32:
+        return values
+    bits = cast_bits(np.ascontiguousarray(values).reshape(-1).view(np.uint32), FLOAT32, dtype)
+    return cast_bits(bits, dtype, FLOAT32).view(np.float32).reshape(values.shape)
+
+
+def read_e4m3(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+    """Return some rows of an e4m3 matrix in fp32."""
+    return e4m3_values()[stored.read(fqn, box).view(np.uint8).reshape(box.sizes[-2:])]
+
+
+def read_e2m1(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+    """Return some rows of an e2m1 matrix in fp32. `box` is in the plain matrix; a byte packs two of its columns."""
+    packed = stored.read(fqn, Box(box.offsets, (*box.sizes[:-1], box.sizes[-1] // 2)))
+    return e2m1_pairs()[packed.view(np.uint8)].reshape(box.sizes[-2:])
+
+
+def unpacked(words: NDArray, bits: int) -> NDArray:
+    """Return 4-bit or 8-bit unsigned integers, packed along the rows of 32-bit words, the lowest bits first."""
+    packed = np.ascontiguousarray(words).view(np.uint8)
+    return packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def grouped(operate: np.ufunc, values: NDArray, numbers: NDArray, index: NDArray) -> None:
+    """Combine [rows, columns] with numbers [rows, groups], in place. `index` has every column's group."""
+    for start, stop in spans(len(values), _CACHE_SIZED // max(1, values.shape[1])):
+        with np.errstate(over="ignore"):
+            operate(values[start:stop], numbers[start:stop, index], out=values[start:stop])
 
 
 def model_dtype(config: Mapping[str, Any] | None) -> DType:
@@ -146,3 +201,71 @@ def rounded(values: NDArray, *dtypes: DType) -> memoryview:
         if dtype != now:
             bits, now = cast_bits(bits, now, dtype), dtype
     return bits.view(np.uint8).data
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleGrid:
+    """Numbers for blocks of `rows` by `columns` elements. None is the whole dim; the last blocks may be shorter."""
+
+    rows: int | None = None
+    columns: int | None = None
+
+    def scales(self, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+        """Return the scales for some of a matrix's rows in fp32, with shape [blocks of rows, blocks of columns].
+
+        `box` starts at a block's start.
+        """
+        part, count = self._part(stored.tensors[fqn].shape, box)
+        return stored.scales(fqn, part).reshape(count, -1)
+
+    def bits(self, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+        """Return raw bits, like `scales`."""
+        part, count = self._part(stored.tensors[fqn].shape, box)
+        return stored.read(fqn, part).reshape(count, -1)
+
+    def _part(self, shape: Shape, box: Box) -> tuple[Box, int]:
+        """Return the box in a tensor of this `shape`, and its blocks of rows. Dims of size 1 may differ."""
+        *lead, first, _ = box.offsets
+        start, stop = (0, 1) if self.rows is None else (first // self.rows, -(-(first + box.sizes[-2]) // self.rows))
+        inner = shape[len(lead) :]
+        if len(shape) < len(lead) or prod(shape) == 1:
+            return whole(shape), 1
+        if not inner:
+            return Box(tuple(lead), (1,) * len(lead)), 1
+        offsets = (*lead, start, *(0 for _ in inner[1:]))
+        return Box(offsets, (*(1 for _ in lead), stop - start, *inner[1:])), stop - start
+
+    def apply(self, operate: np.ufunc, values: NDArray, numbers: NDArray) -> None:
+        """Combine a matrix with the numbers for its blocks, in place."""
+        num_rows, num_columns = values.shape
+        height = max(1, num_rows) if self.rows is None else self.rows
+        for start, stop in spans(num_rows, _CACHE_SIZED // max(1, num_columns)):
+            first = start // height
+            some = numbers[first : -(-stop // height)]
+            if self.columns is not None and some.shape[1] > 1:
+                some = np.repeat(some, self.columns, axis=1)[:, :num_columns]
+            if some.shape[0] > 1 and height > 1:
+                some = np.repeat(some, height, axis=0)[start - first * height : stop - first * height]
+            with np.errstate(over="ignore", invalid="ignore"):  # a value may be out of range, like in the library
+                operate(values[start:stop], some, out=values[start:stop])
+
+
+def by_rows(
+    stored: StoredWeights,
+    method: str,
+    owner: str,
+    shape: Shape,
+    parts: tuple[str, ...],
+    compute: Callable[[Box], memoryview],
+    *,
+    step: int = 1,
+) -> Weight:
+    """Return a weight computed some rows at a time: a multiple of `step`."""
+    rows = max(step, BLOCK // max(1, shape[-1]) // step * step)
+    boxes = (
+        Box((*lead, start, 0), (*(1 for _ in lead), stop - start, shape[-1]))
+        for lead in np.ndindex(*shape[:-2])
+        for start, stop in spans(shape[-2], rows)
+    )
+    blocks = tuple(WeightBlock(box, partial(compute, box)) for box in boxes)
+    return Weight(owner, method, stored.dtype, shape, parts, blocks)

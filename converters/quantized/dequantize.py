@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt.base.errors import LossError, UsageError
+from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
-from ckpt.runs.quantization import quantization_of
-from converters.names.quantization.parts import quantized_weights
-from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
+from converters.quantized.parts import QuantizedWeights, quantized_weights
 
-#: Finders by the config's `quant_method`.
-_METHODS: Mapping[str, Callable[[StoredWeights], Iterator[Weight]]] = {
-    mxfp4.METHOD: mxfp4.find,
-    bitsandbytes.METHOD: bitsandbytes.find,
-    fp8.METHOD: fp8.find,
-}
+#: Config key of the quantization.
+_ENTRY = "quantization_config"
 #: Dtypes for packed parts.
 _PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
 _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
@@ -33,14 +27,14 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     `dtype` is the target dtype; None uses the model config's dtype. Raise UsageError for unsupported methods,
     CorruptError if a weight is incomplete.
     """
-    config = checkpoint.config or {}
-    quantization = config.get("quantization_config")
-    quantization = quantization if isinstance(quantization, Mapping) else {}
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
-    stored = StoredWeights(checkpoint, tensors, quantization, dtype or model_dtype(config))
-    weights = [weight for find in _finders(checkpoint) for weight in find(stored)]
-    unused = sorted({*quantized_weights(checkpoint).attention_scales, *(n for one in weights for n in one.unused)})
-    gone = {*unused, *(part for weight in weights for part in weight.parts)}
+    stored = StoredWeights(checkpoint, tensors, dtype or model_dtype(checkpoint.config))
+    quantized = quantized_weights(checkpoint)
+    _check_parts_known(checkpoint, quantized)
+    weights = [_dequantized(stored, quantized, owner) for owner in quantized.owners]
+    used = {part for weight in weights for part in weight.parts}
+    unused = (quantized.parts | quantized.attention_scales) - used
+    gone = used | unused
     kept = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in gone}
     _check_plain(checkpoint, kept)
     computed = dict(checkpoint.computed)
@@ -52,30 +46,51 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         checkpoint,
         tensors={**kept, **plain},
         computed=computed,
-        config=checkpoint.config and {name: value for name, value in config.items() if name != "quantization_config"},
-        notes=(*checkpoint.notes, *_dequantized_notes(weights, unused)),
+        config=checkpoint.config and {name: value for name, value in checkpoint.config.items() if name != _ENTRY},
+        notes=(*checkpoint.notes, *_dequantized_notes(weights, sorted(unused))),
     )
 
 
 def can_dequantize(checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint's quantization method is supported or unrecorded."""
-    quantization = quantization_of(checkpoint.config, checkpoint.folders)
-    return quantization is None or quantization.method in (None, *_METHODS)
+    """Return True if `dequantized` knows the checkpoint's quantization method."""
+    return quantized_weights(checkpoint).can_dequantize
 
 
-def _finders(checkpoint: Checkpoint) -> Iterable[Callable[[StoredWeights], Iterator[Weight]]]:
-    quantization = quantization_of(checkpoint.config, checkpoint.folders)
-    if quantization is None or quantization.method is None:
-        return _METHODS.values()
-    if quantization.method not in _METHODS:
+def _check_parts_known(checkpoint: Checkpoint, quantized: QuantizedWeights) -> None:
+    """Raise UsageError for an unknown method, CorruptError if parts are missing, unexpected or misshapen."""
+    if quantized.quantization is not None and not quantized.can_dequantize:
         raise UsageError(
             "ckpt cannot dequantize this quantization method",
             path=checkpoint.path,
-            expected=" or ".join(_METHODS),
-            found=f"quant_method {quantization.method!r}, recorded in {quantization.file}",
+            found="; ".join([f"{quantized.title}, recorded in {quantized.quantization.file}", *quantized.unsupported]),
             hint="take the full-precision model from before quantization",
         )
-    return [_METHODS[quantization.method]]
+    if faults := quantized.faults:
+        more = f"; and {len(faults) - 1} more" if faults[1:] else ""
+        raise CorruptError(
+            "quantized weights are not complete, so their values are unknown",
+            path=checkpoint.path,
+            fqn=faults[0].fqn,
+            expected="every quantized weight with exactly the parts of its method",
+            found=f"{faults[0]}{more}",
+            hint="`ckpt check` lists all faults; download or copy the folder again",
+        )
+
+
+def _dequantized(stored: StoredWeights, quantized: QuantizedWeights, owner: str) -> Weight:
+    """Return the plain weight. Raise UsageError if its values are unknown, or a part changes them in unknown ways."""
+    parts, schemes = quantized.owners[owner], quantized.schemes[owner]
+    dequantize, *others = {scheme.dequantize for scheme in schemes}
+    if dequantize is None or others:
+        found = f"{quantized.title}, with {', '.join(sorted(parts.values()))}"
+        raise stored.unsupported(owner, found=found)
+    weight = dequantize(stored, owner, parts)
+    for template, part in parts.items():
+        if part not in weight.parts and not all(scheme.parts[template].is_for_activations for scheme in schemes):
+            raise stored.unsupported(
+                part, found=f"a part of {quantized.title} whose effect on the values is not proved"
+            )
+    return weight
 
 
 def _check_plain(checkpoint: Checkpoint, tensors: Mapping[Key, Tensor]) -> None:
@@ -86,7 +101,7 @@ def _check_plain(checkpoint: Checkpoint, tensors: Mapping[Key, Tensor]) -> None:
                 "this tensor would stay quantized: its weight is unknown",
                 path=checkpoint.path,
                 fqn=fqn,
-                expected="the weight parts in " + ", ".join(_METHODS),
+                expected="a part of a quantized weight",
                 found=f"{tensor.dtype} {list(tensor.shape)}",
             )
 
@@ -106,7 +121,7 @@ def _path(weight: Weight, number: int) -> str:
     return f"dequantized:{weight.fqn}:{number}"
 
 
-def _dequantized_notes(weights: list[Weight], unused: list[str]) -> list[str]:
+def _dequantized_notes(weights: Sequence[Weight], unused: Sequence[str]) -> list[str]:
     counts = Counter((weight.method, weight.dtype.name) for weight in weights)
     notes = [f"{pluralize(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     if unused:

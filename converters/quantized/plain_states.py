@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ckpt.move.reading import read_box
 from ckpt.plan.tensors import Box, Extent, Tensor, Whole
-from converters.quantized.fp8 import e4m3_values
+from converters.quantized.floats import e4m3_values
 
 
 def compute(

@@ -12,13 +12,13 @@ import converters.names.hub.classes
 import converters.names.hub.expected_tensors
 import converters.names.hub.proof
 import converters.names.parameters
-import converters.names.quantization.parts
 import converters.names.torchtitan
 import converters.names.transformers.modules
 import converters.names.transformers.relation
 import converters.names.transformers.ties
 import converters.pytorch.state
 import converters.quantized.dequantize
+import converters.quantized.parts
 import converters.quantized.stored_states
 from ckpt.adapters import services as of_adapters
 from ckpt.base.entries import Late
@@ -35,7 +35,7 @@ MODULES: protocols.ModulesProtocol = converters.names.transformers.modules
 CLASSES: protocols.ClassesProtocol = converters.names.hub.classes
 PARAMETERS: table.ParametersProtocol = converters.names.parameters
 STATE_DICTS: protocols.StateDictsProtocol = converters.pytorch.state
-QUANTIZATION: protocols.QuantizationProtocol = converters.names.quantization.parts
+QUANTIZATION: protocols.QuantizationProtocol = converters.quantized.parts
 DEQUANTIZING: protocols.DequantizingProtocol = converters.quantized.dequantize
 STORED_STATES: protocols.StoredStatesProtocol = converters.quantized.stored_states
 SETTINGS: of_adapters.SettingsProtocol = converters.names.adapter_settings

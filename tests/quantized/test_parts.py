@@ -1,4 +1,4 @@
-"""`converters/names/quantization/parts.py`, `schemes.py`, `ckpt/state/quantized_weights.py`: parts of weights.
+"""`converters/quantized/parts.py`, `scheme.py`, `_weight.py`, `ckpt/state/quantized_weights.py`: parts of weights.
 
 `layouts.json` has the parts of a linear layer by llmcompressor 0.14, torchao 0.18 and mlx-lm 0.30. Other layouts follow
 the code of their libraries.
@@ -24,7 +24,8 @@ from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.dtypes import BY_NAME, BY_TAG
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.runs.quantization import quantization_of
-from converters.names.quantization.parts import QuantizedWeights
+from converters.quantized.parts import QuantizedWeights
+from converters.quantized.scheme import UnknownValues
 from tests.support.commands import ckpt
 
 LAYERS = 4
@@ -100,6 +101,8 @@ RECORDED = json.loads((Path(__file__).parent / "layouts.json").read_text())
 LAYOUTS = {**{name: (one["config"], one["parts"]) for name, one in RECORDED.items()}, **BY_HAND}
 #: Methods whose loaders accept a plain weight among quantized weights.
 TAKES_PLAIN = ("bitsandbytes", "mlx", "torchao")
+#: Layouts without dequantization.
+UNKNOWN_VALUES = ("eetq", "fbgemm_fp8", "fp8 AutoFP8", "mlx 4 bits")
 #: Missing from the header of a single file: torchao stores block sizes in the metadata.
 UNTOLD = {
     ("torchao Float8WeightOnlyConfig", "_weight_scale"),
@@ -154,6 +157,14 @@ def test_weights_with_exactly_their_parts_have_no_fault(layout: str) -> None:
     assert weights.parts == tensors.keys() - {"layers.0.norm.weight"}
     shapes = weights.in_place({name: one.shape for name, one in tensors.items()})
     assert shapes.keys() == {"layers.0.norm.weight", *(f"layers.{n}.up.weight" for n in range(LAYERS))}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_has_one_computation_of_its_values_or_none(layout: str) -> None:
+    schemes = weights_of(*model(layout)).schemes
+    assert len(schemes) == LAYERS
+    (dequantize,) = {scheme.dequantize for fitting in schemes.values() for scheme in fitting}
+    assert (dequantize is None) == (layout in UNKNOWN_VALUES) and not isinstance(dequantize, UnknownValues)
 
 
 def damaged(tensors: Mapping[str, Tensor], layout: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -376,12 +387,12 @@ def test_every_method_of_transformers_is_checked_or_said_not_to_be(
 ) -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    from converters.names.quantization.schemes import METHODS
+    from converters.quantized.methods import methods
 
     tensors = {
         f"layers.{n}.up.{part}": tensor(f"layers.{n}.up.{part}", "U8", [4, 4]) for n in range(2) for part in "ab"
     }
-    unknown = AUTO_QUANTIZER_MAPPING.keys() - METHODS.keys() - {"bitsandbytes_4bit", "bitsandbytes_8bit"}
+    unknown = AUTO_QUANTIZER_MAPPING.keys() - methods().keys() - {"bitsandbytes_4bit", "bitsandbytes_8bit"}
     assert len(unknown) > 8
     for method in unknown:
         assert method in str(weights_of(tensors, {"quantization_config": {"quant_method": method}}).unproved)
@@ -426,7 +437,7 @@ def test_a_training_format_takes_no_quantized_model(
     refused = ckpt("convert", "hf", target, folders("fp8 block"), "-o", tmp_path / "no")
     assert refused.code == LossError.exit_code
     assert "has no place for quantized weights" in refused.err and "--dequantize" in refused.err
-    refused = ckpt("convert", "hf", target, folders("gptq"), "-o", tmp_path / "no")
+    refused = ckpt("convert", "hf", target, folders("mlx 4 bits"), "-o", tmp_path / "no")
     assert refused.code == LossError.exit_code
     assert "full-precision model" in refused.err and "--dequantize" not in refused.err
 
@@ -465,17 +476,28 @@ def test_inspect_shows_the_method_wherever_it_is_recorded(
     assert (tmp_path / "out" / file).exists()
 
 
-@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "config.json"])
-def test_dequantize_refuses_a_method_wherever_it_is_recorded(
-    file: str, folders: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    "file, layout, setting",
+    [
+        ("hf_quant_config.json", "modelopt NVFP4", {"quant_algo": "NVFP4_SVDQUANT"}),
+        ("quant_config.json", "awq", {"version": "marlin"}),
+        ("config.json", "mlx 4 bits", {}),
+    ],
+)
+def test_dequantize_reads_the_method_wherever_it_is_recorded(
+    file: str, layout: str, setting: Mapping[str, Any], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    layouts = {"hf_quant_config.json": "modelopt NVFP4", "quantize_config.json": "gptq", "config.json": "mlx 4 bits"}
     source = tmp_path / "source"
-    shutil.copytree(folders(layouts[file]), source)
+    shutil.copytree(folders(layout), source)
     if file != "config.json":
         entries = json.loads((source / "config.json").read_text())
-        (source / file).write_text(json.dumps(entries.pop("quantization_config")))
+        recorded = entries.pop("quantization_config")
+        (source / file).write_text(json.dumps(recorded))
         (source / "config.json").write_text(json.dumps(entries))
+        done = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "plain", "--dequantize")
+        assert done.code == 0 and not (tmp_path / "plain" / file).exists(), done.err
+        assert ckpt("check", tmp_path / "plain").code == 0
+        (source / file).write_text(json.dumps({**recorded, **setting}))
     result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "no", "--dequantize")
     assert result.code == 2 and file in result.err, result.err
     assert not (tmp_path / "no").exists()

@@ -17,8 +17,9 @@ from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape
 from ckpt.state.naming import as_hub
+from converters.names.families import composites, tables
 from converters.names.hub.proof import PEFT, extra, missing
-from converters.names.quantization.parts import is_part_name, quantized_weights
+from converters.quantized.parts import is_part_name, quantized_weights
 
 #: Config keys for the number of multi-token prediction layers: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
 #: Inkling.
@@ -63,6 +64,15 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
                 more = ", ..." if some[1:] else ""
                 found.append(f"{cls}'s files don't have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
     return parts, tensors
+
+
+def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
+    """Return the shapes of the architecture's plain tensors, or an empty mapping if no table has it."""
+    for table in (tables.saved, composites.saved):
+        with suppress(CkptError):
+            if config and (saved := table(config)) is not None:
+                return saved.required
+    return {}
 
 
 def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:

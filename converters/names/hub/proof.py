@@ -21,8 +21,8 @@ from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
 from converters.names.hub import save_pretrained
-from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
+from converters.quantized.parts import UNKNOWN_SHAPE
 
 OWN_NAMES = "--names own keeps every tensor's own name"
 #: TRL's value head beside a model: TRL reads it, and `from_pretrained` skips it.

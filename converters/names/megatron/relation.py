@@ -453,7 +453,7 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
             "Megatron has no place for quantized weights",
             fqn=quantized,
             expected="weights in bf16, fp16 or fp32",
-            hint="use --dequantize for weights in MXFP4, FP8 or bitsandbytes formats",
+            hint="use --dequantize for quantized weights",
         )
 
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpt.base.errors import CkptError
 from ckpt.base.text import pluralize
+from ckpt.plan import services
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape, Tensor, whole
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.quantization import Quantization, quantization_of
-from converters.names.families import composites
-from converters.names.families import tables as families
-from converters.names.quantization.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
-from converters.names.quantization.schemes import E4M3, FLOATS, PACKED, Scheme, Settings, schemes_of
+from converters.quantized.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
+from converters.quantized.methods import methods, schemes_of
+from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Settings, UnknownValues
 
 _PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
@@ -32,8 +30,6 @@ _IGNORED = (
     *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude", "exclude_layers"),
     *("llm_int8_skip_modules", "modules_to_not_quantize"),
 )
-#: Methods whose loaders quantize a plain weight, or take it unchanged.
-_TAKE_PLAIN_WEIGHTS = ("bitsandbytes", "mlx", "auto-round", "intel/auto-round", "torchao")
 #: Part names in any method, and attention's scales.
 _WORDS = re.compile(
     r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
@@ -64,6 +60,14 @@ class Fault:
         return f"{self.fqn}: {self.what}"
 
 
+class _Fit(NamedTuple):
+    """Scheme that fits a weight best, the weight's faults under it, and all schemes without fault."""
+
+    scheme: Scheme | None
+    faults: Sequence[Fault]
+    schemes: Sequence[Scheme] = ()
+
+
 @dataclass(frozen=True)
 class QuantizedWeights:
     """Quantized weights among `tensors`.
@@ -86,6 +90,10 @@ class QuantizedWeights:
         settings = self.quantization.settings if self.quantization else {}
         inner = settings.get("quantization")
         return {**settings, **inner} if isinstance(inner, Mapping) else settings
+
+    @property
+    def _known(self) -> Method | None:
+        return methods().get(self._method) if self._method else None  # imports numpy
 
     @cached_property
     def _schemes(self) -> Sequence[Scheme] | None:
@@ -132,6 +140,22 @@ class QuantizedWeights:
         return last.endswith(_WEIGHT) or self._is_packed(owner) or self._is_packed(name) or ".experts." in owner
 
     @cached_property
+    def schemes(self) -> Mapping[str, Sequence[Scheme]]:
+        """Schemes that fit a quantized weight without fault, by its plain name."""
+        return {owner: fit.schemes for owner, fit in self._fitted.items()}
+
+    @property
+    def can_dequantize(self) -> bool:
+        """True if weights of the method have known values, with these settings."""
+        dequantizers = (scheme.dequantize for scheme in self._schemes or ())
+        return any(one is not None and not isinstance(one, UnknownValues) for one in dequantizers)
+
+    @property
+    def unsupported(self) -> list[str]:
+        """Settings under which the values are unknown."""
+        return sorted({s.dequantize.found for s in self._schemes or () if isinstance(s.dequantize, UnknownValues)})
+
+    @cached_property
     def parts(self) -> frozenset[str]:
         """Names of all parts, including packed values."""
         return frozenset(name for parts in self.owners.values() for name in parts.values())
@@ -160,24 +184,26 @@ class QuantizedWeights:
         return found
 
     def _shape_of(self, owner: str, parts: Mapping[str, str]) -> Shape:
-        scheme, _ = self._fitted[owner]
+        scheme = self._fitted[owner].scheme
         packed = None if scheme is None else parts.get(scheme.packed)
         if scheme is None or packed is None or scheme.plain is None or len(self.tensors[packed].shape) < 2:
             return UNKNOWN_SHAPE
         shape, wanted = scheme.plain(self.tensors[packed].shape), self.expected.get(owner)
-        return wanted if wanted and scheme.packed == "{w}_packed" and _is_padded(shape, wanted) else shape
+        is_padded = wanted and scheme.packed == "{w}_packed" and _is_padded(shape, wanted)
+        is_transposed = wanted and scheme.may_transpose and shape == wanted[::-1]
+        return wanted if wanted and (is_padded or is_transposed) else shape
 
     def _with_template(self, *suffixes: str) -> Iterator[tuple[str, str, Scheme]]:
         """Yield owner, name and scheme of each part whose template ends in one of `suffixes`."""
         for owner, parts in self.owners.items():
-            scheme, faults = self._fitted[owner]
+            scheme, faults, _ = self._fitted[owner]
             if scheme is not None and not faults:
                 yield from ((owner, name, scheme) for t, name in parts.items() if t.endswith(suffixes))
 
     @cached_property
     def packed(self) -> frozenset[str]:
         """Names under which the weights' packed values are stored."""
-        schemes = ((parts, self._fitted[owner][0]) for owner, parts in self.owners.items())
+        schemes = ((parts, self._fitted[owner].scheme) for owner, parts in self.owners.items())
         return frozenset(parts[one.packed] for parts, one in schemes if one is not None and one.packed in parts)
 
     @cached_property
@@ -251,9 +277,7 @@ class QuantizedWeights:
     @property
     def unwritable(self) -> str | None:
         """Reason why safetensors files written by ckpt can't hold the quantized weights. None if they can."""
-        if self._method == "torchao" and self.parts:
-            return "torchao describes each weight in its file's header, and ckpt does not carry this header"
-        return None
+        return self._known.unwritable if self._known and self.parts else None
 
     @property
     def title(self) -> str:
@@ -269,9 +293,9 @@ class QuantizedWeights:
             return [*self._unlike_siblings()]
         if not self.owners:
             return []
-        found = [fault for _, faults in self._fitted.values() for fault in faults]
+        found = [fault for fit in self._fitted.values() for fault in fit.faults]
         if not self._has_groups:
-            found += self._uneven(owner for owner, (_, faults) in self._fitted.items() if not faults)
+            found += self._uneven(owner for owner, fit in self._fitted.items() if not fit.faults)
         found += [*self._unexpected(), *self._misplaced()]
         return sorted({fault.fqn: fault for fault in found}.values(), key=lambda fault: fault.fqn)
 
@@ -281,12 +305,9 @@ class QuantizedWeights:
         return isinstance(groups, Mapping) and len(groups) > 1
 
     @cached_property
-    def _fitted(self) -> Mapping[str, tuple[Scheme | None, Sequence[Fault]]]:
-        """Scheme that fits each weight best, and the weight's faults under it.
-
-        Weights with equal parts share a scheme: a model has few kinds of weights.
-        """
-        whole: dict[Any, tuple[Scheme | None, Sequence[Fault]]] = {}
+    def _fitted(self) -> Mapping[str, _Fit]:
+        """Fit of each weight. Weights with equal parts share it: a model has few kinds of weights."""
+        whole: dict[Any, _Fit] = {}
         found = {}
         for owner, parts in self.owners.items():
             tensors = ((template, self.tensors[name]) for template, name in parts.items())
@@ -294,7 +315,7 @@ class QuantizedWeights:
             settings = id(self._settings.get(owner.rpartition(".")[0]))
             kind = (shapes, self.expected.get(owner), _is_weight(owner), settings, self._states.get(owner))
             one = whole.get(kind) or self._best(owner, parts)
-            if not one[1]:
+            if not one.faults:
                 whole[kind] = one
             found[owner] = one
         return found
@@ -345,24 +366,19 @@ class QuantizedWeights:
             if template.startswith(f"{_PLAIN}.nested_") and template.removeprefix(_PLAIN) not in state.counts:
                 yield Fault(parts[template], f"unexpected: {name} records no nested quantization")
 
-    def _best(self, owner: str, parts: Mapping[str, str]) -> tuple[Scheme | None, Sequence[Fault]]:
-        best: tuple[Scheme | None, list[Fault]] | None = None
-        for scheme in self._schemes_of(owner.rpartition(".")[0]):
-            if scheme.is_stack is not None and scheme.is_stack == _is_weight(owner):
-                continue
-            faults = [*self._faults_under(scheme, owner, parts)]
-            if best is None or len(faults) < len(best[1]):
-                best = scheme, faults
-            if not faults:
-                break
-        if best is None:
-            return None, [Fault(owner, f"quantized, but {self.title} doesn't quantize weights with this name")]
-        return best
+    def _best(self, owner: str, parts: Mapping[str, str]) -> _Fit:
+        is_weight = _is_weight(owner)
+        schemes = [s for s in self._schemes_of(owner.rpartition(".")[0]) if s.is_stack in (None, not is_weight)]
+        fits = [_Fit(scheme, [*self._faults_under(scheme, owner, parts)]) for scheme in schemes]
+        if not fits:
+            return _Fit(None, [Fault(owner, f"quantized, but {self.title} doesn't quantize weights with this name")])
+        best = min(fits, key=lambda fit: len(fit.faults))
+        return best._replace(schemes=[fit.scheme for fit in fits if fit.scheme and not fit.faults])
 
     def _schemes_of(self, module: str) -> Sequence[Scheme]:
         """Return a module's schemes. It may have its own settings (MLX)."""
         own = self._settings.get(module) if module else None
-        if isinstance(own, Mapping) and self._method == "mlx":
+        if isinstance(own, Mapping) and self._known and self._known.own_settings:
             return schemes_of(self._method, {**self._settings, **own}) or ()
         return self._schemes or ()
 
@@ -374,6 +390,8 @@ class QuantizedWeights:
         if packed is not None and scheme.plain is not None and len(packed.shape) >= 2:
             plain = scheme.plain(packed.shape)
             wanted = self.expected.get(owner, plain)
+            if scheme.may_transpose and plain == wanted[::-1]:
+                wanted = plain
             if plain != wanted and (scheme.packed != "{w}_packed" or not _is_padded(plain, wanted)):
                 yield Fault(packed.fqn, f"holds weight shape {list(plain)}, but the architecture has {list(wanted)}")
         if packed is not None and scheme.bits and (shape := self.expected.get(owner)):
@@ -399,6 +417,8 @@ class QuantizedWeights:
             elif plain and part.shapes and template != scheme.packed and tensor.shape not in part.shapes(plain):
                 usual = list(part.shapes(plain)[0])
                 yield Fault(name, f"shape {list(tensor.shape)} instead of {usual}, for weight shape {list(plain)}")
+        if _PLAIN not in scheme.parts and owner in self.tensors:
+            yield Fault(owner, "unexpected: the weight is stored twice, quantized and plain")
         for template in parts.keys() - scheme.parts.keys():
             yield Fault(parts[template], f"unexpected: weights quantized by {self.title} don't have this part")
 
@@ -449,7 +469,9 @@ class QuantizedWeights:
         for owner, parts in self.owners.items():
             if owner.rpartition(".")[0] in exact and any(map(self._is_packed, parts.values())):
                 yield Fault(owner, "quantized, but the config excludes its module")
-        if self._method in (None, *_TAKE_PLAIN_WEIGHTS) or self._settings.get("dynamic") or self._has_narrow_targets:
+        if self._method is None or (self._known and self._known.takes_plain):
+            return
+        if self._settings.get("dynamic") or self._has_narrow_targets:
             return
         patterns = {_NUMBER.sub("*", owner) for owner in self.owners}
         for name, tensor in self.tensors.items():
@@ -530,13 +552,5 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
         content: bytes = read_box(tensors[name], whole(tensors[name].shape), checkpoint.computed).tobytes()
         return content
 
-    expected = _expected(checkpoint.config) if quantization or has_packed else {}
+    expected = services.expected.table_shapes(checkpoint.config) if quantization or has_packed else {}
     return QuantizedWeights(tensors, quantization, expected, read)
-
-
-def _expected(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
-    for table in (families.saved, composites.saved):
-        with suppress(CkptError):
-            if config and (saved := table(config)) is not None:
-                return saved.required
-    return {}

@@ -18,7 +18,7 @@ for fp4's negative zero does its code disagree with itself; here it is 0.0, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -27,18 +27,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
-from ckpt.base.text import pluralize
 from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
-from ckpt.plan.tensors import Box, FlatRange, whole
-from converters.names.quantization.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
+from ckpt.plan.tensors import Box, FlatRange, Shape, whole
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, rounded
 from converters.quantized.blocks import BLOCK, spans
+from converters.quantized.four_bits import FourBitState, parse_state
+from converters.quantized.scheme import (
+    BYTES,
+    F32,
+    FLOATS,
+    FOUR_BITS,
+    INT8,
+    WEIGHT,
+    Method,
+    Part,
+    Scheme,
+    Settings,
+    optional,
+    per_output,
+)
 
-METHOD = "bitsandbytes"
+NAME = "bitsandbytes"
 ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 SCB, FORMAT = "SCB", "weight_format"
 
-_UINT8, _INT8 = BY_NAME["uint8"], BY_NAME["int8"]
+_STATE = "{w}.quant_state.bitsandbytes__"
 _ROW_MAJOR = 0
 _PER_127 = np.float32(7.874015718698502e-3)
 _THIRDS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
@@ -55,15 +68,6 @@ _VALUES = {
     ),
     "fp4": np.array([*_THIRDS, *(-v for v in _THIRDS)], np.float32) / np.float32(12) + np.float32(0),  # no -0.0
 }
-
-
-def find(stored: StoredWeights) -> Iterator[Weight]:
-    """Yield every weight in 4 or 8 bits. Raise CorruptError if one is incomplete or contradictory."""
-    for name in stored.tensors:
-        if match := STATE.fullmatch(name):
-            yield _four_bits(stored, match["owner"], match["kind"], name)
-        elif name == SCB or name.endswith("." + SCB):
-            yield _eight_bits(stored, name.removesuffix(SCB))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,47 +88,25 @@ class _State:
     nested: _Nested | None
 
 
-def _four_bits(stored: StoredWeights, owner: str, kind: str, name: str) -> Weight:
-    recorded = _read_state(stored, kind, name)
-    packed, numel = stored.part(owner, owner), prod(recorded.shape)
-    if packed.nbytes != recorded.num_bytes or packed.shape[:1] != (packed.numel,):
-        raise stored.corrupt(
-            owner,
-            f"one column of {pluralize(recorded.num_bytes, 'byte')}, for shape {list(recorded.shape)}",
-            f"{packed.dtype} {list(packed.shape)}",
-        )
+def _four_bits(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
+    kind, name = next((kind, parts[_STATE + kind]) for kind in _VALUES if _STATE + kind in parts)
+    recorded = parse_state(stored.read(name).tobytes(), kind)
+    packed, numel = stored.tensors[owner], prod(recorded.shape)
+    if packed.shape[:1] != (packed.numel,):
+        raise stored.corrupt(owner, "one column", f"{packed.dtype} {list(packed.shape)}")
     _check_values(stored, owner, kind)
-    state = _State(kind, recorded.block_size, BY_NAME[recorded.dtype], _read_nested(stored, owner, name, recorded))
-    absmax = stored.part(owner + ABSMAX, owner)
-    dtype, num_factors = _UINT8 if state.nested else FLOAT32, recorded.num_blocks
-    if absmax.dtype != dtype or absmax.shape != (num_factors,):
-        raise stored.corrupt(owner + ABSMAX, f"{dtype} [{num_factors}]", f"{absmax.dtype} {list(absmax.shape)}")
-    parts = [owner, owner + ABSMAX, owner + MAP, name]
-    if state.nested:
-        parts += [owner + NESTED_ABSMAX, owner + NESTED_MAP]
+    state = _State(kind, recorded.block_size, BY_NAME[recorded.dtype], _read_nested(stored, owner, recorded))
     transposed = _is_conv1d(stored, owner)
     step = BLOCK if not transposed else max(1, numel)  # block sizes divide it
     blocks = tuple(
         WeightBlock(FlatRange(start, stop), partial(_four_bit_values, stored, owner, state, start, stop))
         for start, stop in spans(numel, step)
     )
-    return _oriented(Weight(owner, METHOD, stored.dtype, recorded.shape, tuple(parts), blocks), transposed)
-
-
-def _read_state(stored: StoredWeights, kind: str, name: str) -> FourBitState:
-    tensor = stored.tensors[name]
-    if tensor.dtype != _UINT8 or tensor.numel > MAX_STATE:
-        raise stored.corrupt(
-            name, f"at most {pluralize(MAX_STATE, 'byte')} of JSON", f"{tensor.numel} of {tensor.dtype}"
-        )
-    try:
-        return parse_state(stored.read(name).tobytes(), kind)
-    except StateError as error:
-        raise stored.corrupt(name, error.expected, error.found) from None
+    return _oriented(Weight(owner, NAME, stored.dtype, recorded.shape, tuple(parts.values()), blocks), transposed)
 
 
 def _check_values(stored: StoredWeights, owner: str, kind: str) -> None:
-    tensor = stored.part(owner + MAP, owner)
+    tensor = stored.tensors[owner + MAP]
     if tensor.dtype == FLOAT32 and tensor.numel == 16:
         values = stored.read(owner + MAP).view(np.float32).reshape(-1)
         if np.array_equal(values, _VALUES[kind]):
@@ -137,19 +119,9 @@ def _check_values(stored: StoredWeights, owner: str, kind: str) -> None:
     )
 
 
-def _read_nested(stored: StoredWeights, owner: str, name: str, recorded: FourBitState) -> _Nested | None:
+def _read_nested(stored: StoredWeights, owner: str, recorded: FourBitState) -> _Nested | None:
     if recorded.nested is None:
-        if owner + NESTED_ABSMAX in stored.tensors:
-            raise stored.corrupt(name, "nested_blocksize and nested_offset", "neither")
         return None
-    for part in (owner + NESTED_ABSMAX, owner + NESTED_MAP):
-        tensor, count = stored.part(part, owner), recorded.counts[part.removeprefix(owner)]
-        if tensor.dtype != FLOAT32 or tensor.numel != count:
-            raise stored.corrupt(
-                part,
-                f"{pluralize(count, 'element')} of {FLOAT32}",
-                f"{pluralize(tensor.numel, 'element')} of {tensor.dtype}",
-            )
     read = [stored.read(part).view(np.float32).reshape(-1) for part in (owner + NESTED_MAP, owner + NESTED_ABSMAX)]
     return _Nested(recorded.nested.block_size, np.float32(recorded.nested.offset), *read)
 
@@ -199,39 +171,29 @@ def _pairs(kind: str) -> NDArray:
     return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
 
 
-def _eight_bits(stored: StoredWeights, module: str) -> Weight:
-    owner = f"{module}weight"
-    tensor, scales = stored.part(owner, owner), stored.tensors[module + SCB]
-    if tensor.dtype != _INT8 or len(tensor.shape) != 2:
-        raise stored.corrupt(owner, "an int8 matrix", f"{tensor.dtype} {list(tensor.shape)}")
-    num_out, num_in = tensor.shape
-    if scales.dtype != FLOAT32 or scales.numel != num_out:
-        raise stored.corrupt(
-            module + SCB, f"{pluralize(num_out, 'element')} of {FLOAT32}", f"{scales.dtype} {list(scales.shape)}"
+def _eight_bits(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
+    name, scales, layout = parts[WEIGHT], parts["{m}" + SCB], parts.get("{m}" + FORMAT)
+    num_out, num_in = stored.tensors[name].shape
+    if layout and (found := stored.read(layout).reshape(-1).tolist()) != [_ROW_MAJOR]:
+        raise UsageError(
+            "the weight uses a GPU-specific layout, and only that GPU can convert it",
+            path=stored.checkpoint.path,
+            fqn=layout,
+            expected=f"{_ROW_MAJOR}, row-major",
+            found=found,
         )
-    parts = [owner, module + SCB]
-    if module + FORMAT in stored.tensors:
-        layout = stored.read(module + FORMAT).reshape(-1).tolist()
-        if layout != [_ROW_MAJOR]:
-            raise UsageError(
-                "the weight uses a GPU-specific layout, and only that GPU can convert it",
-                path=stored.checkpoint.path,
-                fqn=module + FORMAT,
-                expected=f"{_ROW_MAJOR}, row-major",
-                found=layout,
-            )
-        parts.append(module + FORMAT)
     transposed = _is_conv1d(stored, owner)
     rows = BLOCK // max(1, num_in) if not transposed else num_out
     boxes = [Box((start, 0), (stop - start, num_in)) for start, stop in spans(num_out, rows)]
-    blocks = tuple(WeightBlock(box, partial(_eight_bit_values, stored, owner, module, box)) for box in boxes)
-    return _oriented(Weight(owner, METHOD, stored.dtype, tensor.shape, tuple(parts), blocks), transposed)
+    blocks = tuple(WeightBlock(box, partial(_eight_bit_values, stored, name, scales, box)) for box in boxes)
+    weight = Weight(owner, NAME, stored.dtype, (num_out, num_in), tuple(parts.values()), blocks)
+    return _oriented(weight, transposed)
 
 
-def _eight_bit_values(stored: StoredWeights, owner: str, module: str, rows: Box) -> memoryview:
+def _eight_bit_values(stored: StoredWeights, name: str, scales_name: str, rows: Box) -> memoryview:
     """Compute some rows of an int8 matrix."""
-    scales = stored.scales(module + SCB)[rows.offsets[0] : rows.ends[0]]
-    values = stored.read(owner, rows).view(np.int8).astype(np.float32)
+    scales = stored.scales(scales_name)[rows.offsets[0] : rows.ends[0]]
+    values = stored.read(name, rows).view(np.int8).astype(np.float32)
     values *= scales[:, None]
     values *= _PER_127
     return rounded(values, stored.dtype)
@@ -250,3 +212,23 @@ def _oriented(weight: Weight, transposed: bool) -> Weight:
     shape = weight.shape[::-1]
     blocks = tuple(WeightBlock(whole(shape), block.content, transposed=True) for block in weight.blocks)
     return Weight(weight.fqn, weight.method, weight.dtype, shape, weight.parts, blocks)
+
+
+def _per_block(plain: Shape) -> list[Shape]:
+    """Return the shape for one scale per block, with 64 elements or another size supported by bitsandbytes."""
+    return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
+
+
+def _bitsandbytes(_: Settings) -> list[Scheme]:
+    found: list[Scheme] = []
+    for kind in _VALUES:
+        state = {_STATE + kind: Part(BYTES), "{w}.quant_map": Part(F32)}
+        packed = {WEIGHT: Part((*FLOATS, *FOUR_BITS)), **state}
+        nested = {"{w}.nested_absmax": Part(F32), "{w}.nested_quant_map": Part(F32)}
+        kinds = ({"{w}.absmax": Part(F32, _per_block)}, {"{w}.absmax": Part(BYTES, _per_block), **nested})
+        found += [Scheme(WEIGHT, {**packed, **factors}, bits=4, dequantize=_four_bits) for factors in kinds]
+    rows = {WEIGHT: Part(INT8), "{m}SCB": Part(F32, per_output), "{m}weight_format": optional(BYTES)}
+    return [*found, Scheme(WEIGHT, rows, tuple, may_transpose=True, dequantize=_eight_bits)]
+
+
+METHOD = Method((NAME,), _bitsandbytes, unrecorded=lambda: _bitsandbytes({}), takes_plain=True)

@@ -1,1 +1,0 @@
-"""Tensors that store a quantized weight: their names, dtypes and shapes, by quantization method."""

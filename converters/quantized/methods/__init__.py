@@ -1,0 +1,31 @@
+"""Quantization methods, one per module: each declares its weights' parts, and computes their plain values.
+
+A module in this folder with a `METHOD` is registered by being here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from converters.quantized.scheme import Method, Scheme, Settings
+
+
+@cache
+def methods() -> Mapping[str, Method]:
+    """Return every method by its names in `quant_method`."""
+    modules = (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
+    found: list[Method] = [module.METHOD for module in modules]
+    return {name: method for method in found for name in method.names}
+
+
+def schemes_of(name: str | None, settings: Settings) -> Sequence[Scheme] | None:
+    """Return a method's schemes. None if the method or its settings are unknown.
+
+    Without a recorded method, return all self-describing schemes.
+    """
+    if name is None:
+        return [scheme for method in dict.fromkeys(methods().values()) for scheme in method.unrecorded()]
+    return methods()[name].schemes(settings) if name in methods() else None

@@ -1,0 +1,104 @@
+"""AWQ: 4-bit integers packed along the outputs, with a scale and a zero point for every group of inputs.
+
+Source: AutoAWQ 0.2.9 `utils/packing_utils.py` (`dequantize_gemm`), `modules/linear/gemm.py`. `qweight` is int32 [in,
+out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out]. A word has eight outputs in the order 0, 2, 4, 6, 1,
+3, 5, 7, the lowest bits first. The plain weight is [out, in]: scale times (integer minus zero point), rounded to the
+scales' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.plan.tensors import Box, Shape
+from converters.quantized._weight import StoredWeights, Weight, by_rows, grouped, rounded, unpacked
+from converters.quantized.scheme import (
+    FLOATS,
+    INT32,
+    Dequantizer,
+    Method,
+    Part,
+    Scheme,
+    Settings,
+    UnknownValues,
+    number,
+)
+
+NAME = "awq"
+QWEIGHT, QZEROS, SCALES = "{m}qweight", "{m}qzeros", "{m}scales"
+
+_BITS, _PER_WORD = 4, 8
+#: Position in a word, by output.
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class _AwqWeight:
+    group_size: int
+
+    def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
+        num_in, num_words = stored.tensors[parts[QWEIGHT]].shape
+        if self.group_size > 0 and num_in % self.group_size:
+            raise stored.unsupported(owner, expected=f"inputs in groups of {self.group_size}", found=num_in)
+        index = np.arange(num_in) // (self.group_size if self.group_size > 0 else max(1, num_in))
+        compute = partial(self._rows, stored, parts, index)
+        shape = (num_words * _PER_WORD, num_in)
+        return by_rows(stored, NAME, owner, shape, tuple(parts.values()), compute, step=_PER_WORD)
+
+    def _rows(self, stored: StoredWeights, parts: Mapping[str, str], index: NDArray, box: Box) -> memoryview:
+        (first, num_in), (num_rows, _) = (box.offsets[0], box.sizes[1]), box.sizes
+        num_groups = stored.tensors[parts[SCALES]].shape[0]
+        words = (first // _PER_WORD, num_rows // _PER_WORD)
+        values = _outputs(stored.read(parts[QWEIGHT], Box((0, words[0]), (num_in, words[1]))))
+        zeros = _outputs(stored.read(parts[QZEROS], Box((0, words[0]), (num_groups, words[1]))))
+        scales = stored.scales(parts[SCALES], Box((0, first), (num_groups, num_rows))).reshape(num_groups, num_rows).T
+        grouped(np.subtract, values, zeros, index)
+        grouped(np.multiply, values, scales, index)
+        return rounded(values, stored.tensors[parts[SCALES]].dtype, stored.dtype)
+
+
+def _outputs(words: NDArray) -> NDArray:
+    """Return the integers in `words`, [inputs, words], as [outputs, inputs]."""
+    values = unpacked(words, _BITS).reshape(len(words), -1, _PER_WORD)[:, :, _ORDER]
+    return np.ascontiguousarray(values.reshape(len(words), -1).T, np.float32)
+
+
+def _awq(settings: Settings) -> list[Scheme] | None:
+    """Return the scheme for `gemm`'s qweight [in, out * bits / 32]. Other versions have other shapes."""
+    version = str(settings.get("version", "gemm")).lower()
+    bits, group = number(settings, "bits", "w_bit") or _BITS, number(settings, "group_size", "q_group_size")
+    if version not in ("gemm", "gemv"):
+        return None
+    if version == "gemv" or not group:
+        parts = {QWEIGHT: Part(INT32), QZEROS: Part(INT32), SCALES: Part(FLOATS)}
+        found = f"version {version}" if group else "a config without group_size"
+        return [Scheme(QWEIGHT, parts, dequantize=UnknownValues(found))]
+
+    def count(plain: Shape) -> int:
+        return 1 if group <= 0 else -(-plain[-1] // group)
+
+    parts = {
+        QWEIGHT: Part(INT32),
+        QZEROS: Part(INT32, lambda plain: [(count(plain), -(-plain[-2] * bits // 32))]),
+        SCALES: Part(FLOATS, lambda plain: [(count(plain), plain[-2])]),
+    }
+    dequantize = _dequantizer(settings, bits, group)
+    return [Scheme(QWEIGHT, parts, lambda packed: (packed[-1] * 32 // bits, packed[0]), dequantize=dequantize)]
+
+
+def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
+    if bits != _BITS:
+        return UnknownValues(f"{bits} bits")
+    if settings.get("zero_point", True) is not True:
+        return UnknownValues("a config without zero_point")
+    if settings.get("backend") not in (None, "auto", "autoawq"):
+        return UnknownValues(f"backend {settings['backend']!r}")
+    return _AwqWeight(group)
+
+
+METHOD = Method((NAME,), _awq)

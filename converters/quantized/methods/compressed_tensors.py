@@ -1,0 +1,302 @@
+"""compressed-tensors: llm-compressor's formats, by config group.
+
+Sources: compressed-tensors 0.20 `compressors/*/base.py` (`compression_param_names`, `decompress`),
+`quantization/lifecycle/forward_helpers.py` (`_dequantize`). Zero points are subtracted and scales multiplied
+in the scales' dtype. NVFP4's scales are divided by the global scale first, in fp32, and 4-bit floats become bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.plan.dtypes import BFLOAT16, DType
+from ckpt.plan.tensors import Box, Shape
+from converters.quantized._weight import (
+    ScaleGrid,
+    StoredWeights,
+    Weight,
+    by_rows,
+    read_e2m1,
+    read_e4m3,
+    rounded,
+    unpacked,
+)
+from converters.quantized.scheme import (
+    BYTES,
+    E4M3,
+    E8M0,
+    F8,
+    F32,
+    FLOATS,
+    INT8,
+    INT32,
+    INT64,
+    INTEGERS,
+    WEIGHT,
+    Dequantizer,
+    Method,
+    Part,
+    Scheme,
+    Settings,
+    ShapeList,
+    Shapes,
+    UnknownValues,
+    for_activations,
+    number,
+    optional,
+    per_group,
+    per_output,
+    scalar,
+    wider,
+)
+
+NAME = "compressed-tensors"
+PACKED, SCALE, GLOBAL = "{w}_packed", "{w}_scale", "{w}_global_scale"
+RECORDED, ZERO = "{w}_shape", "{w}_zero_point"
+
+_USED = (SCALE, GLOBAL, RECORDED, ZERO)
+_WORD = 8  # rows that share a word of packed zero points
+
+
+@dataclass(frozen=True, slots=True)
+class _CompressedWeight:
+    """Product of a matrix and its scales, after its zero points. `bits` is the size of an element of packed integers.
+
+    `dtype` is the product's; None is the scales'.
+    """
+
+    packed: str
+    read: Callable[[StoredWeights, str, Box], NDArray]
+    grid: ScaleGrid
+    bits: int = 8
+    dtype: DType | None = None
+    is_symmetric: bool = True
+
+    def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
+        shape = self._shape(stored, parts)
+        scale = stored.tensors[parts[SCALE]]
+        if self.grid.columns and self.grid.rows == 1 and shape[-1] % self.grid.columns:
+            raise stored.unsupported(parts[SCALE], expected="groups that divide the rows", found=list(shape))
+        if self.grid == ScaleGrid(1) and len(scale.shape) != 2:
+            raise stored.unsupported(parts[SCALE], expected=[shape[0], 1], found=list(scale.shape))
+        if self.dtype and ScaleGrid(1, 32) == self.grid and scale.dtype.name != "uint8":
+            raise stored.unsupported(scale.fqn, expected="exponents in uint8", found=scale.dtype)
+        if ZERO in parts and (stored.tensors[parts[ZERO]].dtype.name not in self._zero_dtypes):
+            raise stored.unsupported(parts[ZERO], found=f"zero points in {stored.tensors[parts[ZERO]].dtype}")
+        if GLOBAL in parts:
+            factor = stored.tensors[parts[GLOBAL]]
+            if factor.shape != (1,):  # a number without dims makes torch compute in another precision
+                raise stored.unsupported(parts[GLOBAL], expected=[1], found=list(factor.shape))
+            if not stored.scales(parts[GLOBAL]).all():
+                raise stored.corrupt(parts[GLOBAL], "a positive number", 0.0)
+        used = {template: parts[template] for template in (self.packed, *_USED) if template in parts}
+        compute = partial(self._rows, stored, used)
+        return by_rows(
+            stored, NAME, owner, shape, tuple(used.values()), compute, step=math.lcm(self.grid.rows or 1, _WORD)
+        )
+
+    @property
+    def _zero_dtypes(self) -> tuple[str, ...]:
+        if self.read is _read_int8:
+            return INT8
+        return () if self.is_symmetric else INT32
+
+    def _shape(self, stored: StoredWeights, parts: Mapping[str, str]) -> Shape:
+        packed = stored.tensors[parts[self.packed]]
+        if len(packed.shape) != 2:
+            raise stored.unsupported(packed.fqn, expected="a matrix", found=list(packed.shape))
+        rows, columns = packed.shape
+        if RECORDED in parts:
+            recorded = stored.read(parts[RECORDED]).view(f"i{stored.tensors[parts[RECORDED]].dtype.itemsize}").tolist()
+            if len(recorded) != 2 or recorded[0] != rows or -(-recorded[1] * self.bits // 32) != columns:
+                expected = f"the shape of packed values with shape {list(packed.shape)}"
+                raise stored.corrupt(parts[RECORDED], expected, recorded)
+            return rows, recorded[1]
+        return rows, columns * (2 if self.packed == PACKED else 1)
+
+    def _rows(self, stored: StoredWeights, parts: Mapping[str, str], box: Box) -> memoryview:
+        values = self.read(stored, parts[self.packed], box)
+        if ZERO in parts:
+            zeros = self._zeros(stored, parts[ZERO], box)
+            self.grid.apply(np.subtract, values, zeros)
+        scales = self.grid.scales(stored, parts[SCALE], box)
+        if GLOBAL in parts:
+            scales = scales / stored.scales(parts[GLOBAL])
+        self.grid.apply(np.multiply, values, scales)
+        return rounded(values, self.dtype or stored.tensors[parts[SCALE]].dtype, stored.dtype)
+
+    def _zeros(self, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+        """Return the zero points for some rows. If packed, rows share words."""
+        if self.packed == WEIGHT:
+            return self.grid.bits(stored, fqn, box).view(np.int8).astype(np.float32)
+        (first, _), (num_rows, _), per = box.offsets, box.sizes, 32 // self.bits
+        words = Box((first // per, 0), (-(-num_rows // per), stored.tensors[fqn].shape[1]))
+        return unpacked(stored.read(fqn, words).T, self.bits).T[:num_rows] - np.float32(1 << self.bits - 1)
+
+
+def _read_int8(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+    return stored.read(fqn, box).view(np.int8).astype(np.float32)
+
+
+def _read_packed(bits: int, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
+    """Return some rows of packed integers. Half of their range is added to them before packing."""
+    words = Box(box.offsets, (box.sizes[0], stored.tensors[fqn].shape[1]))
+    values = unpacked(stored.read(fqn, words), bits)[:, : box.sizes[1]].astype(np.float32)
+    values -= np.float32(1 << bits - 1)
+    return values
+
+
+@cache
+def _packed_reader(bits: int) -> Callable[[StoredWeights, str, Box], NDArray]:
+    return partial(_read_packed, bits)
+
+
+def _compressed_tensors(settings: Settings) -> list[Scheme] | None:
+    """Return one scheme per config group. None if a format is unknown."""
+    groups = settings.get("config_groups")
+    found: list[Scheme] = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        if not isinstance(group, Mapping):
+            return None
+        schemes = _compressed_group(str(group.get("format") or settings.get("format")), group)
+        if schemes is None:
+            return None
+        found += schemes
+    if change := next(_changes(settings), None):
+        found = [replace(scheme, dequantize=UnknownValues(f"{change} in the config")) for scheme in found]
+    return found or None
+
+
+def _changes(settings: Settings) -> Iterator[str]:
+    """Yield entries under which the stored values are not the plain ones: rotations, and sparse storage."""
+    transform, sparsity = settings.get("transform_config"), settings.get("sparsity_config")
+    if transform and (not isinstance(transform, Mapping) or transform.get("config_groups")):
+        yield "transform_config"
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense"):
+        yield "sparsity_config"
+
+
+def _compressed_group(format: str, group: Settings) -> list[Scheme] | None:
+    weights, inputs = (value if isinstance(value := group.get(key), Mapping) else {} for key in _ARGS)
+    scales, bits = _strategy_shapes(weights), weights.get("num_bits")
+    extra = _activation_parts(weights, inputs, format, scales)
+    if format == "dense":
+        return []
+    if format in ("float-quantized", "int-quantized", "naive-quantized"):
+        is_float = weights.get("type") == "float"
+        found = _naive(F8, scales, extra) if is_float else _integers(scales, extra)
+    elif format == "pack-quantized":
+        found = _packed_integers(bits, scales, extra) if type(bits) is int and 0 < bits <= 32 else []
+    elif format == "nvfp4-pack-quantized":
+        parts = {SCALE: Part(E4M3, per_group(1, 16)), GLOBAL: Part(F32, scalar)}
+        found = [_packed_bytes(2, {**parts, **extra})]
+    elif format in ("mxfp4-pack-quantized", "mxfp6-pack-quantized"):
+        scale = {SCALE: Part(E8M0, per_group(1, 32))}
+        found = [_packed_bytes(2 if "mxfp4" in format else None, {**scale, **extra})]
+    elif format == "mxfp8-quantized":
+        found = [Scheme(WEIGHT, {WEIGHT: Part(F8), SCALE: Part(E8M0, per_group(1, 32)), **extra}, tuple)]
+    else:
+        return None
+    return [replace(scheme, dequantize=_dequantizer(format, weights)) for scheme in found] or None
+
+
+def _dequantizer(format: str, weights: Settings) -> Dequantizer:
+    """Return the computation of a group's values. UnknownValues if they were not compared with the library's."""
+    grid, bits, is_float = _grid(weights), weights.get("num_bits"), weights.get("type") == "float"
+    is_symmetric = weights.get("symmetric", True) is True
+    if weights.get("actorder") in ("group", "dynamic"):
+        return UnknownValues(f"actorder {weights['actorder']!r}: columns in another order")
+    if format == "nvfp4-pack-quantized" and is_symmetric:
+        return _CompressedWeight(PACKED, read_e2m1, ScaleGrid(1, 16), dtype=BFLOAT16)
+    if format == "mxfp4-pack-quantized" and is_symmetric:
+        return _CompressedWeight(PACKED, read_e2m1, ScaleGrid(1, 32), dtype=BFLOAT16)
+    if format == "mxfp8-quantized" and is_symmetric:
+        return _CompressedWeight(WEIGHT, read_e4m3, ScaleGrid(1, 32), dtype=BFLOAT16)
+    if format == "pack-quantized" and grid and bits in (4, 8) and (is_symmetric or grid.rows == 1):
+        return _CompressedWeight(PACKED, _packed_reader(bits), grid, bits, is_symmetric=is_symmetric)
+    if format in ("float-quantized", "naive-quantized") and grid and is_float and bits == 8 and is_symmetric:
+        return _CompressedWeight(WEIGHT, read_e4m3, grid)
+    if format in ("int-quantized", "naive-quantized") and grid and not is_float and bits == 8:
+        return _CompressedWeight(WEIGHT, _read_int8, grid)
+    words = (str(weights.get(key)) for key in ("num_bits", "type", "strategy"))
+    return UnknownValues(f"{format} with {' '.join(words)}, {'' if is_symmetric else 'not '}symmetric")
+
+
+def _grid(weights: Settings) -> ScaleGrid | None:
+    strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
+    if strategy in ("group", "tensor_group") and type(size) is int and size > 0:
+        return ScaleGrid(1, size)
+    if strategy == "block" and isinstance(block, list) and all(type(n) is int and n > 0 for n in block):
+        return ScaleGrid(*block)
+    return {"tensor": ScaleGrid(), "channel": ScaleGrid(1)}.get(str(strategy))
+
+
+_ARGS = ("weights", "input_activations")
+
+
+def _activation_parts(weights: Settings, inputs: Settings, format: str, scales: ShapeList | None) -> dict[str, Part]:
+    """Return the parts for asymmetric weights and for activations, required if the config says so."""
+    is_static, is_local = bool(inputs) and inputs.get("dynamic") is False, inputs.get("dynamic") == "local"
+    is_global = format.startswith("nvfp4")
+    zeros = Part((*INT8, *F8), scales)
+    if format == "pack-quantized":
+        per = 32 // max(1, number(weights, "num_bits") or 32)
+        zeros = Part(INT32, scales and (lambda plain: [(-(-s[0] // per), *s[1:]) for s in scales(plain) if s]))
+    return {
+        "{w}_g_idx": optional(INT32, lambda plain: [(plain[-1],)]),
+        ZERO: replace(zeros, required=weights.get("symmetric", True) is False),
+        "{m}input_global_scale": for_activations(F32, scalar, required=is_global and (is_static or is_local)),
+        "{m}input_scale": for_activations(FLOATS, None, required=is_static and not is_global),
+        "{m}input_zero_point": for_activations(INTEGERS),
+        "{m}output_scale": for_activations(),
+        "{m}output_zero_point": for_activations(INTEGERS),
+    }
+
+
+def _strategy_shapes(weights: Settings) -> ShapeList | None:
+    strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
+    if strategy == "tensor":
+        return scalar
+    if strategy == "channel":
+        return per_output
+    if strategy in ("group", "tensor_group") and type(size) is int and size > 0:
+        return per_group(1, size)
+    if strategy == "block" and isinstance(block, list) and all(type(n) is int and n > 0 for n in block):
+        return per_group(block[0], block[1])
+    return None
+
+
+def _naive(dtypes: tuple[str, ...], scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:
+    return [Scheme(WEIGHT, {WEIGHT: Part(dtypes), SCALE: Part(FLOATS, scales), **extra}, tuple)]
+
+
+def _integers(scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:
+    return _naive(INT8, scales, extra)
+
+
+def _packed_integers(bits: int, scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:
+    per = 32 // bits
+    parts = {
+        PACKED: Part(INT32),
+        SCALE: Part(FLOATS, scales),
+        RECORDED: Part((*INT64, *INT32), lambda _: [(2,)]),
+    }
+    return [Scheme(PACKED, {**parts, **extra}, wider(per))]
+
+
+def _packed_bytes(per_byte: int | None, parts: Mapping[str, Part]) -> Scheme:
+    """Return a scheme with `per_byte` values in a byte. None means four 6-bit values in three bytes."""
+
+    def plain(packed: Shape) -> Shape:
+        return (*packed[:-1], packed[-1] * per_byte if per_byte else packed[-1] * 4 // 3)
+
+    return Scheme(PACKED, {PACKED: Part(BYTES), **parts}, plain)
+
+
+METHOD = Method((NAME,), _compressed_tensors, lambda: [*_naive(F8, None, {}), *_integers(None, {})])

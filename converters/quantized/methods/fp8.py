@@ -1,0 +1,123 @@
+"""FP8 with a scale per block, for linear layers in DeepSeek-V3 and V4 and transformers' fine-grained FP8.
+
+Sources: DeepSeek-V3 `inference/kernel.py` (`weight_dequant`, called by its `fp8_cast_bf16.py`), DeepSeek-V4
+`inference/model.py`, transformers 5.23 `integrations/finegrained_fp8.py` (`Fp8Dequantize`). `NAME` is float8_e4m3fn
+[..., out, in]. `NAME_scale_inv` [..., out blocks, in blocks] is a factor, despite its name, for every block of
+`weight_block_size` elements; a row's or column's last block may be shorter. It may also be one factor for the whole
+tensor. DeepSeek-V4 names it `scale`, a power of two; its experts are e2m1 with one for every 32 elements of a row. Both
+are widened to fp32 and multiplied, and the product is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ckpt.base.errors import UsageError
+from ckpt.plan.tensors import Box
+from converters.quantized._weight import (
+    E4M3,
+    ScaleGrid,
+    StoredWeights,
+    Weight,
+    by_rows,
+    read_e2m1,
+    read_e4m3,
+    rounded,
+)
+from converters.quantized.scheme import (
+    E8M0,
+    F8,
+    FLOATS,
+    FOUR_BITS,
+    WEIGHT,
+    Method,
+    Part,
+    Scheme,
+    Settings,
+    for_activations,
+    per_group,
+    per_output,
+    scalar,
+    wider,
+)
+
+NAME = "fp8"
+_GROUP = 32  # elements of an e2m1 row with one scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp8Weight:
+    """Product of a matrix and its scales. `grid` is None if the config has no block size.
+
+    `is_packed` is True for e2m1, two values per byte.
+    """
+
+    scale: str
+    grid: ScaleGrid | None
+    is_packed: bool = False
+
+    def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
+        name, scale = parts[WEIGHT], parts[self.scale]
+        tensor = stored.tensors[name]
+        if not self.is_packed and tensor.dtype != E4M3:
+            raise stored.unsupported(name, expected=E4M3, found=tensor.dtype)
+        grid = ScaleGrid() if stored.tensors[scale].numel == 1 else self.grid
+        if grid is None:
+            raise UsageError(
+                "the config does not record the block size",
+                path=stored.checkpoint.path,
+                fqn=scale,
+                expected="weight_block_size, two sizes, in quantization_config",
+            )
+        shape = (*tensor.shape[:-1], tensor.shape[-1] * (2 if self.is_packed else 1))
+        compute = partial(_rows, stored, name, scale, grid, self.is_packed)
+        return by_rows(stored, NAME, owner, shape, (name, scale), compute, step=grid.rows or 1)
+
+
+def _rows(stored: StoredWeights, name: str, scale: str, grid: ScaleGrid, is_packed: bool, box: Box) -> memoryview:
+    values = read_e2m1(stored, name, box) if is_packed else read_e4m3(stored, name, box)
+    grid.apply(np.multiply, values, grid.scales(stored, scale, box))
+    return rounded(values, stored.dtype)
+
+
+def _block_size(settings: Settings) -> tuple[int, int] | None:
+    given = settings.get("weight_block_size")
+    if isinstance(given, (list, tuple)) and len(given) == 2 and all(type(size) is int and size > 0 for size in given):
+        return given[0], given[1]
+    return None
+
+
+def _fp8(settings: Settings) -> list[Scheme]:
+    """Return schemes with block or tensor scales: DeepSeek-V3's `weight_scale_inv`, or DeepSeek-V4's `scale`."""
+    size = _block_size(settings)
+    grid = ScaleGrid(*size) if size else ScaleGrid() if settings else None
+    scales = per_group(*size) if size else scalar if settings else None
+    inverse = "{w}_scale_inv"
+    plain = Scheme(WEIGHT, {WEIGHT: Part(F8), inverse: Part((*FLOATS, *E8M0), scales)}, tuple)
+    plain = replace(plain, dequantize=_Fp8Weight(inverse, grid))
+    activations = for_activations(FLOATS, scalar, required=settings.get("activation_scheme") == "static")
+    names = ("activation_scale", "input_scale")
+    kinds = (("{m}", False, activations), ("{w}_", True, replace(activations, shapes=None)))
+    found = [
+        replace(plain, parts={**plain.parts, of + name: part}, is_stack=is_stack)
+        for name in names
+        for of, is_stack, part in kinds
+    ]
+    if size is None:  # AutoFP8, read by vLLM under the same method
+        parts = {WEIGHT: Part(F8), "{w}_scale": Part(FLOATS, lambda plain: scalar(plain) + per_output(plain))}
+        found.append(Scheme(WEIGHT, {**parts, "{m}input_scale": activations}, tuple))
+    if settings.get("expert_dtype") or settings.get("scale_fmt") or not settings or size:
+        scale = "{m}scale"
+        blocks = Part((*FLOATS, *E8M0), per_group(*size) if size else None)
+        matrix = Scheme(WEIGHT, {WEIGHT: Part(F8), scale: blocks}, tuple, dequantize=_Fp8Weight(scale, grid))
+        parts = {WEIGHT: Part(FOUR_BITS), scale: Part(E8M0, per_group(1, _GROUP))}
+        experts = Scheme(WEIGHT, parts, wider(2), dequantize=_Fp8Weight(scale, ScaleGrid(1, _GROUP), is_packed=True))
+        found += [matrix, experts]
+    return found
+
+
+METHOD = Method((NAME,), _fp8, unrecorded=lambda: _fp8({}))

@@ -1,0 +1,171 @@
+"""Declarations: the parts of a quantized weight, their dtypes and shapes.
+
+A part's name is a template: `{w}` is the plain weight's name, `{m}` its module's path prefix. Shapes follow from the
+plain weight's shape, [..., out, in]. `converters.quantized.methods` has one module per method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpt.plan.tensors import Shape
+
+if TYPE_CHECKING:
+    from converters.quantized._weight import StoredWeights, Weight
+
+Settings = Mapping[str, Any]
+
+
+class ShapeSet(Protocol):
+    """Legal shapes. The first is an example for messages."""
+
+    def __contains__(self, shape: object, /) -> bool: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Shapes = Callable[[Shape], ShapeSet]
+ShapeList = Callable[[Shape], list[Shape]]
+
+FLOATS = ("float32", "bfloat16", "float16")
+F32 = ("float32",)
+F8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+E4M3 = ("float8_e4m3fn",)
+E8M0 = ("float8_e8m0fnu", "uint8")
+BYTES = ("uint8",)
+FOUR_BITS = ("uint8", "int8", "float4_e2m1fn_x2")
+INT8, INT32, UINT32, INT64 = ("int8",), ("int32",), ("uint32",), ("int64",)
+INTEGERS = ("int8", "uint8", "int32", "int64", *F8)
+#: Dtypes for packed values, never used by plain weights.
+PACKED = frozenset({*F8, *E8M0, *FOUR_BITS, *INT8, *INT32, *UINT32, "int16", "uint16"})
+WEIGHT = "{w}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensor of a quantized weight. If `shapes` is None, any shape is legal.
+
+    `is_for_activations` marks parts without effect on the weight's values.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: Shapes | None = None
+    required: bool = True
+    is_for_activations: bool = False
+
+
+class Dequantizer(Protocol):
+    """Computation of a plain weight from its `parts`, by name template. Schemes compare equal ones as one."""
+
+    def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str], /) -> Weight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownValues:
+    """Dequantizer for settings under which the values are unproved. `found` names them."""
+
+    found: str
+
+    def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str], /) -> Weight:
+        raise stored.unsupported(owner, found=self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """All parts of a weight by name template.
+
+    `plain` computes the plain shape from the shape of the part `packed`. If `may_transpose`, this is a Conv1D's
+    transposed shape. If `is_stack` is True, the scheme is only for
+    experts in one tensor, with a name not ending in `weight`. If False, it is only for all other weights. `bits` is the
+    size of an element if the packed part has no dims. `dequantize` is None if the values are unknown.
+    """
+
+    packed: str
+    parts: Mapping[str, Part]
+    plain: Callable[[Shape], Shape] | None = None
+    is_stack: bool | None = None
+    bits: int | None = None
+    may_transpose: bool = False
+    dequantize: Dequantizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Quantization method, with its names in `quant_method`.
+
+    `schemes` returns its schemes for the recorded settings, or None if the settings are unknown. `unrecorded` returns
+    the schemes that describe themselves, for checkpoints without a recorded method. If `takes_plain`, its loader
+    quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may have settings of their own,
+    under their names. `unwritable` is the reason why safetensors files written by ckpt can't hold the weights.
+    """
+
+    names: tuple[str, ...]
+    schemes: Callable[[Settings], Sequence[Scheme] | None]
+    unrecorded: Callable[[], Sequence[Scheme]] = tuple
+    takes_plain: bool = False
+    own_settings: bool = False
+    unwritable: str | None = None
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------
+
+
+def scalar(plain: Shape) -> list[Shape]:
+    """Return the shapes for one number per tensor, or per matrix in a stack."""
+    lead = plain[:-2]
+    return [(), (1,), (1, 1), *([lead, (*lead, 1), (*lead, 1, 1)] if lead else [])]
+
+
+def per_output(plain: Shape) -> list[Shape]:
+    """Return the shapes for one number per output."""
+    return [(*plain[:-2], plain[-2], 1), (*plain[:-2], plain[-2])]
+
+
+def per_group(rows: int, columns: int) -> ShapeList:
+    """Return the shapes for one number per block, with `rows` by `columns` elements."""
+
+    def shapes(plain: Shape) -> list[Shape]:
+        return [(*plain[:-2], -(-plain[-2] // max(1, rows)), -(-plain[-1] // max(1, columns)))]
+
+    return shapes
+
+
+class _AnyBlocks:
+    """Legal scale shapes for blocks that tile the weight, in any size."""
+
+    def __init__(self, plain: Shape) -> None:
+        self._plain = plain
+
+    def __contains__(self, shape: object) -> bool:
+        if not isinstance(shape, tuple):
+            return False
+        is_tiled = len(shape) == len(self._plain) and all(
+            n and size % n == 0 for size, n in zip(self._plain, shape, strict=True)
+        )
+        return is_tiled or shape in scalar(self._plain) + per_output(self._plain)
+
+    def __getitem__(self, _: int) -> Shape:
+        return (*self._plain[:-1], 1)
+
+
+def any_blocks(plain: Shape) -> _AnyBlocks:
+    return _AnyBlocks(plain)
+
+
+def wider(factor: int) -> Callable[[Shape], Shape]:
+    return lambda packed: (*packed[:-1], packed[-1] * factor)
+
+
+def optional(dtypes: tuple[str, ...] = FLOATS, shapes: Shapes | None = None) -> Part:
+    """Return a part that a weight may lack."""
+    return Part(dtypes, shapes, required=False)
+
+
+def for_activations(dtypes: tuple[str, ...] = FLOATS, shapes: Shapes | None = None, *, required: bool = False) -> Part:
+    """Return a part without effect on the weight's values."""
+    return Part(dtypes, shapes, required, is_for_activations=True)
+
+
+def number(settings: Settings, *names: str) -> int | None:
+    return next((settings[name] for name in names if type(settings.get(name)) is int), None)
