@@ -241,7 +241,7 @@ class QuantizedWeights:
     @cached_property
     def unproved(self) -> str | None:
         """Reason why the parts were not checked. None if they were, or if nothing is quantized."""
-        if self._schemes is None:
+        if self._method and self._schemes is None:
             return f"weight parts quantized by {self.title} were not checked: ckpt does not know this layout"
         if name := next(self._unclaimed(), None):
             return f"quantized weight parts were not checked without a quantization config: {name}, ..."
@@ -289,7 +289,7 @@ class QuantizedWeights:
     @cached_property
     def faults(self) -> Sequence[Fault]:
         """Missing, unexpected and misshapen parts, ordered by name."""
-        if self._schemes is None:
+        if self._method and self._schemes is None:
             return [*self._unlike_siblings()]
         if not self.owners:
             return []
