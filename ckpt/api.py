@@ -55,7 +55,7 @@ from ckpt.plan.groups import (
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
 from ckpt.runs.half_checkpoints import check_holds_model
-from ckpt.runs.opening import AUTO, open_checkpoint
+from ckpt.runs.opening import AUTO, open_checkpoint, warn_of_skipped
 from ckpt.runs.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_step_count
@@ -139,6 +139,11 @@ def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
     if given := [name for name, value in requested.items() if value is not None]:
         raise UsageError(f"{given[0]} has no effect on an open checkpoint", path=source.path)
     return source
+
+
+def _warn_if_opened(*sources: tuple[Source, Checkpoint]) -> None:
+    """Warn of skipped newer checkpoints, except in sources that the caller opened."""
+    warn_of_skipped(*(checkpoint for source, checkpoint in sources if not isinstance(source, Checkpoint)))
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
@@ -580,6 +585,8 @@ def convert(
     with listed_once():
         conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
         conversion.to_json()  # also lists the folders listed while opening the source
+    if Watching.of(options).planned is None:
+        _warn_if_opened((source, conversion.source))
     how = {**vars(Check.of(options)), **vars(WriteOptions.of(options)), **vars(Processes.of(options))}
     return conversion.write(output, **how, **Watching.of(options).callbacks(conversion))
 
@@ -673,6 +680,7 @@ def mount(
 
     library()
     conversion = plan(source, to, **options)
+    warn_of_skipped(conversion.source)
     if view is not None:
         check_free(conversion, Path(view))
     given: dict[str, Any] = dict(options)
@@ -713,6 +721,7 @@ def hash(
     """
     WORKERS.check(workers)
     checkpoint = opened(source, format, tag=tag, config=config, accept_settings=accept_settings)
+    _warn_if_opened((source, checkpoint))
     return digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=progress)
 
 
@@ -778,6 +787,7 @@ def verify(
 
     with listed_once():
         one, other = open_sides(a, b, sides)
+        _warn_if_opened((a, one), (b, other))
         if run:
             return verify_runs(one, other)
         beside = list(not_tensors(one, other))
@@ -821,7 +831,9 @@ def diff(
     from ckpt.compare.changes import Tolerance
     from ckpt.compare.diff import diff as diff_same_names
 
-    one, other, notes = _as_pair(*open_sides(a, b, Sides.of(options)))
+    one, other = open_sides(a, b, Sides.of(options))
+    _warn_if_opened((a, one), (b, other))
+    one, other, notes = _as_pair(one, other)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     found = diff_same_names(one, other, only=only, tolerance=tolerance, **vars(Measuring.of(options)))
     return replace(found, notes=(*found.notes, *notes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
-from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError
+from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError, shown
 from ckpt.base.text import did_you_mean, pluralize
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
@@ -169,6 +170,13 @@ def rank_copies_note(tensors: Iterable[Tensor]) -> str:
     names = f"{own[0]}, ..." if len(own) > 1 else own[0]
     what = f"every rank saved its own values of {pluralize(len(own), 'buffer')} ({names})"
     return f"{what}; ckpt reads rank 0's, like DeepSpeed and torch"
+
+
+def warn_of_skipped(*checkpoints: Checkpoint) -> None:
+    """Warn that newer checkpoints of a run were skipped. Commands print these notes."""
+    for checkpoint in checkpoints:
+        for note in checkpoint.passed_over:
+            warnings.warn(f"{shown(checkpoint.path)}: {note}", stacklevel=3)
 
 
 def _neighbour(path: Path) -> str | None:

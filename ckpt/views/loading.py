@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS,
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
-from ckpt.runs.opening import AUTO, open_checkpoint, rank_copies_note
+from ckpt.runs.opening import AUTO, open_checkpoint, rank_copies_note, warn_of_skipped
 from ckpt.state.naming import to_namespace
 from ckpt.views.lazy import LazyTensor
 from ckpt.views.without_torch import needs_torch
@@ -52,6 +52,7 @@ def load_into(
     if not isinstance(model, torch.nn.Module):
         raise UsageError("this is not a torch module", expected="torch.nn.Module", found=type(model).__name__)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, format)
+    warn_of_skipped(checkpoint)
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     _check_plain(wanted)
     named = _with_matching_names(checkpoint, wanted)
