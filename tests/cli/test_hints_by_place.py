@@ -164,7 +164,7 @@ SITUATIONS: dict[str, Callable[[Place], object]] = {
         lambda: None,
         lambda: typed("estimate", model(at / "a", model_type="new"), "--gpus", "2"),
     ),
-    "converters.names.transformers.rules:not_of_the_config": lambda at: called(
+    "converters.names.transformers.rules:config_mismatch": lambda at: called(
         lambda: _Stack(NameRule("up", ("*.up",)), {(0, 0): "0.up"}).shape("up", {"0.up": (4, 4)}, 2)
     ),
     "converters.pytorch.full:lay_out": lambda at: typed(
