@@ -46,7 +46,7 @@ def _run() -> int:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise streams.TerminatedError("terminated; the destination is as it was")
+    raise streams.TerminatedError("terminated; the destination is unchanged")
 
 
 def _say(error: Exception) -> int:

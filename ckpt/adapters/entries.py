@@ -128,5 +128,5 @@ def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), 
             if option
             else "remove entries that change nothing from a copy of adapter_config.json"
         )
-        + "; or merge with that PEFT: merge_and_unload",
+        + "; or merge with the adapter's PEFT release: merge_and_unload",
     )

@@ -202,7 +202,9 @@ def check_factors(
                 f"the adapter's config and weights disagree about {entry}",
                 path=path,
                 fqn=module,
-                expected=f"a {kind} tensor, as {entry} is on" if is_on else f"no {kind} tensor, as {entry} is off",
+                expected=f"a {kind} tensor, because {entry} is on"
+                if is_on
+                else f"no {kind} tensor, because {entry} is off",
                 found=f"a {kind} tensor" if has_kind else "none",
             )
 

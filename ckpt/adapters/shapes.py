@@ -152,7 +152,7 @@ def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None
                     f"the adapter's config and weights disagree about {entry}",
                     path=path,
                     fqn=fqn,
-                    expected=f"{entry} {wanted}, as {config.path} says",
+                    expected=f"{entry} {wanted}, from {config.path}",
                     found=f"{entry} {found}, by shape {list(shape)}",
                 )
 

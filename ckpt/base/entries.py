@@ -59,7 +59,7 @@ def load(where: str) -> Any:
         if module.startswith(("converters.", "ckpt.")):
             raise
         raise UsageError(
-            f"an installed package registers {where!r}, which cannot be imported",
+            f"an installed package registers {where!r}, but Python can't import it",
             found=f"{type(error).__name__}: {error}",
             hint="update that package, or uninstall it",
         ) from error

@@ -32,7 +32,7 @@ def say_ended(interrupt: KeyboardInterrupt) -> int:
     """Print why a command was interrupted, and return its exit code."""
     is_terminated = isinstance(interrupt, TerminatedError)
     code, name = (TERMINATED, "terminated") if is_terminated else (INTERRUPTED, "interrupted")
-    what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is as it was"
+    what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is unchanged"
     notes = getattr(interrupt, "__notes__", ())
     if wants_json():
         from ckpt.base.errors import json_error  # imported late: an interrupt may come during this import

@@ -433,7 +433,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 path=other.path,
                 rank=other.rank,
                 fqn=tensor.fqn,
-                expected=f"what {f'rank {one.rank}' if of_ranks else f'byte {one.offset}'} holds, {one.path}",
+                expected=f"the value from {f'rank {one.rank}' if of_ranks else f'byte {one.offset}'}, {one.path}",
                 found=f"element {list(difference.index)} at byte {other.offset} is {other} instead of {one} "
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
                 hint="`ckpt convert --replica RANK` takes one rank's copy"
@@ -460,7 +460,7 @@ def check_masters(checkpoint: Checkpoint) -> None:
                     path=other.path,
                     rank=other.rank,
                     fqn=master.fqn,
-                    expected=f"{one}, as in {one.path}",
+                    expected=f"{one}, from {one.path}",
                     found=f"element {list(difference.index)} is {other}; {difference.num_different} differ",
                     hint="are all files from one save, with each rank's file under its own name?",
                 )

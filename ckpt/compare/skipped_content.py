@@ -65,6 +65,8 @@ def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
     for role, values in checkpoint.state.scalars.items():
         plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
         if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):
-            found.append(f"optimizer state {one_line(role)} of {pluralize(num_others, 'parameter')}: it is no number")
+            found.append(
+                f"optimizer state {one_line(role)} of {pluralize(num_others, 'parameter')}: it is not a number"
+            )
     left = [note for note in named.notes if note not in checkpoint.notes]  # tensors without a name on the Hub
     return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, (*left, *checkpoint.unread)))]

@@ -108,7 +108,7 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
     name = next(iter(config.architectures or ()), None)
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:
-        what = "names no architectures" if name is None else f"names {name!r}, which transformers does not have"
+        what = "names no architectures" if name is None else f"names {name!r}, unknown to transformers"
         problems.append(f"{CONFIG}: {what}")
         cls = transformers.AutoModelForCausalLM
     quantization = getattr(config, "quantization_config", None)

@@ -309,7 +309,9 @@ def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: s
         reached = entry.stop
     if reached != size:
         raise CorruptError(
-            "the file is shorter than its header says" if reached > size else "the file is longer than its header says",
+            "the file is shorter than its header requires"
+            if reached > size
+            else "the file is longer than its header requires",
             path=path,
             expected=f"{pluralize(reached, 'byte')}",
             found=f"{pluralize(size, 'byte')}",

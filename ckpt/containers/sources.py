@@ -82,7 +82,7 @@ class Sources:
         root = self._read(path, rank, self.alike).root  # other ranks may have written the same pickle
         if not isinstance(root, Mapping):
             found = type(root).__name__
-            raise CorruptError(f"this is no {what}", path=path, rank=rank, expected="a dict", found=found)
+            raise CorruptError(f"this is not a {what}", path=path, rank=rank, expected="a dict", found=found)
         return RankFile(str(path), rank, root)
 
     def _read(self, path: str | Path, rank: int | None, alike: Pickles | None, is_named: bool = False) -> TorchFile:
@@ -114,8 +114,8 @@ class Sources:
             writer, others = ((writers or {}).get(one, self.storages[one].writer) for one in (path, other[1]))
             if None not in (writer, others) and writer != others:
                 self.notes.append(
-                    f"{Path(path).name} of rank {rank} holds the very same elements as that of rank {other[0]}, and "
-                    "different ranks are recorded to have written them"
+                    f"{Path(path).name} of rank {rank} has the same elements as rank {other[0]}'s file, although "
+                    "different ranks wrote them"
                 )
             else:
                 raise CorruptError(

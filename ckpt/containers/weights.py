@@ -67,7 +67,7 @@ def parse_index(
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
         if not name.endswith(suffixes) or not name.isprintable():
-            raise CorruptError(f"the index names a file that is not a {what}", path=path, fqn=fqn, found=repr(name))
+            raise CorruptError(f"a file in the index is not a {what}", path=path, fqn=fqn, found=repr(name))
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(path.name, weight_map, total_size)
@@ -103,7 +103,7 @@ def check_shard_set(names: Iterable[str], folder: Path) -> None:
 
 def index_is_missing(shard: str) -> str:
     """Return a note about a complete set of shards without an index."""
-    return f"{index_of(shard)} is missing; every shard is here, and transformers loads none without it"
+    return f"{index_of(shard)} is missing; every shard is here, but transformers needs the index"
 
 
 def read_weights(

@@ -184,7 +184,7 @@ class Staging:
         if not self.destination.name:
             raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
         if is_staged(self.destination):
-            what = "a hidden folder of this name is what a conversion writes before it has ended, and may be cleared"
+            what = "hidden folders with this name belong to unfinished conversions, and may be cleared"
             raise UsageError(what, path=destination, hint="give a folder of another name")
         self.path = staging_folder(self.destination)
         self._old = self.destination.with_name(f".{self.destination.name}{REPLACED}")
@@ -280,7 +280,7 @@ class Staging:
         except KeyboardInterrupt as interrupt:
             if not _same_file(self._lock, self.path):  # already moved
                 rests = [path for path in (self.path, self._old) if path.exists()]
-                left = "".join(f"; of what it replaced there is still {path}" for path in rests)
+                left = "".join(f"; the replaced output is still in {path}" for path in rests)
                 interrupt.args = (printable(f"stopped; {self.destination} is complete{left}"),)
             raise
 
@@ -290,7 +290,7 @@ class Staging:
             sync_folder(self.destination.parent)
         except OSError as error:
             what = f"the output is complete, but may not survive a system crash: {error.strerror}"
-            hint = None if at == self.destination else f"what it replaced is still there, in {at.name}"
+            hint = None if at == self.destination else f"the replaced output is still there, in {at.name}"
             raise StorageError(what, path=self.destination, hint=hint) from error
 
     def _check_destination_free(self) -> None:

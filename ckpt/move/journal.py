@@ -36,7 +36,7 @@ from ckpt.plan.spans import Piece
 
 JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # maximum bytes in a journal
-_BEGINS_ANEW = "--restart clears what is there and begins anew"
+_BEGINS_ANEW = "use --restart to discard it and start over"
 
 #: Piece digests, by target file name.
 Digests = dict[str, dict[Piece, str]]
@@ -195,7 +195,7 @@ def _lines(path: Path) -> Iterator[Any]:
     try:
         with translate_os_errors(path):
             if path.is_symlink():
-                raise CorruptError("this is no regular file", path=path, found="a link")
+                raise CorruptError("this is not a regular file", path=path, found="a link")
             with open_stream(path) as file:
                 if os.fstat(file.fileno()).st_size > _LARGEST:
                     raise CorruptError("the journal is too large", path=path, expected=f"at most {show_size(_LARGEST)}")
@@ -235,7 +235,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
     files = _sources(expected, path)
     if known and files and not any(file.path in known for file in files):  # for example, the run has saved a newer step
         what = "the stopped conversion there has another source"
-        hint = f"that source goes on with it (--tag names a step of a run); {_BEGINS_ANEW}: {_leftovers(path.parent)}"
+        hint = f"give that source again to continue (--tag TAG for a step); {_BEGINS_ANEW}: {_leftovers(path.parent)}"
         raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
     for now in files:
         then = known.get(now.path, now)
@@ -244,7 +244,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
             hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
             raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=hint)
     what = "the stopped conversion there has other options or another source"
-    hint = f"the same command goes on with it; {_BEGINS_ANEW}"
+    hint = f"run the same command again to continue it; {_BEGINS_ANEW}"
     raise UsageError(what, path=path.parent, found=_leftovers(path.parent), hint=hint)
 
 

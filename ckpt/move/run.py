@@ -137,7 +137,7 @@ def _keeping(staging: Staging | None) -> Iterator[None]:
         if staging is not None and not is_refused and holds_pieces(staging.path):
             staging.keep()
             size = show_size(disk_bytes(staging.path))
-            note = f"kept: {size} in {printable(str(staging.path))}; the same command goes on"
+            note = f"kept: {size} in {printable(str(staging.path))}; rerun the command to continue"
             vars(error).setdefault("__notes__", []).append(note)  # `add_note` needs Python 3.11
         raise
 
@@ -189,7 +189,7 @@ def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: 
             why = f": {error.what}"
     where = printable(str(staging.path))
     if claimed:
-        say(f"going on with {where} ({show_size(disk_bytes(staging.path))}), left by a stopped conversion")
+        say(f"continuing {where} ({show_size(disk_bytes(staging.path))}), left by a stopped conversion")
     else:
         say(f"removed {where} ({show_size(staging.clear())}), left by a stopped conversion{why}")
     return claimed

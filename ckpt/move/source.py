@@ -85,7 +85,7 @@ def open_file(path: str) -> int:
         flags = os.O_PATH if is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
         fd = os.open(path, flags | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError("there is no such file", path=path) from None
+        raise NotFoundError("no such file", path=path) from None
     except ValueError:
         raise NotFoundError("a file name cannot contain a NUL", path=path) from None
     except OSError as error:
@@ -93,7 +93,7 @@ def open_file(path: str) -> int:
         raise kind(f"the file cannot be opened: {error.strerror}", path=path) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode) and path != ZEROS:  # a plan's padding source
         os.close(fd)
-        raise CorruptError("this is no regular file", path=path)
+        raise CorruptError("this is not a regular file", path=path)
     return fd
 
 

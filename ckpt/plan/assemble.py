@@ -27,7 +27,7 @@ def assemble(fqn: str, role: str, parts: Sequence[tuple[Shape, Fragment]], nativ
                 path=part.extent.path,
                 rank=part.rank,
                 fqn=fqn,
-                expected=f"{first.extent.dtype} {list(shape)}, as on rank {first.rank}",
+                expected=f"{first.extent.dtype} {list(shape)}, like on rank {first.rank}",
                 found=f"{part.extent.dtype} {list(other)}",
             )
     copies = whole_copies((part.region, part) for _, part in parts if part.region.numel)

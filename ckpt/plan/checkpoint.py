@@ -184,7 +184,7 @@ class SourceFile:
                 path=self.path,
                 expected=self.facts(),
                 found="no file",
-                hint="is the disk away? the same command goes on when it is back",
+                hint="is the disk mounted? rerun the command to continue",
             ) from None
         if now != self:
             raise CorruptError(
@@ -397,7 +397,7 @@ class Layout:
         """Return the number of ranks to write. Raise UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
         if found is None:
-            what, hint = "the source has no rank count", "--world-size says how many there are"
+            what, hint = "the source has no rank count", "pass --world-size N"
             raise UsageError(what, hint=hint)
         return found
 

@@ -31,7 +31,7 @@ TagOption = Annotated[
     Flag(
         ("--tag", "--step"),
         metavar="TAG",
-        help="The step to take, by its folder's name or its number, instead of the one recorded as latest.",
+        help="Use this step (folder name or number) instead of the recorded latest step.",
         complete="tags",
         section=READ,
     ),
@@ -40,22 +40,22 @@ ConfigOption = Annotated[
     Config,
     Flag(metavar="CONFIG", help="The model's config and tokenizer: a folder, a config.json or a Hub id.", section=READ),
 ]
-ShardSizeOption = Annotated[str | int, Flag(metavar="SIZE", help="Largest size of one weight file.", section=WRITTEN)]
+ShardSizeOption = Annotated[str | int, Flag(metavar="SIZE", help="Maximum size per weight file.", section=WRITTEN)]
 WorkersOption = Annotated[
-    int, Flag(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.", section=HOW)
+    int, Flag(min=0, max=256, help="Copy threads. 0: 8 per node, to keep a disk busy.", section=HOW)
 ]
 IgnoreFilesOption = Annotated[
     Sequence[str] | None,
     Flag(
         ("--ignore-file",),
         metavar="NAME",
-        help="Leave out this file next to the adapter, though it holds trained weights. Can be given several times.",
+        help="Skip this file next to the adapter, although it has trained weights. Repeatable.",
     ),
 ]
 ExpertLayoutOption = Annotated[
     ExpertLayout | None,
     Flag(
-        help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
+        help="Packing of a stacked experts adapter: peft, or unsloth before 2026.9.6. [default: recorded]",
         section=READ,
     ),
 ]
@@ -63,7 +63,7 @@ PeftVersionOption = Annotated[
     str | None,
     Flag(
         metavar="RELEASE",
-        help="PEFT release that trained the adapter, such as 0.13, if its config records none.",
+        help="The adapter's PEFT release, for example 0.13, if its config does not record it.",
         section=READ,
     ),
 ]
@@ -72,15 +72,15 @@ AcceptSettingsOption = Annotated[
     Flag(
         ("--accept-setting",),
         metavar="NAME",
-        help="Ignore this recorded setting, though it changes the model and the target cannot hold it. Repeatable.",
+        help="Ignore this recorded setting, although it changes the model and the target can't hold it. Repeatable.",
         section=READ,
     ),
 ]
-DequantizeOption = Annotated[bool, Flag(help="Take the plain values of quantized weights.", section=WRITTEN)]
+DequantizeOption = Annotated[bool, Flag(help="Convert quantized weights to plain values.", section=WRITTEN)]
 NamesOption = Annotated[
     Names,
     Flag(
-        help="hub: only what the config's architecture saves. own: other names are written as they are.",
+        help="hub: only names from the config's architecture. own: write other names unchanged.",
         section=WRITTEN,
     ),
 ]
@@ -104,7 +104,7 @@ class ReadOptions(OptionGroup):
     config: ConfigOption = None
     replica: Annotated[
         int | None,
-        Flag(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.", section=READ),
+        Flag(metavar="RANK", help="If copies differ between ranks, use this rank's copy.", section=READ),
     ] = None
     accept_settings: AcceptSettingsOption = None
 
@@ -117,7 +117,7 @@ class Completion(OptionGroup):
         str | PathLike[str] | Checkpoint | None,
         Flag(
             metavar="BASE",
-            help="Take what the run lacks of its model (a frozen tower, multi-token prediction) from this model.",
+            help="Take parts missing from the run's model (a frozen tower, multi-token prediction) from this model.",
             section=READ,
         ),
     ] = None
@@ -146,12 +146,8 @@ class Comparison(OptionGroup):
     """Options for a comparison."""
 
     only: Annotated[Only, Flag(help="Compare only these tensors.", section=SHOWN)] = "all"
-    cast: Annotated[
-        bool, Flag(help="Where dtypes differ, round the wider to the narrower, then compare.", section=HOW)
-    ] = False
-    exact: Annotated[bool, Flag(help="Round nothing: float32 masters differ from weights of 16 bits.", section=HOW)] = (
-        False
-    )
+    cast: Annotated[bool, Flag(help="If dtypes differ, round the wider side before comparing.", section=HOW)] = False
+    exact: Annotated[bool, Flag(help="Round nothing: float32 masters differ from 16-bit weights.", section=HOW)] = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ class Precision(OptionGroup):
     dtype: Annotated[
         Cast,
         Flag(
-            help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters.",
+            help="Dtype for weights: keep the model's own, or cast. fp32 writes the optimizer's masters.",
             section=WRITTEN,
         ),
     ] = "keep"
@@ -183,7 +179,7 @@ class StatePrecision(OptionGroup):
     optimizer_dtype: Annotated[
         Literal["keep", "fp32"],
         Flag(
-            help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes).",
+            help="fp32 converts 8-bit and 4-bit optimizer states (torchao, bitsandbytes) to plain values.",
             section=WRITTEN,
         ),
     ] = "keep"
@@ -195,7 +191,7 @@ class Sharding(OptionGroup):
 
     max_shard_size: ShardSizeOption = "5GB"
     world_size: Annotated[
-        int | None, replace(WORLD_SIZE, help="Ranks of a sharded target. [default: as many as the source has]")
+        int | None, replace(WORLD_SIZE, help="Number of ranks for a sharded target. [default: the source's]")
     ] = None
 
 
@@ -203,7 +199,9 @@ class Sharding(OptionGroup):
 class Work(OptionGroup):
     """Memory and threads."""
 
-    max_memory: Annotated[str | int, Flag(metavar="SIZE", help="Bound on all buffers together.", section=HOW)] = "512MB"
+    max_memory: Annotated[str | int, Flag(metavar="SIZE", help="Limit for all buffers together.", section=HOW)] = (
+        "512MB"
+    )
     workers: WorkersOption = 0
 
 
@@ -216,9 +214,7 @@ class Planning(Work, Sharding, StatePrecision, Precision, Completion, ReadOption
 class Check(OptionGroup):
     """Comparison before anything is written."""
 
-    check: Annotated[
-        bool, Flag(help="First compare all fp32 masters with the weights stored beside them.", section=HOW)
-    ] = False
+    check: Annotated[bool, Flag(help="First compare all fp32 masters with the stored weights.", section=HOW)] = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +225,7 @@ class WriteOptions(OptionGroup):
         bool,
         Flag(
             ("--manifest/--no-manifest",),
-            help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.",
+            help="Write ckpt-manifest.json with the output's digests, for `ckpt verify`.",
             section=WRITTEN,
         ),
     ] = True
@@ -237,14 +233,14 @@ class WriteOptions(OptionGroup):
     restart: Annotated[
         bool,
         Flag(
-            help="Clear what a stopped conversion has kept for this output, and begin anew. [default: go on with it; "
-            "in a store nothing is kept]",
+            help="Discard the work of a stopped conversion to this output, and start over. [default: continue it; "
+            "stores keep nothing]",
             section=HOW,
         ),
     ] = False
     verify: Annotated[
         bool,
-        Flag(help="Read back what was written, and compare it with the source. Exit code 1: different.", section=HOW),
+        Flag(help="Read back the output, and compare it with the source. Exit code 1: different.", section=HOW),
     ] = False
 
 
@@ -279,13 +275,13 @@ class HubTarget(OptionGroup):
         str | None,
         Flag(
             metavar="ORG/NAME",
-            help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
+            help="Repository on the Hub. [default: the run's hub_model_id; a merge adds -merged]",
             section=HUB,
         ),
     ] = None
     private: Annotated[bool, Flag(help="Make a new repository private.", section=HUB)] = False
     revision: Annotated[
-        str | None, Flag(metavar="BRANCH", help="The branch to push to, made where it is missing.", section=HUB)
+        str | None, Flag(metavar="BRANCH", help="Branch to push to, created if missing.", section=HUB)
     ] = None
     create_pr: Annotated[bool, Flag(help="Push as a pull request against main.", section=HUB)] = False
     commit_message: Annotated[str | None, Flag(metavar="TEXT", help="Commit message on the Hub.", section=HUB)] = None

@@ -19,7 +19,7 @@ MAX_SIZE = 1 << 16
 
 #: Options for cutting a target into files, and the reason if a format does not take them.
 OF_FILES = {
-    "world_size": "any number of ranks loads what it writes",
+    "world_size": "any number of ranks can load its output",
     "max_shard_size": "its files are not cut by size",
 }
 

@@ -153,7 +153,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
         tensor = checkpoint.tensors.get(key)
         if tensor is None:
             raise LossError(
-                f"the target needs the {key[1]} of a tensor that the source does not have",
+                f"the source lacks a tensor's {key[1]}, and the target needs it",
                 path=places[0][0].name,
                 fqn=key[0],
             )
@@ -161,7 +161,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
             assert fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
             if slot.extent.dtype != tensor.dtype:
                 if not {tensor.dtype, slot.extent.dtype} <= _CASTABLE:
-                    raise LossError(f"there is no cast from {tensor.dtype} to {slot.extent.dtype}", fqn=tensor.fqn)
+                    raise LossError(f"casting {tensor.dtype} to {slot.extent.dtype} is not supported", fqn=tensor.fqn)
                 per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
                 per_key[key] = per_key.get(key, 0) + slot.extent.nbytes
         found.fill(tensor, places)
@@ -296,7 +296,7 @@ def check_source(tensor: Tensor) -> None:
     words = {
         "hole": "part of a tensor is stored nowhere",
         "overlap": "part of a tensor is stored twice",
-        "outside": "a stored part lies outside its tensor",
+        "outside": "a stored part exceeds its tensor",
     }
     raise CorruptError(
         words[fault.kind],

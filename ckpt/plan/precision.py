@@ -125,7 +125,7 @@ def describe(
         what = f"{_count(cast)} written in {_dtypes(cast)}, the run's compute dtype ({record}), rounded from "
         notes.append(Brief(f"{what}its {_stored(cast)} weights; use --dtype fp32 for the unrounded weights"))
     elif cast:
-        notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks"))
+        notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)} by --dtype"))
     parts = [c for c in parameters if requested is not None and c.tensor.fqn in checkpoint.uncast]
     if parts:
         notes.append(f"{pluralize(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")

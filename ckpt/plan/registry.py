@@ -76,7 +76,7 @@ def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
     others = entries(group)
     for name in others.keys() & own.keys():
         raise UsageError(
-            f"an installed package registers {name!r}, which is ckpt's own, in {group}",
+            f"an installed package registers {name!r} in {group}, but this name belongs to ckpt",
             found=others[name],
             hint="uninstall that package",
         )
@@ -103,7 +103,7 @@ def named(word: str) -> list[Format]:
         return [cast(Format, load(known[word]))]
     if not (found := [one for one in all_formats() if word in one.aliases]):
         hint = did_you_mean(word, words())
-        what, expected = f"there is no format called {word!r}", "one of " + ", ".join(known)
+        what, expected = f"unknown format {word!r}", "one of " + ", ".join(known)
         raise UsageError(what, expected=expected, hint=hint, code="unknown-format")
     return found
 
@@ -113,7 +113,7 @@ def get(word: str) -> Format:
     found = named(word)
     if len(found) > 1:
         several = "one of " + ", ".join(one.name for one in found)
-        raise UsageError(f"{word!r} means several formats", expected=several, hint="name the one that is meant")
+        raise UsageError(f"{word!r} means several formats", expected=several, hint="give its full name")
     return found[0]
 
 
@@ -121,7 +121,7 @@ def namespace(name: str) -> Namespace:
     """Return the namespace called `name`. Raise UsageError if there is none."""
     known = _registered(NAMESPACES, "ckpt.namespaces")
     if name not in known:
-        raise UsageError(f"there are no names called {name!r}", expected="one of hub, " + ", ".join(known))
+        raise UsageError(f"unknown naming scheme {name!r}", expected="one of hub, " + ", ".join(known))
     return cast(Namespace, load(known[name]))
 
 
@@ -181,7 +181,7 @@ def check_options(format: str, requested: Mapping[str, Any], command: str = "con
         raise UsageError(f"the format {format!r} has no option {others[0]!r}", hint=hint)
     of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
     raise UsageError(
-        f"the format {format!r} has none of {' or '.join(of)}",
+        f"the format {format!r} does not support {' or '.join(of)}",
         found=" ".join(f"--{name.replace('_', '-')}" for name in others),
         hint=f"see `ckpt {command} --help`",
         code="option-not-taken",

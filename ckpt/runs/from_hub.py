@@ -43,12 +43,12 @@ def owner_hint(where: str, scheme: str = "", owner: str | None = None) -> str | 
     if "/" in where or where.startswith("."):
         return f"to read it from the Hub, give {scheme}{where}" if scheme and HUB_ID.fullmatch(where) else None
     owner = next((one for start, one in _OWNERS.items() if where.lower().startswith(start)), owner)
-    return f"give a model of the Hub with its owner: {scheme}{owner}/{where}" if where and owner else None
+    return f"give the Hub model with its owner: {scheme}{owner}/{where}" if where and owner else None
 
 
 def unknown_hint(where: str) -> str:
     """Return the hint for a model that is neither a local path nor a repository's name."""
-    return owner_hint(where, owner="ORG") or "check the path; a model of the Hub is given as ORG/NAME"
+    return owner_hint(where, owner="ORG") or "check the path; give a Hub model as ORG/NAME"
 
 
 def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:

@@ -103,7 +103,7 @@ def output_lines(
         lines.append(f"{show_size(num_done)} were there already, and are unchanged")
     if any(file["name"] == TRAINER_STATE for file in report["files"]):  # Trainer accepts the folder under any name
         place = printable(report["destination"])
-        lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
+        lines.append(f"to continue with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
     wrote = f"wrote {pluralize(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
     rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
     speed = f", {show_size(rate)}/s" if rate else ""  # nothing may be left to move

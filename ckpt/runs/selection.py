@@ -48,7 +48,7 @@ from ckpt.runs.unread_files import holds_tensors, stray_names
 
 #: Tag for the checkpoint in the folder itself.
 OWN_TAG = "."
-_LATER = "later than the one that is taken"
+_LATER = "later than the selected step"
 _MAX_NAMES = 8  # names per message
 #: Skipped steps with their errors. None means that no format finds a checkpoint in the step.
 _Skipped = dict[Step, CkptError | None]

@@ -83,13 +83,13 @@ def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
 def _notes_of_configs(run: Checkpoint, base: Checkpoint) -> Iterator[str]:
     """Yield notes on differences between the configs. The run's config is the one written."""
     for entry, one, other in stated_otherwise(run.config, base.config):
-        yield f"config.json of the run has {entry} {one!r}, and that of {base.path} {other!r}"
+        yield f"{entry} is {one!r} in the run's config.json, and {other!r} in {base.path}"
 
 
 def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
     """Return a note with all added parts of the model."""
     if not taken:
-        return f"nothing is taken from {path}: the run lacks nothing that it has"
+        return f"nothing was added from {path}: the run lacks nothing"
     parts: dict[str, list[Tensor]] = {}
     for (fqn, _), tensor in taken.items():
         match = _PART.match(fqn)
@@ -98,4 +98,4 @@ def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
         f"{part} ({pluralize(len(of), 'tensor')}, {show_size(sum(tensor.nbytes for tensor in of))})"
         for part, of in parts.items()
     )
-    return f"taken from {path} as it is there, as the run lacks it: {listed}"
+    return f"added unchanged from {path}, because the run lacks it: {listed}"

@@ -59,8 +59,10 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
             f"it needs the model's config.json to turn {in_words(checkpoint.namespace)} into {in_words(namespace)}",
             path=checkpoint.path,
             expected="a config.json with a model_type",
-            found="none beside the checkpoint" if checkpoint.config is None else "a config.json without a model_type",
-            hint="--config takes the folder of a config.json, or a Hub id",
+            found="no config.json next to the checkpoint"
+            if checkpoint.config is None
+            else "a config.json without a model_type",
+            hint="give the folder of a config.json, or a Hub id, with --config",
         )
     return replace(checkpoint, namespace=TRANSFORMERS) if checkpoint.namespace == OWN else checkpoint
 

@@ -55,7 +55,7 @@ def with_step_count(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]
         return checkpoint, (f"no step is recorded, and the optimizer's counts differ: {step} to {others[-1]}",)
     if not step:
         return checkpoint, ()
-    note = f"no step is recorded: it is taken for {step}, which the optimizer has counted for each parameter"
+    note = f"no step is recorded: using {step}, the optimizer's count for each parameter"
     return replace(checkpoint, state=replace(checkpoint.state, step=step)), (note,)
 
 

@@ -49,5 +49,5 @@ def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     ties = {clean[alias]: clean[owner] for alias, owner in checkpoint.ties.items()}
     relation = Relation.renaming({name: clean[name] for name in shapes}, shapes)
     named = translate(replace(checkpoint, ties={}), relation, checkpoint.namespace)
-    note = "what wrappers of the model (torch.compile) put into its names is left out, as torch's state dicts have it"
+    note = "left out wrapper prefixes (torch.compile) from the model's names, like torch's state dicts"
     return replace(named, ties=ties, notes=(*checkpoint.notes, note))

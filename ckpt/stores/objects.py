@@ -228,13 +228,13 @@ class _Obstore:
             raise
         except (kinds.NotFoundError, FileNotFoundError) as error:
             if is_listing:
-                raise NotFoundError("there is no such store", path=self._url) from error
-            raise SourceGoneError("the object has gone while it was being read", path=url) from error
+                raise NotFoundError("no such store", path=self._url) from error
+            raise SourceGoneError("the object was removed during the read", path=url) from error
         except kinds.PreconditionError as error:
-            raise _changed(url, "the object that was listed", "another one") from error
+            raise _changed(url, "the listed object", "another one") from error
         except (kinds.BaseError, OSError, ValueError) as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise NotFoundError("there is no such store", path=self._url) from error
+                raise NotFoundError("no such store", path=self._url) from error
             raise _failed(error, url) from error
 
 
@@ -300,8 +300,8 @@ def _s3_options(bucket: str) -> dict[str, Any]:
     session, options = Session(), dict[str, Any]()
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() not in ("1", "true"):
         if session.get_credentials() is None:
-            hint = "`aws configure`, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for what is public"
-            raise StorageError("there are no credentials for S3", path=f"s3://{bucket}", hint=hint)
+            hint = "`aws configure`, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for public data"
+            raise StorageError("no credentials for S3", path=f"s3://{bucket}", hint=hint)
         options["credential_provider"] = Boto3CredentialProvider(session, ttl=_CREDENTIALS_KEPT)
     options["region"] = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
     configured = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3")
@@ -392,7 +392,7 @@ class _Fsspec:
 
         self._url = f"{scheme}://{root}"
         if scheme not in fsspec.available_protocols() or scheme in ("file", "local"):
-            hint = "a local path is given as it is" if scheme in ("file", "local") else None
+            hint = "give a local path without file://" if scheme in ("file", "local") else None
             raise UsageError("unknown store type", found=f"{scheme}://", hint=hint)
         self.fs = _filesystem(scheme, self._url)
         self._base = self.fs._strip_protocol(self._url).rstrip("/")
@@ -508,7 +508,7 @@ class _Hub:
             what = "unknown branch, tag or commit"
             raise NotFoundError(what, path=f"{self._url}/{key}".rstrip("/")) from error
         except RepositoryNotFoundError as error:
-            hint = "a private or gated one takes a token: `hf auth login`, or HF_TOKEN"
-            raise NotFoundError("there is no such repository", path=self._url, hint=hint) from error
+            hint = "for a private or gated repository, use a token: `hf auth login`, or HF_TOKEN"
+            raise NotFoundError("no such repository", path=self._url, hint=hint) from error
         except Exception as error:  # the library's errors, its HTTP client's, and OS errors
             raise _failed(error, f"{self._url}/{key}".rstrip("/")) from error

@@ -33,7 +33,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     try:
         text = os.fspath(where)
     except TypeError:
-        raise UsageError("this is no path", expected="str or PathLike", found=repr(where)) from None
+        raise UsageError("this is not a path", expected="str or PathLike", found=repr(where)) from None
     if scheme_of(text) is None and not placeholder_files.is_standin(text):
         return Path(where)
     path = placeholder_files.place(text) if scheme_of(text) is not None else Path(where)
@@ -45,9 +45,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     objects, home = store(scheme, root), placeholder_files.place(f"{scheme}://{root}")
     found = {home / entry.key: entry for entry in islice(_files(unique_entries(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
-        raise UsageError(
-            "too many objects are below this URL", found=f"more than {pluralize(_MOST, 'object')}", path=url
-        )
+        raise UsageError("too many objects under this URL", found=f"more than {pluralize(_MOST, 'object')}", path=url)
     looked_at = {path}
     for _ in range(_ABOVE if key else 0):
         key = key.rpartition("/")[0]

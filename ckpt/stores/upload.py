@@ -100,7 +100,7 @@ def upload(
     except BaseException as error:
         is_ours = sending.is_claimed()
         if is_ours and not (sending.remove() and _is_removed(to, claim)) and isinstance(error, CkptError):
-            error.hint = "; ".join(filter(None, (error.hint, f"before that, remove what was sent: {_removal(url)}")))
+            error.hint = "; ".join(filter(None, (error.hint, f"first remove the sent files: {_removal(url)}")))
         raise
     finally:
         sending.close()
@@ -125,10 +125,10 @@ def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *
 def _claim_error(destination: Path, claim: Entry | None = None, num_others: int = 0) -> StorageError:
     made = "" if claim is None else f", made {datetime.fromtimestamp(claim.modified_ns // 10**9, timezone.utc)}"
     return StorageError(
-        "another process is writing this destination, or was killed while it did",
+        "another process is writing this destination, or was killed",
         path=destination / _CLAIM,
         found=f"this object{made}" + (f", and {pluralize(num_others, 'more object')}" if num_others else ""),
-        hint=f"if none is running, remove what it left: {_removal(str(placeholder_files.url_of(destination)))}",
+        hint=f"if no process is running, remove its files: {_removal(str(placeholder_files.url_of(destination)))}",
     )
 
 

@@ -53,7 +53,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         try:
             from transformers import TrainerCallback as Theirs
         except ImportError:
-            what, hint = "ckpt.TrainerCallback needs transformers, which is not installed", "pip install transformers"
+            what, hint = "ckpt.TrainerCallback needs transformers, but it is not installed", "pip install transformers"
             raise UsageError(what, hint=hint) from None
         # Trainer requires its own base class. It is added only here, because `import ckpt` imports no framework.
         return object.__new__(cls if issubclass(cls, Theirs) else type(cls.__name__, (cls, Theirs), {}))

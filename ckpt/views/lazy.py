@@ -66,7 +66,7 @@ class LazyTensor:
             raise UsageError(
                 "indexing returns a torch tensor, and torch is not installed",
                 fqn=self._tensor.fqn,
-                hint="pip install torch; `.numpy(index)` takes none",
+                hint="pip install torch; or use `.numpy(index)` without torch",
             ) from None
         bits = self._read(index)
         return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(getattr(torch, self.dtype)).reshape(bits.shape)

@@ -65,10 +65,10 @@ def check_free(conversion: Conversion, view: Path) -> None:
     conversion.check_destination(view)
     try:
         if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
-            raise UsageError("this is not an empty folder", path=view, hint="give one, or a name that is not there yet")
+            raise UsageError("this is not an empty folder", path=view, hint="give an empty folder, or a new name")
     except OSError as error:
         is_dead = error.errno == errno.ENOTCONN
-        hint = f"the process that served it has ended; `fusermount3 -u {view}` takes it away" if is_dead else None
+        hint = f"its server process has ended; use `fusermount3 -u {view}` to unmount it" if is_dead else None
         raise StorageError(error.strerror or str(error), path=view, hint=hint) from error
 
 

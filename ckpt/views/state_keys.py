@@ -111,7 +111,7 @@ class StateKeys:
             raise LossError(
                 "parameters requested in one param group have different options in the checkpoint",
                 path=self.checkpoint.path,
-                expected="param groups in which they are apart, as they were in the run",
+                expected="separate param groups, like in the run",
                 found=f"{option} of {key}: {', '.join(map(repr, values[:4]))}",
                 hint="StateDictOptions(flatten_optimizer_state_dict=True) asks for each parameter by itself",
             )

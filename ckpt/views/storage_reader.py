@@ -153,7 +153,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def _opened(self) -> _Contents:
         if self._contents is None:
             raise UsageError(
-                "there is no checkpoint to read",
+                "no checkpoint to read",
                 hint='give the path of a run or a checkpoint: ckpt.StorageReader("outputs")',
             )
         return self._contents
@@ -210,7 +210,7 @@ class _Contents:
                 notes = self.checkpoint.with_plain_states().notes if self.checkpoint.quantized.methods else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
                 if len(self.missing) > 1:  # the first was already named
-                    self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")
+                    self.say(f"missing from the checkpoint, left unchanged: {', '.join(self.missing)}")
                 return keys
         raise LossError(
             "the requested names mix several naming schemes",
@@ -234,7 +234,7 @@ class _Contents:
             path=self.checkpoint.path,
             expected=f"{', '.join(self._names()[:3])}, ...",
             found=", ".join(lost[:3]),
-            hint="use the names that the checkpoint has; load a model before PEFT wraps it",
+            hint="give the checkpoint's names; load a model before PEFT wraps it",
         )
 
     def _names(self) -> list[str]:
@@ -243,9 +243,7 @@ class _Contents:
     def report_missing(self, key: str) -> None:
         if not self.missing:  # the others are reported together if torch continues
             names = self._names()
-            self.say(
-                f"{key!r} is requested, but not in the checkpoint, which has {', '.join(names[:3])}, ... ({len(names)})"
-            )
+            self.say(f"{key!r} is requested, but the checkpoint only has {', '.join(names[:3])}, ... ({len(names)})")
         self.missing[key] = None
 
 

@@ -16,4 +16,4 @@ class StorageReader:
 
 def needs_torch(what: str) -> UsageError:
     """Return the error for a call that needs torch."""
-    return UsageError(f"{what} needs torch, which is not installed", hint="pip install torch")
+    return UsageError(f"{what} needs torch, but torch is not installed", hint="pip install torch")

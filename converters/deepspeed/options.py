@@ -12,7 +12,7 @@ class ExpertOptions:
     """Options for experts. None keeps the source's value."""
 
     ep_size: int | None = option(
-        "`ep_size` of all `deepspeed.moe` layers: ranks that share the experts of a layer. [default: as the source]",
+        "`ep_size` for all `deepspeed.moe` layers: ranks sharing a layer's experts. [default: the source's]",
         min=1,
         max=MAX_SIZE,
     )
@@ -23,7 +23,7 @@ class UniversalOptions:
     """Options for universal checkpoints. False writes a run folder with the step inside and `latest_universal`."""
 
     step_folder: bool = option(
-        "The output is the step's own folder, with zero/ in it, as --output_folder of ds_to_universal.py is: "
-        "load_checkpoint takes the folder around it, and its name as the tag.",
+        "Write the step folder itself, with zero/ inside, like ds_to_universal.py --output_folder: "
+        "give load_checkpoint its parent folder, and its name as the tag.",
         default=False,
     )

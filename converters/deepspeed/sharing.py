@@ -87,7 +87,7 @@ class Sharing:
     #: `use_data_before_expert_parallelism`: data-parallel ranks with the same experts are consecutive.
     is_in_rows: bool = False
     #: Description of the joining rule for notes, and client state for a run with whole tensors.
-    how: str = "as AutoTP recorded them"
+    how: str = "by AutoTP's record"
     client: Mapping[str, Any] = field(default_factory=dict)
 
     def is_shared(self, fqn: str) -> bool:
@@ -178,8 +178,8 @@ class Sharing:
         matches = [EXPERT.fullmatch(fqn) for fqn in fqns]
         if not self.counts or not all(matches) or world_size % count:
             raise NotFoundError(
-                f"a parameter group partitioned over {count} of {pluralize(world_size, 'rank')} is not supported, "
-                "unless it is DeepSpeed-MoE's, of experts alone",
+                f"a parameter group partitioned over {count} of {pluralize(world_size, 'rank')} is supported only "
+                "for experts (DeepSpeed-MoE)",
                 path=self.path,
             )
         num_ranks = world_size // count

@@ -85,7 +85,7 @@ def group_states(
             if len(numbers) == 1:
                 found.numbers[name] = numbers[0]
             else:
-                found.left[name] = "a number of its own on each rank"
+                found.left[name] = "a separate number on each rank"
         elif there:
             found.left[name] = f"{_kind_of_state(there[0][1])} on each rank"
     return found

@@ -14,7 +14,7 @@ class ServerOptions:
     """Options for served adapters. `server` None means PEFT itself."""
 
     server: str | None = option(
-        "peft: the layout that this server loads: a tensor for each expert, ranks and scalings as it reads them. What "
-        "it would pass over or compute otherwise is refused.",
+        "peft: write the layout for this server: one tensor per expert, with ranks and scalings for the server. "
+        "Tensors that the server would ignore or misread are refused.",
         choices=(VLLM, SGLANG),
     )

@@ -39,7 +39,7 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
         "the folder mixes ranks from different steps",
         **odd.where,
         fqn=fqn,
-        expected=f"{name} {common}, as in {len(most)} of {pluralize(len(said), 'file')}",
+        expected=f"{name} {common}, found in {len(most)} of {pluralize(len(said), 'file')}",
         found="; ".join(listed(*pair) for pair in values),
     )
 

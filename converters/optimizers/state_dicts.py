@@ -147,7 +147,7 @@ def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
     for group in listed if isinstance(listed, list | tuple) else ():
         members = (group.get(MEMBERS) or ()) if isinstance(group, Mapping) else None
         if not isinstance(members, list | tuple):
-            raise CorruptError(f"a param group is no dict with `{MEMBERS}`", path=path, found=repr(members)[:40])
+            raise CorruptError(f"a param group is not a dict with `{MEMBERS}`", path=path, found=repr(members)[:40])
         found.append(
             ParamGroup(tuple(map(_key, members)), {name: value for name, value in group.items() if name != MEMBERS})
         )

@@ -198,7 +198,7 @@ class OptimizerStates:
                     f"the parts don't match in the quantized {name}",
                     path=path,
                     fqn=fqn,
-                    expected=f"{method}, built as {sibling[1]} of {sibling[0]}",
+                    expected=f"{method}, built like {sibling[1]} of {sibling[0]}",
                     found="codes or factors with another dtype, size or stride",
                 )
         return self.unread.sentences

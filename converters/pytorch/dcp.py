@@ -485,7 +485,7 @@ def _check_can_be_read(checkpoint: Checkpoint) -> None:
         for fqn in of:
             states.setdefault(fqn, {})[name] = None
     if error := _missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
-        error.hint = "; ".join((*checkpoint.unread, "`ckpt convert ... hf` takes the weights alone"))
+        error.hint = "; ".join((*checkpoint.unread, "use `ckpt convert ... hf` for the weights only"))
         raise error
 
 

@@ -285,9 +285,9 @@ def _placed(value: Record) -> tuple[Shape, Box, Any]:
 
 def _extent(local: Any, box: Box) -> Extent:
     if not isinstance(local, StoredTensor):
-        raise TypeError("its local tensor is none")
+        raise TypeError("its local tensor is not a tensor")
     if local.shape != box.sizes and (local.extent.numel or box.numel):
-        raise ValueError(f"its local tensor has the shape {list(local.shape)} where {list(box.sizes)} is due")
+        raise ValueError(f"its local tensor has the shape {list(local.shape)} instead of {list(box.sizes)}")
     return local.extent
 
 
@@ -347,7 +347,7 @@ def _check_split_factor(placement: Record, inner: Sequence[Record], sizes: Seque
     cuts = prod(n for p, n in zip(inner, sizes, strict=True) if p.name != "Replicate" and p.attributes["dim"] == dim)
     if factor != cuts:
         raise NotFoundError(
-            f"a tensor is cut in an order that is not known: split factor {factor} after {pluralize(cuts, 'cut')}"
+            f"unsupported: a tensor is cut in an unknown order (split factor {factor} after {pluralize(cuts, 'cut')})"
         )
 
 
@@ -427,15 +427,15 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
                 opened = [_opened(file, value, fqn) for file, value in values]
                 found.add_parts(fqn, name, opened[0][0], (part for _, part in opened))
             elif odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
-                kind = f"an object {odd[0].typename}" if isinstance(odd[0], Record) else "a dict"
+                kind = f"object {odd[0].typename}" if isinstance(odd[0], Record) else "dict"
                 found.objects.add(fqn)
-                found.unread.add(name, f"each rank has {kind} of its own", [fqn])
+                found.unread.add(name, f"each rank has its own {kind}", [fqn])
             elif _is_scalar(name, values[0][1], shape):
                 numbers = different_numbers(name, values, fqn)
                 if len(numbers) == 1:
                     found.add_number(fqn, name, numbers[0])
                 else:
-                    found.unread.add(name, "each rank has a number of its own", [fqn])
+                    found.unread.add(name, "each rank has its own number", [fqn])
             elif (tensor := _state_tensor(fqn, name, shape, values)) is None:
                 reading.notes.append(_left_out(files[0].path))
                 return ()

@@ -118,7 +118,7 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
     path = Path(checkpoint.path)
     for role in _ROLES:
         if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():
-            yield f"{role}/ beside it is a checkpoint of its own: convert {path.parent / role}, too, and put it here"
+            yield f"{role}/ next to it is a separate checkpoint: convert {path.parent / role}, too, and put it here"
     if not states.groups:
         yield "wrote no optimizer files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:

@@ -122,8 +122,8 @@ _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.b
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
 _RANKS_HINT = (
-    "files of all ranks are the format `fsdp-ranks`, where each holds the model's state dict alone and has the "
-    "name that verl or Accelerate gives it: model_world_size_W_rank_R.pt or pytorch_model_fsdp_0_rankR.bin"
+    "use the format `fsdp-ranks` for files from all ranks: each has only the model's state dict, under verl's or "
+    "Accelerate's name: model_world_size_W_rank_R.pt or pytorch_model_fsdp_0_rankR.bin"
 )
 _SHARD_NAME = "pytorch_model-{:05d}-of-{:05d}.bin"
 _LARGE = 1 << 20
@@ -479,8 +479,8 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
             # Under FSDP2 with FULL_STATE_DICT, Accelerate 1.13 (fsdp_utils.py, _get_model_state_dict) saves only rank
             # 0's parts of an adapter. Trainer saves the whole adapter beside them.
             beside = (
-                f"adapter_model.safetensors is whole: `ckpt merge-lora {reading.folder}` merges it, and training goes "
-                f"on from it on any number of GPUs, without its optimizer: `ckpt resume {reading.folder} --model-only`"
+                f"adapter_model.safetensors is whole: use `ckpt merge-lora {reading.folder}` to merge it, or continue "
+                f"without its optimizer on any number of GPUs: `ckpt resume {reading.folder} --model-only`"
             )
             is_whole = (reading.folder / "adapter_model.safetensors").is_file()
             raise (NeverWholeError if is_whole else IncompleteError)(

@@ -107,7 +107,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
         with structure(what, file.path, rank=file.rank, fqn=name):
             value = file.content[name]
             if not isinstance(value, Record) or value.name != "ShardedTensor":
-                raise TypeError("it is no ShardedTensor")
+                raise TypeError("it is not a ShardedTensor")
             shards, metadata = value.state[0], value.state[1].attributes
             (length,) = metadata["size"]
             lengths.add(length)
@@ -147,7 +147,7 @@ def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file:
     """Return a flat parameter's members if the known orders agree. Raise NotFoundError if no unit fits `length`."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
-        raise _unknown(file, f"which parameters are in {name}, {pluralize(length, 'element')}")
+        raise _unknown(file, f"no known group of parameters fits {name}, {pluralize(length, 'element')}")
     if any(unit != fitting[0] for unit in fitting):
         raise CorruptError(
             "the optimizer and the config order a flat parameter's parameters differently",
@@ -164,7 +164,7 @@ def _unknown(file: RankFile, what: str) -> NotFoundError:
         f"the parameters inside FSDP1's flat parameters (LOCAL_STATE_DICT) are unknown: {what}",
         path=file.path,
         expected="named optimizer states in optimizer_0/, or a supported model's config",
-        hint="--config takes the folder of a config.json; else load it with the script that wrote it, and save with "
+        hint="pass a config.json with --config; otherwise load it with the script that wrote it, and save with "
         "SHARDED_STATE_DICT or FULL_STATE_DICT",
     )
 

@@ -12,13 +12,12 @@ class RanksOptions:
     """Options for rank files. None uses the source's value, or else `cuda` and FSDP2."""
 
     fsdp_version: int | None = option(
-        "1 or 2: the FSDP that is to load the files (verl: strategy fsdp is 1, fsdp2 is 2). Without it that of the "
-        "source's files, or else 2. For 1 the source has to be files of FSDP1 with flat parameters "
-        "(use_orig_params=False, which is verl's default).",
+        "1 or 2: FSDP version to load the files (verl: strategy fsdp is 1, fsdp2 is 2). 1 needs a source from FSDP1 "
+        "with flat parameters (use_orig_params=False, verl's default). [default: the source's, or 2]",
         min=1,
         max=2,
     )
     mesh_device: str | None = option(
-        "The type of device that the ranks have: cuda, npu, cpu. Without it that of the source's files, or else cuda.",
+        "Device type of the ranks: cuda, npu or cpu. [default: the source's, or cuda]",
         metavar="TYPE",
     )

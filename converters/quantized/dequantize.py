@@ -126,4 +126,4 @@ def _dequantized_notes(weights: Sequence[Weight], unused: Sequence[str]) -> list
     notes = [f"{pluralize(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     if unused:
         notes.append(f"left out: {pluralize(len(unused), 'scale')} for activations, for example {unused[0]}")
-    return notes or ["nothing is quantized here, so nothing is dequantized"]
+    return notes or ["dequantized nothing: no weight is quantized"]

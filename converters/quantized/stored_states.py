@@ -148,13 +148,13 @@ def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRang
     if numel % like.block_size:
         raise _refused(
             key,
-            f"its part on a rank is not a multiple of {pluralize(like.block_size, 'element')}, a block of torchao's",
+            f"its part on a rank is not a multiple of torchao's block, {pluralize(like.block_size, 'element')}",
         )
     made: dict[str, Any] = {"codes": codes, "scale": scale, "qmap": values, "_shape": Size(sizes)}
     state = {name: made.get(name, value) for name, value in like.record.attributes.items()}
     for name, value in state.items():
         if name not in made and type(value) not in (int, bool):
-            raise _refused(key, f"torchao keeps {name} with it, and ckpt does not know that")
+            raise _refused(key, f"torchao stores an unknown {name} with it")
     return wrapper(like.record.module, like.record.name, FLOAT32, sizes, state)
 
 

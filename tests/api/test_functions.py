@@ -146,7 +146,7 @@ def test_only_the_same_merge_goes_on_with_one_that_was_stopped(tmp_path: Path, m
     with monkeypatch.context() as patch, pytest.raises(StorageError) as caught:
         patch.setattr(manifest, "make_manifest", disk_is_full)
         merge(0.25)
-    assert "the same command goes on" in vars(caught.value)["__notes__"][0]
+    assert "rerun the command" in vars(caught.value)["__notes__"][0]
     with pytest.raises(UsageError, match="has other options or another source"):
         merge(0.75)
     done = merge(0.25)
@@ -156,7 +156,7 @@ def test_only_the_same_merge_goes_on_with_one_that_was_stopped(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        (lambda run: ckpt.plan(run, "hff"), "there is no format called 'hff'\n(.|\n)*did you mean hf?"),
+        (lambda run: ckpt.plan(run, "hff"), "unknown format 'hff'\n(.|\n)*did you mean hf?"),
         (lambda run: ckpt.plan(run, "hf", dtyp="bf16"), "no option 'dtyp'(.|\n)*did you mean dtype?"),
         (lambda run: ckpt.plan(run, "hf", tp=2), r"found: tp\n\nhint: see help\(ckpt.convert\)"),
         (lambda run: ckpt.plan(run, "megatron", tp="two"), "tp cannot be 'two'\n  expected: int from 1 to"),
@@ -185,13 +185,16 @@ def test_only_the_same_merge_goes_on_with_one_that_was_stopped(tmp_path: Path, m
         (lambda run: ckpt.estimate(MODEL, strategy="zero"), "unknown strategy 'zero'"),
         (lambda run: ckpt.resume(5), "ckpt.resume takes no path=5"),
         (lambda run: ckpt.load_into(5, run), "not a torch module\n  expected: torch.nn.Module\n  found: int"),
-        (lambda run: ckpt.load_into(torch.nn.Linear(1, 1), 5), "this is no path\n"),
+        (lambda run: ckpt.load_into(torch.nn.Linear(1, 1), 5), "this is not a path\n"),
         (lambda run: ckpt.plan(run, "hf").run(5), "ckpt.Conversion.run takes no destination=5"),
         (lambda run: ckpt.plan(run, "hf").run("x", overwrit=True), "takes no 'overwrit'(.|\n)*mean overwrite?"),
         (lambda run: ckpt.merge_lora([], "out"), "no adapter to merge"),
         (lambda run: ckpt.resume(run, wrld_size=2), "no option 'wrld_size'(.|\n)*did you mean world_size?"),
         (lambda run: ckpt.resume(run, wrld=2), r"no option 'wrld'(.|\n)*help\(ckpt.resume\)"),
-        (lambda _: ckpt.plan("/no/such/run", "full", names="own"), "has none of the options of hf"),  # it is not read
+        (
+            lambda _: ckpt.plan("/no/such/run", "full", names="own"),
+            "does not support the options of hf",
+        ),  # it is not read
     ],
 )
 def test_mistakes_are_told_in_the_words_of_python(run: str, mistake: Callable[[str], object], said: str) -> None:

@@ -124,7 +124,7 @@ def test_pickles_that_are_not_looked_into_are_told(fixtures: Path, tmp_path: Pat
     assert result.code == 0 and ckpt.check(run).whole
     assert "checkpoint-2: whole (" in result.out
     assert (
-        "- training_args.bin: not looked into: the pickle sets a state of axolotl.utils.dict.DictDefault" in result.out
+        "- training_args.bin: not looked into: the pickle sets a state for axolotl.utils.dict.DictDefault" in result.out
     )
     assert "- state.bin: not looked into: this is a plain pickle" in result.out
     shutil.copy(run / "checkpoint-2/training_args.bin", run / "checkpoint-2/global_step2/mp_rank_00_model_states.pt")

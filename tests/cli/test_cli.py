@@ -131,7 +131,7 @@ def test_what_a_killed_conversion_left_is_gone_on_with(run: Path, option: tuple[
     gone_on = run_ckpt(*source, "-o", "again")
     assert gone_on.code == 0 and not staging.exists()
     assert re.search(
-        r"note: going on with \S+\.again\.ckpt-staging \(\S+ kB\), left by a stopped conversion\n", gone_on.err
+        r"note: continuing \S+\.again\.ckpt-staging \(\S+ kB\), left by a stopped conversion\n", gone_on.err
     )
     assert f"{show_size(tensor_bytes(written))} were there already" in gone_on.err
     assert snapshot_of_files("again") == snapshot_of_files("outputs-hf")
@@ -156,7 +156,8 @@ def test_what_another_command_left_is_named_and_cleared_only_when_that_is_asked_
         assert f"file: {Path.cwd() / staging}\n" in refused.err
         said = r"found: \S+ kB, last written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, by `\S* ?convert auto hf outputs -o out`\n"
         assert re.search(said, refused.err), refused.err
-        assert "hint: the same command goes on with it; --restart clears what is there and begins anew\n" in refused.err
+        hint = "run the same command again to continue it; use --restart to discard it and start over"
+        assert f"hint: {hint}\n" in refused.err
         assert snapshot(staging) == before and not Path("out").exists()
     anew = run_ckpt("convert", "auto", "full", run, *out, "--restart")
     assert anew.code == 0 and re.search(r"note: removed \S+ \(\S+ kB\), left by a stopped conversion\n", anew.err)
@@ -170,7 +171,7 @@ def test_what_a_changed_source_made_stale_is_cleared_only_when_that_is_asked_for
     changed.touch()
     refused = run_ckpt(*convert)
     assert refused.code == 4 and "the source has changed since the stopped conversion" in refused.err
-    assert changed.name in refused.err and "hint: --restart clears what is there and begins anew: " in refused.err
+    assert changed.name in refused.err and "hint: use --restart to discard it and start over: " in refused.err
     assert staging.is_dir() and not Path("out").exists()
     assert run_ckpt(*convert, "--restart").code == 0 and not staging.exists()
 
@@ -182,8 +183,8 @@ def test_a_stopped_conversion_says_what_it_keeps_and_the_same_command_goes_on(
     convert = ("convert", "auto", "hf", str(run), "-o", "out")
     stopped = process(*convert, script=KILLED.replace("SIGKILL", number.name), cwd=Path.cwd())
     assert stopped.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-    kept = rf"kept: \S+ kB in {re.escape(str(Path.cwd() / '.out.ckpt-staging'))}; the same command goes on\n"
-    assert re.search(r"(interrupted|terminated); the destination is as it was\n" + kept, stopped.err), stopped.err
+    kept = rf"kept: \S+ kB in {re.escape(str(Path.cwd() / '.out.ckpt-staging'))}; rerun the command to continue\n"
+    assert re.search(r"(interrupted|terminated); the destination is unchanged\n" + kept, stopped.err), stopped.err
     assert not Path("out").exists()
     done = run_ckpt(*convert)
     assert done.code == 0 and "were there already" in done.err and "0 B were" not in done.err
@@ -214,7 +215,7 @@ def test_a_newer_step_that_was_saved_meanwhile_is_named(run: Path) -> None:
     refused = run_ckpt(*convert)
     assert refused.code == 2 and "the stopped conversion there has another source\n" in refused.err
     assert re.search("expected: .*/checkpoint-1/.*\n  found: .*/checkpoint-2/.*\n", refused.err), refused.err
-    assert "hint: that source goes on with it (--tag names a step of a run); --restart" in refused.err
+    assert "hint: give that source again to continue (--tag TAG for a step); use --restart" in refused.err
     assert run_ckpt(*convert, "--tag", "checkpoint-1", "--verify").code == 0
 
 
@@ -231,7 +232,7 @@ def test_who_stops_it_while_what_it_replaced_is_removed_is_told_that_it_is_there
         patch.setattr(shutil, "rmtree", stop)
         ckpt.convert(run, "hf", "out", dtype="fp32", overwrite=True)
     here = Path.cwd()
-    said = f"stopped; {here / 'out'} is complete; of what it replaced there is still {here / '.out.ckpt-staging'}"
+    said = f"stopped; {here / 'out'} is complete; the replaced output is still in {here / '.out.ckpt-staging'}"
     assert stopped.value.args == (said,)
     assert run_ckpt("verify", run, "out", "--cast").code == 0
 

@@ -300,7 +300,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "pip install torch": lambda at: is_lacking(
         at, "torch", lambda: typed("merge-lora", adapter(at / "a"), "--base", model(at / "b"), "-o", at / "out")
     ),
-    "`.numpy(index)` takes none": lambda at: is_lacking(
+    "or use `.numpy(index)` without torch": lambda at: is_lacking(
         at, "torch", lambda: called(lambda: toolkit.open(model(at / "b"))["model.a.weight"][0])
     ),
     "pip install ml_dtypes": lambda at: is_lacking(
@@ -324,13 +324,13 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "in a container: --device /dev/fuse": lambda at: changed(
         at, "ckpt.views.mount.DEVICE", "/dev/no-fuse", lambda: mounted(at, "", at / "view")
     ),
-    "give one, or a name that is not there yet": lambda at: mounted(at, "", filled(at / "view")),
+    "give an empty folder, or a new name": lambda at: mounted(at, "", filled(at / "view")),
     "apt-get install fuse3": lambda at: mounted(at, "raise OSError('no libfuse')", at / "view"),
     "pip install 'ckpt-toolkit[mount]'": lambda at: is_lacking(
         at, "mfusepy", lambda: called(lambda: toolkit.mount(RUN, "hf", at / "view").__enter__())
     ),
     "load and save it again in torch, without extensions": lambda at: typed("inspect", compressed(at)),
-    "update the package that registers it": lambda at: changed(
+    "update the registering package": lambda at: changed(
         at,
         "ckpt.containers.torchfile.table.entries",
         lambda group: {"names": "tests.cli.test_rare_hints:NAMES"},

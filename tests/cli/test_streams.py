@@ -137,7 +137,7 @@ main()
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (143, "terminated; the destination is as it was\n")
+    assert (done.returncode, done.stderr) == (143, "terminated; the destination is unchanged\n")
 
 
 def test_sigterm_ends_as_ctrl_c_does(fixtures: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ main()
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 143
-    assert "terminated; the destination is as it was" in said and "Traceback" not in said
+    assert "terminated; the destination is unchanged" in said and "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -460,7 +460,7 @@ class TestUnreadable:
         [
             ([(0, 2), (3, 4)], "part of a tensor is stored nowhere"),
             ([(0, 3), (2, 4)], "part of a tensor is stored twice"),
-            ([(0, 4), (4, 5)], "a stored part lies outside its tensor"),
+            ([(0, 4), (4, 5)], "a stored part exceeds its tensor"),
         ],
     )
     @pytest.mark.parametrize("swap", [False, True])

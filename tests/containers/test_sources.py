@@ -42,7 +42,7 @@ def test_a_file_that_is_rewritten_with_its_time_put_back(tmp_path: Path) -> None
 def test_what_is_no_dict_and_what_is_not_there(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "list.pt")
     sources = Sources()
-    with pytest.raises(CorruptError, match="this is no state dict") as caught:
+    with pytest.raises(CorruptError, match="this is not a state dict") as caught:
         sources.of_rank(tmp_path / "list.pt", 3, "state dict")
     assert (caught.value.rank, caught.value.found) == (3, "list")
     with pytest.raises(NotFoundError):

@@ -125,7 +125,7 @@ def test_what_is_no_single_number(tmp_path: Path) -> None:
         read_scalar(Extent.contiguous(str(path), 0, FLOAT32, (0,)))
     with pytest.raises(CorruptError, match="ends inside"):
         read_scalar(Extent.contiguous(str(path), 0, INT64, ()))
-    with pytest.raises(CorruptError, match="complex64 is no plain number"):
+    with pytest.raises(CorruptError, match="complex64 is not a plain number"):
         scalar_from_bytes(bytes(8), BY_NAME["complex64"])
     with pytest.raises(NotFoundError):
         read_scalar(Extent.contiguous(str(tmp_path / "missing.bin"), 0, FLOAT32, ()))

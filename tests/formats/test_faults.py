@@ -174,7 +174,7 @@ def test_one_rank_of_another_step_under_stage_3(tmp_path: Path, rank: int) -> No
     ):
         source = write_stage3(tmp_path / "source" / name, GROUPS, 3, **changes)
         words = ("from different steps", f"zero_pp_rank_{rank}_")
-        refused(source, 4, *words, f"rank: {rank}\n", "as in 2 of 3 files")
+        refused(source, 4, *words, f"rank: {rank}\n", "found in 2 of 3 files")
 
 
 def two_steps(folder: Path) -> Path:
@@ -740,7 +740,7 @@ def test_ctrl_c_while_the_command_is_being_imported() -> None:
     )
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted; the destination is as it was\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted; the destination is unchanged\n")
 
 
 def future(content: dict[str, Any], rank: int) -> None:

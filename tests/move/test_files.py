@@ -805,6 +805,6 @@ def test_a_source_whose_closing_fails_loses_nothing(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", [".out.ckpt-staging", ".out.ckpt-staging/model"])
 def test_what_another_conversion_would_clear_is_no_destination(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="writes before it has ended, and may be cleared"):
+    with pytest.raises(UsageError, match="unfinished conversions, and may be cleared"):
         write(tmp_path / name)
     assert not os.listdir(tmp_path)

@@ -122,7 +122,7 @@ def test_a_journal(begun: Path, tmp_path: Path, form: str | tuple[str, object]) 
         replaced(staging_folder(out) / JOURNAL, form)
         done = run_ckpt("convert", "auto", "hf", begun / "run", "-o", out, *options)
         if done.code:
-            assert not options and done.code in (2, 4) and "--restart clears what is there" in done.err, done.err
+            assert not options and done.code in (2, 4) and "use --restart to discard it" in done.err, done.err
             shutil.rmtree(staging_folder(out))
         else:
             assert digests(out) == digests(begun / "unbroken")
@@ -135,7 +135,7 @@ def test_the_journal_of_another_process(begun: Path, tmp_path: Path, form: str) 
     shutil.copytree(staging_folder(begun / "out"), staging_folder(out))
     FORMS[form](staging_folder(out) / f"{JOURNAL}.1")
     done = run_ckpt("convert", "auto", "hf", begun / "run", "-o", out)
-    assert done.code == 4 and "--restart clears what is there" in done.err
+    assert done.code == 4 and "use --restart to discard it" in done.err
 
 
 @pytest.mark.parametrize("form", cases("files"))

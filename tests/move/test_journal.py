@@ -184,7 +184,7 @@ class TestRefused:
         changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
         with pytest.raises(CorruptError, match="the source has changed") as caught:
             run(changed, tmp_path / "out")
-        assert caught.value.path == str(victim) and "restart=True clears" in str(caught.value)
+        assert caught.value.path == str(victim) and "restart=True to discard" in str(caught.value)
         assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
 
     def test_another_version(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -539,7 +539,7 @@ class TestSourcesThatChange:
 def kept(error: BaseException) -> bool:
     """Return True if an error has the note about kept work."""
     notes = getattr(error, "__notes__", [])
-    assert all(re.fullmatch(r"kept: \S+ \S+ in \S+\.ckpt-staging; the same command goes on", one) for one in notes)
+    assert all(re.fullmatch(r"kept: \S+ \S+ in \S+\.ckpt-staging; rerun the command to continue", one) for one in notes)
     return len(notes) == 1
 
 

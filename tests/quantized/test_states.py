@@ -314,7 +314,7 @@ def test_what_each_rank_has_for_itself_is_listed(tmp_path: Path) -> None:
     )
     done = ckpt("convert", "auto", "full", run, "-o", tmp_path / "out", "--optimizer-dtype", "fp32", "-v")
     assert done.code == 0, done.err
-    for state, what in (("RMS", "a number of its own on each rank"), ("rows", "a tensor of shape [7] on each rank")):
+    for state, what in (("RMS", "a separate number on each rank"), ("rows", "a tensor of shape [7] on each rank")):
         assert f"not written: optimizer state {state} of 3 parameters (gain, ...): it is {what}" in done.err
 
 
@@ -329,8 +329,8 @@ def test_what_each_rank_of_fsdp_has_for_itself_is_listed(tmp_path: Path) -> None
         torch.save({"state": {0: states}, "param_groups": [group]}, tmp_path / f"optim_{suffix}")
     done = ckpt("convert", "fsdp-ranks", "full", tmp_path, "-o", tmp_path.with_name("out"), "-v")
     assert done.code == 0, done.err
-    assert f"not written: optimizer state {NESTED} of w: each rank has a dict of its own" in done.err
-    assert "not written: optimizer state RMS of w: each rank has a number of its own" in done.err
+    assert f"not written: optimizer state {NESTED} of w: each rank has its own dict" in done.err
+    assert "not written: optimizer state RMS of w: each rank has its own number" in done.err
     assert api.open(tmp_path.with_name("out")).state.scalars == {"step": {"w": 3}}
 
 

@@ -97,7 +97,7 @@ class TestOneProcess:
         said = list[str]()
         left = is_killed(2)
         found = ckpt.resume(run, world_size=2, say=said.append)
-        assert any(line.startswith(f"going on with {left}") for line in said)
+        assert any(line.startswith(f"continuing {left}") for line in said)
         assert any("B were there already" in line for line in said) and not left.exists()
         ckpt.plan(ckpt.open(run), "zero3", Layout(world_size=2)).run(run.parent / "unbroken")
         assert ckpt.verify(ckpt.open(found), ckpt.open(run.parent / "unbroken")).equal
@@ -404,7 +404,7 @@ class TestStepsOfSeveralEngines:
         assert ckpt.verify(ckpt.open(mixed, tag="step-8"), ckpt.open(found)).equal
 
     def test_what_others_take_names_it(self, mixed: Path) -> None:
-        told = "later than the one that is taken: step-8 (--tag takes it)"
+        told = "later than the selected step: step-8 (--tag takes it)"
         opened = ckpt.open(mixed)
         assert opened.format == "zero3" and told in opened.notes and told in opened.passed_over
         result = run_ckpt("convert", "auto", "full", mixed, "-o", mixed.with_name("full"), "-q")

@@ -91,7 +91,7 @@ def test_damaged_files_of_a_run_are_refused(name: str, size: int, fixtures: Path
     if name != "scheduler.pt":  # the step's own reader reads the schedule
         assert f"to convert without {name}, move it out of {step}" in process(*convert).err
         file.unlink()
-        assert "to go on with HF Trainer" in process(*convert).err
+        assert "to continue with HF Trainer" in process(*convert).err
 
 
 def test_damaged_random_states_of_accelerate_are_refused(fixtures: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
     shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")
     (run / "latest").write_text("global_step1")
     notes = api.open(run).notes
-    assert notes == ("taking global_step1", "later than the one that is taken: checkpoint-2 (--tag takes it)")
+    assert notes == ("taking global_step1", "later than the selected step: checkpoint-2 (--tag takes it)")
 
 
 def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_final_model_with_the_trainers_record_has_a_number(run: Path) -> None:
     ckpt.plan(ckpt.open(run), "hf").run(run.with_name("final"))
     for file in run.with_name("final").iterdir():
         file.rename(run / file.name)
-    for number, text in ((1, "later than the one that is taken: checkpoint-2 (--tag takes it)"), (2, None)):
+    for number, text in ((1, "later than the selected step: checkpoint-2 (--tag takes it)"), (2, None)):
         (run / "trainer_state.json").write_text(json.dumps({"global_step": number}))
         opened = ckpt.open(run)
         assert opened.path == str(run) and opened.format == "hf"

@@ -96,7 +96,7 @@ def test_what_a_run_lacks_is_refused_with_the_cures_and_taken_from_a_base(
     assert done.code == 0, done.err
     assert equal(tmp_path / "out", {name: t if word in name else t + 1 for name, t in base.items()})
     num = sum(word in name for name in base)
-    (listed,) = [line for line in done.err.splitlines() if "taken from" in line]
+    (listed,) = [line for line in done.err.splitlines() if "added unchanged" in line]
     assert listed.count(f"({num} tensor") == 1 or word == "visual", listed
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)[1]
     assert not model["missing_keys"] and not model["unexpected_keys"]
@@ -115,7 +115,7 @@ def test_multi_token_prediction_that_is_not_there_is_said_and_taken_from_a_base(
     assert done.code == 0 and promise not in done.err
     assert equal(tmp_path / "out", {name: t if "mtp." in name else t + 1 for name, t in base.items()})
     notes = json.loads(done.out)["notes"]
-    said = f"taken from {predicts} as it is there, as the run lacks it: mtp.fc (1 tensor, 2.30 kB), mtp.norm"
+    said = f"added unchanged from {predicts}, because the run lacks it: mtp.fc (1 tensor, 2.30 kB), mtp.norm"
     assert notes[0].startswith(said), notes
     assert promise not in ckpt("check", tmp_path / "out").out
 
@@ -173,7 +173,7 @@ def test_check_says_which_frozen_parts_fsdp_did_not_save(
 
 def test_a_model_that_lacks_nothing_is_as_it_was(sees: Path, tmp_path: Path) -> None:
     done = ckpt("convert", "hf", "hf", sees, "-o", tmp_path / "out", "--complete-from", sees)
-    assert done.code == 0 and "nothing is taken from" in done.err
+    assert done.code == 0 and "nothing was added from" in done.err
     assert equal(tmp_path / "out", load_file(sees / "model.safetensors"))
 
 
@@ -218,9 +218,9 @@ def test_a_config_that_is_not_the_bases_is_said(sees: Path, tmp_path: Path) -> N
     config["vision_config"]["hidden_act"] = "gelu"
     (run / "config.json").write_text(json.dumps(config))
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", sees)
-    assert f"config.json of the run has vision_config.hidden_act 'gelu', and that of {sees} 'silu'" in done.err
+    assert f"vision_config.hidden_act is 'gelu' in the run's config.json, and 'silu' in {sees}" in done.err
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "same", "--complete-from", tmp_path / "out")
-    assert done.code == 0 and "config.json of the run has" not in done.err
+    assert done.code == 0 and "in the run's config.json" not in done.err
 
 
 def test_a_resized_vocabulary_stays_the_runs(sees: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_rele
     promise = "promised by the config but missing: 1 multi-token prediction layer (num_nextn_predict_layers)"
     assert promise in ckpt("check", tmp_path / "run").out
     without_it = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "plain", "--complete-from", base)
-    assert without_it.code == 0 and "nothing is taken from" in without_it.err and promise in without_it.err
+    assert without_it.code == 0 and "nothing was added from" in without_it.err and promise in without_it.err
     predicted = {"model.layers.3.eh_proj.weight": torch.randn(24, 48), "model.layers.3.enorm.weight": torch.randn(24)}
     tensors = {**load_file(base / "model.safetensors"), **predicted}
     (base / "model.safetensors").unlink()

@@ -33,7 +33,7 @@ def wrapped(toy: Checkpoint, prefix: str, folder: Path) -> Checkpoint:
 def test_state_dicts_have_names_without_wrappers(toy: Checkpoint, tmp_path: Path, prefix: str, target: str) -> None:
     run = wrapped(toy, prefix, tmp_path / "run")
     conversion = api.plan(run, target)
-    assert any("what wrappers of the model" in note for note in conversion.plan.target.notes)
+    assert any("left out wrapper prefixes" in note for note in conversion.plan.target.notes)
     conversion.run(tmp_path / "out")
     written = api.open(tmp_path / "out")
     assert set(written.shapes) == set(toy.shapes)

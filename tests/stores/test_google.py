@@ -70,7 +70,7 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(google: ObjectStore) ->
 
 
 def test_a_bucket_that_is_not_there_is_named(google: ObjectStore) -> None:
-    with pytest.raises(NotFoundError, match="there is no such store"):
+    with pytest.raises(NotFoundError, match="no such store"):
         ckpt.open("gs://no-such-bucket/run")
 
 

@@ -180,7 +180,7 @@ def test_credentials_that_expire_in_between(
     with pytest.raises(StorageError, match="the store could not be used") as caught:
         conversion.run(url)
     assert "are they expired?" in str(caught.value.hint)
-    assert f"before that, remove what was sent: `aws s3 rm --recursive {url}/`" in str(caught.value.hint)
+    assert f"first remove the sent files: `aws s3 rm --recursive {url}/`" in str(caught.value.hint)
     store.faults = Faults()
     assert [*store.objects(f"expired/{after}")] == [upload._CLAIM]
     store.client.delete_object(Bucket=BUCKET, Key=f"expired/{after}/{upload._CLAIM}")

@@ -141,7 +141,7 @@ except ckpt.CkptError as error:
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == (
-        "ckpt.TrainerCallback needs transformers, which is not installed\n\nhint: pip install transformers\n"
+        "ckpt.TrainerCallback needs transformers, but it is not installed\n\nhint: pip install transformers\n"
     )
 
 

@@ -134,7 +134,7 @@ class TestMounted:
         serving.wait()
         dead = command("mount", "hf", ZERO3, tmp_path / "view")
         subprocess.run(["fusermount3", "-u", str(tmp_path / "view")], check=True)
-        assert dead.returncode == 7 and f"`fusermount3 -u {tmp_path / 'view'}` takes it away" in dead.stderr
+        assert dead.returncode == 7 and f"`fusermount3 -u {tmp_path / 'view'}` to unmount it" in dead.stderr
 
     @pytest.mark.usefixtures("viewed")
     def test_the_page_on_views(self, tmp_path: Path) -> None:

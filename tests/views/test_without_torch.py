@@ -32,8 +32,8 @@ import ckpt
         ("from ckpt import *; print(StorageReader.__name__, open.__name__)", "StorageReader open"),
         ("print('StorageReader' in dir(ckpt), 'torch' in sys.modules)", "True False"),
         ("print(ckpt.errors.UsageError.exit_code)", "2"),
-        ("ckpt.StorageReader('run')", "ckpt.StorageReader needs torch, which is not installed"),
-        ("ckpt.load_into(None, 'run')", "ckpt.load_into needs torch, which is not installed"),
+        ("ckpt.StorageReader('run')", "ckpt.StorageReader needs torch, but torch is not installed"),
+        ("ckpt.load_into(None, 'run')", "ckpt.load_into needs torch, but torch is not installed"),
     ],
 )
 def test_python_looks_at_the_package(code: str, printed: str) -> None:

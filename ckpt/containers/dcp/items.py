@@ -210,7 +210,7 @@ def _stat(path: str, key: str, box: Box | None) -> SourceFile:
             fqn=key,
             expected=f"the file, with data{_for(box)}" if box else "the file",
             found="no file",
-            hint="was the folder copied completely? every rank writes a file of its own",
+            hint="was the folder copied completely? every rank writes its own file",
         ) from None
 
 

@@ -164,7 +164,7 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
             )
     if not names:
         what = "the metadata is missing: `.metadata` is a hidden file that `cp *` skips"
-        hint = f"copy the whole folder, as in `cp -r {folder.name} TO`; if the source has no {METADATA}, "
+        hint = f"copy the whole folder, for example `cp -r {folder.name} TO`; if the source has no {METADATA}, "
         raise IncompleteError(what, path=path, expected=METADATA, hint=f"{hint}the save was not finished")
     merged = _read_metadata(folder, names[0], classes)
     numbers = {key: number for number, key in enumerate(merged.keys)}
@@ -411,10 +411,10 @@ class _Parser:
         if type(value) is list:
             value = tuple(value)
         if type(value) is not tuple or len(value) > _MAX_DIMS:
-            self.fault(f"{what} is no tuple of numbers", key)
+            self.fault(f"{what} is not a tuple of numbers", key)
         for n in value:
             if type(n) is not int or not 0 <= n < 1 << 63:
-                self.fault(f"{what} makes no sense", key, found=str(n)[:40])
+                self.fault(f"{what} is invalid", key, found=str(n)[:40])
         shape: Shape = value
         return shape
 

@@ -59,7 +59,7 @@ def saved_offsets(header: Header, path: str) -> dict[str, Shape]:
     except (ValueError, RecursionError):
         info = None
     if not isinstance(info, dict):
-        raise CorruptError(f"{DCP_KEY} is no JSON object", path=path)
+        raise CorruptError(f"{DCP_KEY} is not a JSON object", path=path)
     return {name: _shape(value, name, path) for name, value in info.items()}
 
 

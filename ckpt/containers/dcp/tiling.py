@@ -52,7 +52,7 @@ class Tiling:
                 self._loose.add(place.path)
         elif place.offset < end:
             if place != self._last:
-                raise self._overlap(place, number, f"offset {end} or more, behind {self._metadata.keys[self._number]}")
+                raise self._overlap(place, number, f"offset {end} or more, after {self._metadata.keys[self._number]}")
             self._shared.append((number, self._number, place))
             return
         self._ends[place.path] = place.offset + place.length
@@ -68,7 +68,7 @@ class Tiling:
         tensors, chunks = self._metadata.entries, self._metadata.chunks
         for one, other, place in self._shared:
             if not (one in tensors and other in tensors) or chunks(one) != chunks(other) or place.path in loose:
-                raise self._overlap(place, one, f"bytes of its own, not those of {self._metadata.keys[other]}")
+                raise self._overlap(place, one, f"its own bytes, not {self._metadata.keys[other]}'s")
 
     def _is_filled(self, path: str, start: int, stop: int) -> bool:
         """Return True if only items of empty tensors lie in this range."""
@@ -112,8 +112,8 @@ def note_of_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Bo
         if not is_constant(path, extent.offset, extent.nbytes, extent.dtype.itemsize):
             names = f"{os.path.basename(path)} and {os.path.basename(first)}"
             return (
-                f"{names} are equal byte for byte, though they hold other parts of tensors ({key} among them): right "
-                "only if these parts of the model are the same; otherwise one file was copied over the other"
+                f"{names} are equal byte for byte, but hold different parts of tensors (for example {key}): correct "
+                "only if these parts of the model are equal; otherwise one file was copied over the other"
             )
     return None
 

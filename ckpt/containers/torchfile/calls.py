@@ -214,11 +214,11 @@ def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: A
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
         raise MalformedError("a tensor's shape and strides do not fit")
     if len(shape) > MAX_DIMS or type(offset) is not int or offset < 0:
-        raise MalformedError("a tensor's shape or offset makes no sense")
+        raise MalformedError("a tensor's shape or offset is invalid")
     numel, reach = 1, 0
     for n, step in zip(shape, strides, strict=True):
         if type(n) is not int or type(step) is not int or n < 0 or step < 0 or n > _MAX_INT64 or step > _MAX_INT64:
-            raise MalformedError("a tensor's shape or strides are no integers of 64 bits, or negative")
+            raise MalformedError("a tensor's shape or strides are negative, or not 64-bit integers")
         numel *= n
         reach += (n - 1) * step
     itemsize = dtype.itemsize
@@ -286,7 +286,7 @@ def _attributes(machine: Machine, state: Any) -> Mapping[str, Any] | None:
     if type(state) is tuple and len(state) == 2 and all(part is None or type(part) is dict for part in state):
         machine.spend(sum(len(part) for part in state if part))
         return {**(state[0] or {}), **(state[1] or {})} or None
-    raise MalformedError("a tensor's attributes are no dict")
+    raise MalformedError("a tensor's attributes are not a dict")
 
 
 def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
@@ -301,7 +301,7 @@ def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
         return Record(cls.module, cls.name, inner, state=state)
     # Only these, so that no function calls itself here.
     if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
-        raise MalformedError("a tensor of a subclass that is made by no tensor function")
+        raise MalformedError("a tensor subclass without a tensor function")
     made = function.build(machine, function, inner)
     if (cls.module, cls.name) not in _PLAIN_TENSORS or type(made) is not StoredTensor:
         machine.unsupported(f"a tensor of class {cls.typename}")

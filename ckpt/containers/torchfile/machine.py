@@ -229,13 +229,13 @@ class Machine:
         return found
 
     def unsupported(self, what: str) -> NoReturn:
-        raise UnsafeError(f"the file holds {what}, which is not supported", path=self.path)
+        raise UnsafeError(f"unsupported content in the file: {what}", path=self.path)
 
     def call(self, function: Any, args: Any) -> Any:
         """Call the table entry `function` with `args`. Raise UnsafeError if it is not callable."""
         if type(function) is not Global or function.build is None:
             name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
-            raise UnsafeError(f"the pickle calls {name}, which cannot be called; nothing was run", path=self.path)
+            raise UnsafeError(f"the pickle calls {name}, and this is not callable; nothing was run", path=self.path)
         if type(args) is not tuple:
             raise MalformedError("a call's arguments are not a tuple")
         return function.build(self, function, args)
@@ -260,7 +260,7 @@ class Machine:
                 continue
             if isinstance(value, StoredTensor | Storage) or is_part(value):
                 raise UnsafeError(
-                    f"the pickle holds tensors inside an object of {owner.typename}, a class that ckpt does not know",
+                    f"the pickle holds tensors inside an object of an unknown class, {owner.typename}",
                     path=self.path,
                     hint=way_out(owner.module),
                 )
@@ -303,8 +303,7 @@ def way_out(module: str) -> str:
     """Return the hint for a refused name: the framework, and how to save a readable file."""
     package = printable(module.partition(".")[0], 100)
     return (
-        f"load the file with {package}, only if you trust where it comes from, and save tensors and "
-        "plain values (a state_dict)"
+        f"load the file with {package}, only if you trust its origin, and save tensors and plain values (a state_dict)"
     )
 
 
@@ -315,7 +314,7 @@ def _reason(error: Exception) -> str:
         return "it refers to an object that was never stored"
     if isinstance(error, IndexError):
         return "its stack is empty"
-    return f"a value makes no sense ({type(error).__name__})"
+    return f"an invalid value ({type(error).__name__})"
 
 
 # --- opcodes ---------------------------------------------------------------------------------------------------
@@ -607,7 +606,7 @@ def _build(machine: Machine, pos: int) -> None:
             raise MalformedError("an object's state is set twice")
         if id(target) in machine.unlisted and not _is_plain_state(state):
             raise UnsafeError(
-                f"the pickle sets a state of {target.typename} that only its own code understands; nothing was run",
+                f"the pickle sets a state for {target.typename}, and only its own code understands it; nothing was run",
                 path=machine.path,
                 hint=way_out(target.module),
             )
@@ -618,7 +617,9 @@ def _build(machine: Machine, pos: int) -> None:
         target.attributes = state
     else:
         what = repr(target) if kind is Global else f"a {kind.__name__}"
-        raise UnsafeError(f"the pickle sets the state of {what}, which has none; nothing was run", path=machine.path)
+        raise UnsafeError(
+            f"the pickle sets a state for {what}, but this has no state; nothing was run", path=machine.path
+        )
 
 
 def _proto(machine: Machine, pos: int) -> int:
@@ -721,7 +722,7 @@ OPCODES: Mapping[bytes, _Handler] = {
 
 
 def _unknown_opcode(machine: Machine, pos: int) -> NoReturn:
-    raise MalformedError(f"there is no opcode {machine.data[pos - 1]:#04x}")
+    raise MalformedError(f"unknown opcode {machine.data[pos - 1]:#04x}")
 
 
 _HANDLERS: list[_Handler] = [OPCODES.get(bytes([code]), _unknown_opcode) for code in range(256)]

@@ -420,7 +420,7 @@ def _deque(encoder: _Encoder, value: deque[Any]) -> None:
 
 def _record(encoder: _Encoder, value: Record) -> None:
     if value.typename in _WRAPPERS:
-        raise LossError(f"a {value.name} cannot be pickled: it is a part of a tensor that other ranks hold too")
+        raise LossError(f"cannot pickle a {value.name}: other ranks hold parts of the same tensor")
     encoder.name(value.module, value.name)
     encoder.plain_tuple(value.args)
     if value.kwargs:

@@ -170,7 +170,7 @@ def _refuse_other(region: _Region, head: bytes, tail: bytes) -> NoReturn:
             hint="run `git lfs pull` in its folder",
         )
     if head[257:262] == b"ustar":
-        what = "a tar file, as torch before 0.1.10 wrote"
+        what = "a tar file, like torch wrote before 0.1.10"
     elif not tail.strip(b"\0"):
         _zeros_at_end(region, len(tail))
     elif head[:1] == b"\x80" and head[1:2] in (b"\1", b"\2", b"\3", b"\4", b"\5"):
@@ -231,7 +231,7 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
     if at >= 0 and len(tail) - at < 22:
         region.truncated(region.size + 22 - (len(tail) - at))
     if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
-        region.unsafe("the zip archive has a comment, or something else behind its end")
+        region.unsafe("the zip archive has a comment, or unexpected bytes after its end")
     # If another end record is still there, the file is complete and only its last record is damaged.
     is_cut_off = not any(signature in tail[-_END_SIZE:] for signature in (_END64, _LOCATOR, _END))
     raise (IncompleteError if is_cut_off else CorruptError)(
@@ -438,8 +438,8 @@ def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
         as_it_is = fields.unpack(region.read(end, length)) == expected
     if not as_it_is:
         region.corrupt(
-            f"the record {entry.name} does not end where the next one begins: its header or its end is damaged",
-            expected=f"its sizes at byte {region.start + end}, and the next record behind them",
+            f"the record {entry.name} does not end at the next record: its header or its end is damaged",
+            expected=f"its sizes at byte {region.start + end}, followed by the next record",
             found=f"{pluralize(length, 'byte')} up to byte {region.start + entry.limit}",
         )
 
@@ -602,7 +602,7 @@ class _LegacyStorages:
                 self.region.corrupt("a storage is missing from the file", expected=f"storage {key}")
             if not 0 <= place.size - nbytes < dtype.itemsize:
                 self.region.corrupt(
-                    f"storage {key} has another length than the pickle says",
+                    f"storage {key} does not have the pickle's length",
                     expected=f"{short(numel)} elements of {dtype}",
                     found=f"{pluralize(place.size, 'byte')}",
                 )
@@ -615,7 +615,7 @@ class _LegacyStorages:
             self.region.corrupt("a storage's view in the pickle is damaged")
         _, first, numel = view
         if first + numel > storage.numel:
-            self.region.corrupt("a storage's view lies outside the storage")
+            self.region.corrupt("a storage's view exceeds the storage")
         size = storage.dtype.itemsize
         return Storage(storage.path, storage.offset + first * size, storage.dtype, numel, numel * size, storage.key)
 
@@ -683,7 +683,7 @@ def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at:
         at += 8 + size
     if at != region.size:
         region.corrupt(
-            "there is something behind the last storage",
+            "unexpected bytes after the last storage",
             expected=f"{pluralize(at, 'byte')}",
             found=f"{pluralize(region.size, 'byte')}",
         )

@@ -40,7 +40,7 @@ def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
     elif dtype.name in _FORMATS:
         code = _FORMATS[dtype.name]
     else:
-        raise CorruptError(f"an element of {dtype} is no plain number")
+        raise CorruptError(f"an element of {dtype} is not a plain number")
     value: int | float | bool = struct.unpack(code, data)[0]
     return value
 

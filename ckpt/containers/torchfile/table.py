@@ -192,8 +192,8 @@ def allowed() -> Mapping[Name, Any]:
         for (module, name), fields in load(where).items():
             if (module, name) in table:
                 raise UsageError(
-                    f"{where} registers the pickle name {module}.{name}, which has a meaning already",
-                    hint="update the package that registers it, or uninstall it",
+                    f"{where} registers the pickle name {module}.{name}, but this name is taken",
+                    hint="update the registering package, or uninstall it",
                 )
             table[module, name] = Global(module, name, record, tuple(fields))
     return table

@@ -40,7 +40,7 @@ def loads(
         ) from None
     if end != len(data):
         raise CorruptError(
-            f"there is something behind the pickle in {name}",
+            f"unexpected bytes after the pickle in {name}",
             path=path,
             expected=f"{pluralize(end, 'byte')}",
             found=f"{pluralize(len(data), 'byte')}",

@@ -245,7 +245,7 @@ class _Layout:
                 self.zeros.append((self.at, numel * itemsize))
                 self.at += numel * itemsize
         if reached != storage.numel:  # the source lacks some pieces
-            found = f"pieces that make up {reached} of {pluralize(storage.numel, 'element')} in order"
+            found = f"pieces for {reached} of {pluralize(storage.numel, 'element')} in order"
             raise CorruptError("part of a tensor is stored nowhere, or twice", path=self.path or None, found=found)
         self.finish(storage.numel * itemsize, crc32)
 
@@ -367,7 +367,7 @@ def _carried(stored: StoredTensor) -> NewTensor:
     length = max(0, extent.end - extent.offset)
     if length > MAX_CARRIED:
         raise LossError(
-            "a tensor of the training state is too large to be carried along",
+            "a training state tensor is too large to copy",
             path=extent.path,
             expected=f"at most {show_size(MAX_CARRIED)}",
             found=f"{extent.dtype} of shape {list(extent.shape)}",

@@ -68,7 +68,7 @@ def list_folder(path: Path) -> Folder:
     check_all_there("a rank's model file is missing", slices, range(max(1, len(slices), folder.tp)), path)
     if len(slices) % folder.tp:
         raise CorruptError(
-            "model rank files are missing: their number is no multiple of the tensor parallel ranks",
+            "model rank files are missing: their number is not a multiple of the tensor parallel ranks",
             path=path,
             expected=f"a multiple of {folder.tp}",
             found=len(slices),

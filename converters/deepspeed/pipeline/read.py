@@ -449,6 +449,6 @@ def _check_shape(reading: PipelineReading, file: RankFile, fqn: str, shape: Shap
             "the optimizer's part of a parameter does not match the layer file",
             **file.where,
             fqn=fqn,
-            expected=list(weights[0].shape) if weights else "a layer that has it",
+            expected=list(weights[0].shape) if weights else "a layer with this parameter",
             found=list(shape),
         )

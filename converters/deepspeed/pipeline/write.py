@@ -116,7 +116,7 @@ class _Pipeline:
         if self.has_optimizer:
             return {}
         left = [key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER)]
-        why = "without hyperparameters of param groups there is no optimizer to partition"
+        why = "the source has no hyperparameters for param groups, so no optimizer is written"
         return dict.fromkeys(left, f"{', '.join(sorted({role for _, role in left}))}: {why}")
 
     def stage_of(self, number: int) -> int:
@@ -202,7 +202,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
         if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value not in (None, 1):
             raise UsageError(
                 "Megatron-DeepSpeed pipelines do not support this layout",
-                expected="--tp, --pp, --world-size, how layers are dealt to stages and the vocabulary padded",
+                expected="--tp, --pp, --world-size, the layers per stage and the vocabulary padding",
                 found=f"--{name.replace('_', '-')} {value}",
                 hint=f"leave --{name.replace('_', '-')} out",
             )
@@ -252,10 +252,8 @@ def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> i
         raise UsageError(
             f"{pluralize(num_ranks, 'rank')} do not divide into this layout",
             expected=f"a multiple of TP x PP, {slices}",
-            found=f"--world-size {num_ranks}"
-            if layout.world_size
-            else f"{pluralize(num_ranks, 'rank')}, as the source has",
-            hint="--world-size says how many there are",
+            found=f"--world-size {num_ranks}" if layout.world_size else f"{pluralize(num_ranks, 'rank')} in the source",
+            hint="pass --world-size N",
         )
     return num_ranks // slices
 
@@ -270,9 +268,9 @@ def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
     rows = (".linear_proj.bias", ".linear_fc2.bias")
     biases = [fqn for fqn in pipeline.tensors if fqn.endswith(rows)] if pipeline.layers.neox else []
     if biases and pipeline.grid.tp > 1:
-        says = "each would have a part of it that no rank of the source has"
+        says = "each would need a part missing from every source rank"
         if not args.get("gpt_j_residual"):
-            says = "otherwise each has the same one; the source does not say which of the two it is"
+            says = "the source does not record that option"
         raise LossError(
             f"under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and {says}",
             fqn=biases[0],

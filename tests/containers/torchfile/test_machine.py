@@ -388,10 +388,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         unpickle.load_pickle(tmp_path / "missing")
     with pytest.raises(NotFoundError):
         unpickle.load_pickle("a\0b")
-    with pytest.raises(CorruptError, match="no regular file"):
+    with pytest.raises(CorruptError, match="not a regular file"):
         unpickle.load_pickle(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CorruptError, match="no regular file"):
+    with pytest.raises(CorruptError, match="not a regular file"):
         unpickle.load_pickle(tmp_path / "pipe")
 
 

@@ -313,7 +313,7 @@ UNSUPPORTED = {
     "meta": lambda: torch.empty(3, device="meta"),
     "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "negative": lambda: torch._neg_view(torch.ones(2)),
-    "not supported": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "unsupported content": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "torch.nn.modules.linear.Linear": lambda: torch.nn.Linear(2, 2),
     "torch.nn.functional.relu": lambda: torch.nn.functional.relu,
 }
@@ -348,7 +348,7 @@ def test_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "x").unlink()
     refused(None, "no such file")
     (tmp_path / "x").mkdir()
-    refused(None, "no regular file", CorruptError)
+    refused(None, "not a regular file", CorruptError)
 
 
 @pytest.mark.filterwarnings("ignore")

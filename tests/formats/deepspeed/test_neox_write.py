@@ -162,7 +162,7 @@ def test_megatron_has_no_parallel_residual(model: Any, tmp_path: Path, target: s
 
 
 def test_biases_that_ranks_would_have_parts_of(model: Any) -> None:
-    with pytest.raises(LossError, match="each would have a part of it") as caught:
+    with pytest.raises(LossError, match="each would need a part") as caught:
         ckpt.plan(ckpt.open(model.folder), FORMAT, Layout(tp=2))
     assert caught.value.hint == "--tp 1"
 

@@ -129,7 +129,7 @@ def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path) -> N
 
 
 def test_it_has_no_ranks(fixtures: Path) -> None:
-    with pytest.raises(UsageError, match="any number of ranks loads"):
+    with pytest.raises(UsageError, match="any number of ranks can load"):
         plan(source(fixtures, "toy-zero2"), "universal", Layout(world_size=2))
 
 
