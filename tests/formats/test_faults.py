@@ -321,7 +321,7 @@ def test_what_maps_nowhere_stops_before_a_byte_is_written(
     name = "model.layers.1.mlp.experts.gate_up_proj"
     source = write_stage3(tmp_path / "source" / "run", groups_of({name: shape}), 2)
     shutil.copy(fixtures / "moe-zero3" / "config.json", source)
-    words = ("tensors that belong together have shapes that do not fit", f"tensor: {name}\n", f"found: {list(shape)}")
+    words = ("related tensors have incompatible shapes", f"tensor: {name}\n", f"found: {list(shape)}")
     refused(source, 6, *words, "hint: does the config belong")
 
 
