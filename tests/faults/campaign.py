@@ -31,11 +31,12 @@ from tests.faults.records import kept, stopped
 from tests.faults.running import EXCUSED, Ending, arguments, errors, kills
 from tests.faults.samples import How, Sample, converted, make_samples, some_target, tensors, tensors_of
 from tests.faults.stores import stores
+from tests.faults.views import CLASSES as OF_VIEWS
 
 #: Seconds for a case on a busy machine.
 _PATIENCE = 120
 #: Makers of false claims, and each class's share in the campaign.
-CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS, **OF_OUTPUTS}
+CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS, **OF_OUTPUTS, **OF_VIEWS}
 #: Each stream's share in the campaign.
 Stream = Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]]
 Adding = Callable[[Sample, Path, Random], Iterator[None]]

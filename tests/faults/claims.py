@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import ckpt
+from ckpt.commands.inspect.rows import picture
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tensors import Tensor
@@ -29,6 +31,8 @@ from tests.quantized.test_parts import LAYOUTS, content_of, damaged, model
 #: Claims: a command's output or action if it accepts a checkpoint as sound.
 WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "finds", "writes", "resumes", "values"
 CAN_LOAD = "can load this folder"
+#: A picture from `ckpt inspect`: the parts of every tensor cover it once.
+DRAWN = "a picture without red"
 #: Claims disproved by missing or damaged weights.
 OF_WEIGHTS = (WHOLE, EVERY_PART, FINDS, CAN_LOAD, WRITES)
 #: Usual target formats to convert a lie to.
@@ -155,6 +159,10 @@ def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
         if (loads := conversion.plan.target.loads) is not None and loads.can:
             yield CAN_LOAD, loads.sentence("FOLDER") + text
         break
+    with suppress(CkptError):
+        checkpoint = ckpt.open(run)
+        if not checkpoint.passed_over and not picture(checkpoint).damaged:
+            yield DRAWN, checkpoint.format
     if told := resumed(run):
         yield RESUMES, told
     if values:
@@ -195,7 +203,7 @@ def half_folders(sample: Sample, random: Random) -> Lie | None:
     checkpoint = ckpt.open(sample.path)
     models, optimizer = _places(checkpoint, weights=True), _places(checkpoint, weights=False)
     halves = {
-        "the model's files": (models.keys() - optimizer.keys(), (*OF_WEIGHTS, RESUMES)),
+        "the model's files": (models.keys() - optimizer.keys(), (*OF_WEIGHTS, RESUMES, DRAWN)),
         "the optimizer's files": (optimizer.keys() - models.keys(), (RESUMES,)),
     }
     choices = [(name, files, false) for name, (files, false) in halves.items() if files and len(files) < 50]
@@ -230,7 +238,7 @@ def torn_files(sample: Sample, random: Random) -> Lie | None:
     if not files:
         return None
     kind, name = random.choice([*TORN]), random.choice(files).relative_to(sample.path)
-    false = (*OF_WEIGHTS, RESUMES)
+    false = (*OF_WEIGHTS, RESUMES, DRAWN)
     return Lie(f"{name}: {kind}", lambda run: TORN[kind](run / name), false, kind=f"{kind}, of a file")
 
 

@@ -22,8 +22,19 @@ def change(path: Path, changed: Callable[[Tensors], Tensors]) -> None:
         return
     content: Any = torch.load(path, weights_only=False, map_location="cpu")
     holder = _holder(content)
-    holder.update(changed({key: value for key, value in holder.items() if isinstance(value, torch.Tensor)}))
+    before = {key: value for key, value in holder.items() if isinstance(value, torch.Tensor)}
+    for key in before:
+        del holder[key]
+    holder.update(changed(before))
     torch.save(content, path)
+
+
+def tensors_in(path: Path) -> Tensors:
+    """Return the tensors that `change` passes on."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    holder = _holder(torch.load(path, weights_only=False, map_location="cpu"))
+    return {key: value for key, value in holder.items() if isinstance(value, torch.Tensor)}
 
 
 def is_changeable(path: Path) -> bool:
