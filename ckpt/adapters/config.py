@@ -12,7 +12,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ckpt.adapters import entry_values, names
+from ckpt.adapters import names
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
@@ -330,6 +330,8 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         )
     if kind in NOT_MERGED:
         raise _unmerged_kind(kind, path)
+    from ckpt.adapters import entry_values  # builds a table for each kind of adapter
+
     entry_values.check(raw, path)
     for key, what in _VARIANTS.items():
         if raw.get(key) and (kind != "ADALORA" or key == _REPLICATION):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpt.adapters.config import AdapterConfig
 from ckpt.base.entries import lazy_module
-from ckpt.plan.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ckpt.adapters.config import AdapterConfig
+    from ckpt.plan.checkpoint import Checkpoint
 
 
 class SettingsProtocol(Protocol):

@@ -20,11 +20,13 @@ def num_cores() -> int:
 
 def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], workers: int = 0) -> None:
     """Run `jobs` in several threads, and raise the first error."""
-    from concurrent.futures import ThreadPoolExecutor  # imported late: it loads logging
-
     left: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     for job in jobs:
         left.put(job)
+    if left.empty():
+        return
+    from concurrent.futures import ThreadPoolExecutor  # imported late: it loads logging
+
     stop = threading.Event()
 
     def take() -> Iterator[_Job]:

@@ -55,6 +55,10 @@ _MAY_COMPUTE_IN_LESS = Brief(
     "16-bit weights"
 )
 
+NO_CONFIG = LoadCheck(
+    False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
+)
+
 
 class HuggingFace(Format):
     name = "hf"
@@ -74,8 +78,6 @@ class HuggingFace(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a model folder's weights. All have the role `weight`, because files don't mark buffers."""
-        from converters.names.hub.proof import tables_differ
-
         folder = path.parent if path.is_file() else path
         folders = tuple(p for p in (request.config, folder) if p is not None)
         config = read_config(folders)
@@ -102,13 +104,17 @@ class HuggingFace(Format):
             folders=tuple(str(p) for p in folders),
             notes=tuple(notes),
         )
+        if config is None:
+            return checkpoint
+        from converters.names.hub.proof import tables_differ
+
         shapes = {name: one for name, one in checkpoint.shapes.items() if not name.startswith((*modules,))}
         differing = tables_differ(config, quantized_weights(checkpoint).in_place(shapes))
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Lay out the weights: one tensor per parameter and buffer, chosen by `ckpt.plan.precision`."""
-        names = kept_names(checkpoint)
+        names = kept_names(checkpoint) if checkpoint.config else {}
         run = checkpoint.computes_in if layout.dtype is None else None
         dtype = run.dtype if run else layout.dtype
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, dtype).items()}
@@ -230,12 +236,14 @@ def _proof(
 
     Raise LossError or UsageError if the config's architecture has other names.
     """
+    if (config := checkpoint.config) is None:
+        return [], NO_CONFIG
     from converters.names.hub import loading
     from converters.names.hub.proof import names_architecture, proof_notes, prove
 
-    config, weights = checkpoint.config, quantized_weights(checkpoint)
+    weights = quantized_weights(checkpoint)
     shapes = weights.in_place({name: choice.tensor.shape for name, choice in chosen.items()})
-    if config is None or checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
+    if checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
         return [], loading.unproved(config, shapes)
     if layout.read(NameOptions).names == OWN_NAMES:
         told = "--names own: the names are not compared with the config's architecture"
@@ -253,6 +261,8 @@ def _proof(
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     """Return notes on tensors that the config expects but the output lacks."""
+    if checkpoint.config is None:
+        return []
     from converters.names.hub.expected_tensors import missing_parts
 
     shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})

@@ -17,6 +17,7 @@ import ckpt
 from ckpt.base.text import Brief, note_lines, pluralize
 from ckpt.options import printing as text
 from ckpt.plan.load_check import LoadCheck
+from converters.huggingface.hf import NO_CONFIG
 from converters.names.hub import loading
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import ckpt_in_order
@@ -129,7 +130,6 @@ def test_hint_of_missing_config_works_when_typed(fixtures: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (None, "config.json is missing"),
         ({}, "no model_type"),
         ({"hidden_size": 8}, "no model_type"),
         ({"_class_name": "UNet2DModel"}, "diffusers looks for"),
@@ -139,10 +139,11 @@ def test_hint_of_missing_config_works_when_typed(fixtures: Path, tmp_path: Path)
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_never_promised(config: dict[str, object] | None, why: str) -> None:
+def test_what_cannot_be_loaded_is_never_promised(config: dict[str, object], why: str) -> None:
     sizes = {"hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    loads = loading.unproved(config if not config or "model_type" not in config else sizes | config, {"w": (1,)})
+    loads = loading.unproved(config if "model_type" not in config else sizes | config, {"w": (1,)})
     assert loads.can is False and why in loads.sentence("out")
+    assert NO_CONFIG.can is False and "config.json is missing" in NO_CONFIG.sentence("out")
 
 
 def test_class_that_was_proved_is_called_if_the_config_names_none(fixtures: Path, tmp_path: Path) -> None:

@@ -18,9 +18,6 @@ from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tabl
 from converters.names.hub.save_pretrained import is_available, refusal
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
-NO_CONFIG = LoadCheck(
-    False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
-)
 #: Files that turn text, images or sound into model inputs.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
 #: sentence-transformers' modules without files, and modules with weights beside their config.
@@ -29,10 +26,8 @@ _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 _DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
-def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> LoadCheck:
-    """Return the answer for weights with unproved names: no config, no architecture, or `--names own`."""
-    if config is None:
-        return NO_CONFIG
+def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> LoadCheck:
+    """Return the answer for weights with unproved names: no architecture, or `--names own`."""
     if not names_architecture(config):
         if "_class_name" in config:
             call = f"{config['_class_name']}.from_pretrained"

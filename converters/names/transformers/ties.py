@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.families.composites import COMPOSITES
 from converters.names.transformers.transformers_source import (
     all_tied_weights,
     chosen_inside,
@@ -55,7 +54,7 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
     known = all_tied_weights(config) if config else None
     # An output head keeps its role under any name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub.
     heads = known is None or any(_HEADS.fullmatch(alias) for alias in known)
-    aliases = [re.compile(pattern) for pattern in {**(known or {}), **declared_ties(config or {})}]
+    aliases = [re.compile(pattern) for pattern in {**(known or {}), **(declared_ties(config) if config else {})}]
     is_hub = config is not None and next(model_types(config), None) is not None
     stored = {fqn for fqn, _ in checkpoint.tensors}
 
@@ -78,6 +77,8 @@ def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, 
 
     The class declares in-memory names. The files have other names if a text model is a part.
     """
+    from converters.names.families.composites import COMPOSITES
+
     declared = declared_ties(config)
     composite = COMPOSITES.get(str(config.get("model_type")))
     if composite is not None and not any(owner in stored for owner in declared.values()):
