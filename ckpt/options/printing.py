@@ -25,6 +25,10 @@ Planned = TypeVar("Planned", bound="Conversion")
 Written = TypeVar("Written", bound="Converted")
 
 
+class _DryRunError(Exception):
+    """A function was stopped after planning, before it writes anything."""
+
+
 def terminal_width() -> int | None:
     """Return the columns of stdout, or None if it is no terminal."""
     return width_of(sys.stdout)
@@ -53,7 +57,6 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
 
 
 def carry_out(
-    plan: Callable[[], Planned],
     convert: Callable[..., Written],
     destination: Path,
     outcome: Outcome,
@@ -61,7 +64,7 @@ def carry_out(
 ) -> Written | None:
     """Call `convert`, a function that plans and writes, and report its progress and result on stderr.
 
-    `show` is called with the plan. A dry run calls `plan` instead, prints the plan, and returns None.
+    `show` is called with the plan. A dry run stops the function there, prints the plan, and returns None.
     """
     from ckpt.runs import unread_files
     from ckpt.runs.plan_lines import plan_lines
@@ -74,24 +77,24 @@ def carry_out(
             shown_now.close()
             show(conversion)
             conversion.check_destination(destination)
+            if outcome.dry_run:
+                report = conversion.to_json(str(destination))
+                if outcome.as_json:
+                    print(shown(json.dumps(report, indent=2)))
+                else:
+                    print_lines(plan_lines(report, outcome.verbose))
+                raise _DryRunError
             meter = shown_now.enter_context(progress(0, "check", quiet=outcome.quiet))
 
-        if outcome.dry_run:
-            conversion = plan()
-            planned(conversion)
-            shown_now.close()
-            report = conversion.to_json(str(destination))
-            if outcome.as_json:
-                print(shown(json.dumps(report, indent=2)))
-            else:
-                print_lines(plan_lines(report, outcome.verbose))
+        try:
+            written = convert(
+                planned=planned,
+                progress=lambda count: meter(count),
+                phase=lambda *what: meter.phase(*what),
+                say=None if outcome.quiet else lambda line: meter.say(f"note: {line}"),
+            )
+        except _DryRunError:
             return None
-        written = convert(
-            planned=planned,
-            progress=lambda count: meter(count),
-            phase=lambda *what: meter.phase(*what),
-            say=None if outcome.quiet else lambda line: meter.say(f"note: {line}"),
-        )
     if outcome.quiet:  # possible losses are reported even with --quiet
         state = [one for one in written.to_json()["not_read"] if one["kind"] == unread_files.STATE]
         say(*unread_files.lines(state, verbose=outcome.verbose))

@@ -92,11 +92,9 @@ def convert(
         destination = place.folder or default_output(path, target)
         check_destination(destination, path)  # before reading the source, as this may take long
         check_place(destination)
-        keywords = {"format": source, **options, **vars(requested), "config": config}
-        how = {**vars(check), **vars(writing), "group": group}
+        keywords = {"format": source, **options, **vars(requested), "config": config, "group": group}
         written = carry_out(
-            partial(api.plan, path, target, **keywords),
-            partial(api.convert, path, target, destination, **keywords, **how),
+            partial(api.convert, path, target, destination, **keywords, **vars(check), **vars(writing)),
             destination,
             outcome,
             lambda conversion: say_source(conversion.source, quiet=quiet, verbose=outcome.verbose),

@@ -89,10 +89,9 @@ def merge_lora(
     def card(folder: Path) -> dict[str, bytes]:
         return {} if to is None else _merge_card(to, facts, trained_on, folder)
 
-    requested: Any = {**vars(source), **vars(combining), **vars(merged), **vars(threads), **options}
+    requested: Any = {**vars(source), **vars(combining), **vars(merged), **vars(threads), **vars(writing), **options}
     written = carry_out(
-        partial(merging.planned, wanted, requested),
-        partial(merging.merge_lora, wanted, destination, describe=card, **requested, **vars(writing)),
+        partial(merging.merge_lora, wanted, destination, describe=card, **requested),
         destination,
         outcome,
         show,
