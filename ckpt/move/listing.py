@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ckpt.move.files import translate_os_errors
 
 Entries = Mapping[str, os.DirEntry[str]]
 
 Found = TypeVar("Found")
+Asked = ParamSpec("Asked")
 
 _seen: ContextVar[dict[Any, Any] | None] = ContextVar("_seen", default=None)
 
@@ -36,16 +37,16 @@ def listed_once() -> Iterator[None]:
         _seen.reset(token)
 
 
-def once(look: Callable[[Path], Found]) -> Callable[[Path], Found]:
-    """Cache the result of `look` by path inside `listed_once`. Errors are not cached."""
+def once(look: Callable[Asked, Found]) -> Callable[Asked, Found]:
+    """Cache the result of `look` by its paths inside `listed_once`. Errors are not cached."""
 
     @wraps(look)
-    def seen(path: Path) -> Found:
-        known, key = _seen.get(), (look, os.fspath(path))
+    def seen(*paths: Asked.args, **named: Asked.kwargs) -> Found:
+        known, key = _seen.get(), (look, *map(str, paths), *named.items())
         if known is None:
-            return look(path)
+            return look(*paths, **named)
         if key not in known:
-            known[key] = look(path)
+            known[key] = look(*paths, **named)
         found: Found = known[key]
         return found
 

@@ -222,6 +222,20 @@ def test_check_and_convert_reject_damaged_files_around_the_tag(
     assert converted.code == 4 and words in converted.err and not dcp.exists()
 
 
+def test_files_around_several_tags_are_read_once(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = tmp_path / "run", []
+    assert run_ckpt("convert", "auto", "zero3", fixtures / "trainer-zero2/checkpoint-2", "-o", run).code == 0
+    (tag,) = (path for path in run.iterdir() if path.is_dir())
+    shutil.copytree(tag, run / "best")
+    (run / "latest").write_text("best")
+    monkeypatch.setattr(files, "check_file", lambda path, _: read.append(path.name))
+    checked = [one.path for one in ckpt.check(run).checkpoints]
+    assert sorted(checked) == ["best", tag.name]
+    assert read.count("tokenizer_config.json") == read.count("trainer_state.json") == 1
+
+
 def test_folders_with_temporary_names_are_named(fixtures: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
     for harmless in ("tmp", "notes.tmp", "tmp_cache", "temporary-step-4"):

@@ -29,7 +29,7 @@ from ckpt.containers.dcp.metadata import Places, read_metadata
 from ckpt.containers.weights import MAX_INDEX, SHARD, parse_index
 from ckpt.move.files import is_broken_link
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import names_in
+from ckpt.move.listing import names_in, once
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
 from ckpt.runs.file_table import TORCH_SUFFIXES
@@ -101,14 +101,20 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
     by_folder: dict[Path, set[str]] = {}
     for path in files:
         by_folder.setdefault(path.parent, set()).add(path.name)
-        if str(path) not in sound:
-            try:
-                check_file(path, root)
-            except CkptError as error:
-                yield _left(error, root, path) or problem_of(error, root, path)
+        if str(path) not in sound and (problem := _problem_in(path, root)):
+            yield problem
     for folder, names in by_folder.items() if root.is_dir() else ():  # a single file is no set
         for kind, name, what in _missing(folder, names):
             yield Problem(kind, relative(folder / name, root), what)
+
+
+@once  # several steps of a run share the files around them
+def _problem_in(path: Path, root: Path) -> Problem | None:
+    try:
+        check_file(path, root)
+    except CkptError as error:
+        return _left(error, root, path) or problem_of(error, root, path)
+    return None
 
 
 def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
