@@ -196,7 +196,9 @@ class Family:
         stated = {name: value for name, value in config.items() if value is not None and name not in self.unread}
         common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
         absent = {name: value for name, value in self.absent.items() if name not in config}
-        return Config({**self.defaults, **absent, **stated, **common})
+        nested = {*Config(stated).mapping("rope_scaling"), *Config(stated).mapping("rope_parameters")}
+        defaults = {name: value for name, value in self.defaults.items() if name not in nested}
+        return Config({**defaults, **absent, **stated, **common})
 
     def _sizes(self, config: Config, head: str) -> Sizes:
         dims = _attention_sizes(config)
