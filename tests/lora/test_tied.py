@@ -185,6 +185,18 @@ def test_as_peft_has_the_bits_of_its_merge_and_says_so(tmp_path: Path) -> None:
     assert refused.code == 1 and "lm_head.weight" in refused.out and "does not tie it" in refused.out
 
 
+def test_an_init_that_changes_the_base_of_one_tied_layer_needs_that_weight(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = qwen2()
+    save_base(model, tmp_path / "base")
+    train(tmp_path / "base", tmp_path / "adapter", lora(**DIVIDED["PiSSA"]), model)
+    assert merge(tmp_path).code == 0
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: one for name, one in load_file(file).items() if "lora_" in name}, file, {"format": "pt"})
+    refused = merge(tmp_path, "--overwrite")
+    assert refused.code == 2 and "unadapted layer" in refused.err and "hint: --as-peft" in refused.err, refused.err
+
+
 #: Note about tied layers with one change.
 _ONCE = "as trained, their tied weight changes once"
 
