@@ -118,7 +118,7 @@ def test_adapter_that_lacks_a_magnitude_or_trained_tokens_is_damaged(tmp_path: P
     assert toolkit.check(tmp_path / "whole").whole
     for part, what in (
         ("magnitude", "disagree about use_dora"),
-        ("trainable_tokens", "rows of trained tokens are missing"),
+        ("trainable_tokens", "lacks the trained token rows"),
     ):
         broken = edited(tmp_path / "whole", tmp_path / part)
         stored = load_file(broken / "adapter_model.safetensors")
