@@ -1,4 +1,4 @@
-"""Values of entries of `adapter_config.json` that PEFT loads.
+"""Values accepted by PEFT in `adapter_config.json`.
 
 Facts from peft 0.21.2, whose configs and layers raise for every other value; `tests/lora/test_entry_values.py` asks
 live PEFT. An entry that is not listed here may have any value.
@@ -18,7 +18,7 @@ _TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SE
 
 @dataclass(frozen=True)
 class _Values:
-    """Values of one entry: in `words`, and as a test. `entries` are those of a nested config."""
+    """Values of one entry: in `words`, and as a test. `entries` belong to a nested config."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -181,7 +181,7 @@ _OF_ALL: Mapping[str, _Values] = {
 }
 _SAMPLED = {"dirichlet_prior": _POSITIVE, "num_samples": _POSITIVE, "buffer_size": _POSITIVE}
 _MONTECLORA = _closed(_config(**_SAMPLED, use_entropy=_ANY, sample_scaler=_ANY, kl_loss_weight=_ANY))
-#: Entries of LoRA and of AdaLoRA, which has LoRA's.
+#: LoRA's entries, which AdaLoRA has too.
 _OF_LORA: dict[str, _Values] = {
     "target_parameters": _LIST,
     "arrow_config": _or_null(_filled(_config(top_k=_POSITIVE, router_temperature=_POSITIVE))),
@@ -309,7 +309,7 @@ def _faults(raw: Mapping[str, Any], known: Mapping[str, _Values], within: str = 
 
 
 def _contradictions(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield what PEFT refuses of entries that are right by themselves."""
+    """Yield combinations of valid entries refused by PEFT."""
     kind, layers = raw.get("peft_type"), raw.get("layers_to_transform")
     if kind in _TAKES_LAYERS and raw.get("layers_pattern") and layers is None:
         yield "layers_pattern needs layers_to_transform", ("layers_pattern", "layers_to_transform")

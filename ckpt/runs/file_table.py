@@ -1,4 +1,4 @@
-"""Names of files next to tensors: who writes each of them, what it is, and what becomes of it.
+"""Names of files next to tensors: their writers, their kinds, and their use in commands.
 
 Facts: transformers (trainer.py, `_save_rng_state`), accelerate (utils/constants.py, `checkpointing.py`), Lightning
 (strategies/fsdp.py), Megatron-LM and Megatron-Bridge (training/checkpointing.py in both), torch/utils/tensorboard.

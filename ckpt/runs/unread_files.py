@@ -32,7 +32,7 @@ _NO_TENSORS = (
     *("*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.vocab"),
     *("LICENSE*", "NOTICE*", "README*", "Makefile", "Dockerfile"),
 )
-#: Kinds of files that `convert` handles or that are useless elsewhere.
+#: Kinds of files handled by `convert` or useless elsewhere.
 _HARMLESS = (
     FileKind.TOKENIZER,
     FileKind.PROCESSOR,

@@ -320,7 +320,7 @@ class MegatronOptimizer:
 
     @property
     def chained(self) -> list[list[Group]]:
-        """Groups of each of Megatron's optimizers."""
+        """Each optimizer's groups."""
         layer_wise = bool(self.args.get("use_layer_wise_distributed_optimizer"))
         found: dict[tuple[bool, bool], list[Group]] = {} if is_of_matrices(self.args) else {(False, False): []}
         if self.apart and not is_of_matrices(self.args):

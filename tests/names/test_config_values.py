@@ -1,4 +1,4 @@
-"""`converters/names/hub/config_values.py`, `save_pretrained.py`: values of config.json that transformers accepts."""
+"""`converters/names/hub/config_values.py`, `save_pretrained.py`: config.json values accepted by transformers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    "num_layers": 24,  # length of GPT-Neo's list of layer kinds
+    "num_layers": 24,  # GPT-Neo lists a kind for each layer
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 5),
     "num_key_value_heads": 2,
     "head_dim": 10,

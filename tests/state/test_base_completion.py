@@ -257,7 +257,7 @@ def test_a_base_that_is_called_as_on_the_hub_is_told_how_to_be_named(predicts: P
 
 
 def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_releases(tmp_path: Path) -> None:
-    """In every saved config, transformers declares one such layer; it saves none of its tensors."""
+    """Every config that transformers saves declares one such layer, but the files lack its tensors."""
     sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 3, "kv_lora_rank": 8}
     sizes |= {"q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     base = saved(tmp_path / "base", "deepseek_v3", transformers.AutoModelForCausalLM, **sizes)

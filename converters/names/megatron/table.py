@@ -79,7 +79,7 @@ class Table:
 
     @property
     def kept(self) -> tuple[MegatronRow, ...]:
-        """Rows of modules that stay unchanged."""
+        """Rows of unchanged modules."""
         return tuple(row for row in parse(self.top) if row.hubs[0].endswith(EVERY))
 
     def hub_name(self, megatron: str) -> str:
