@@ -47,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 4, "head_dim": 8}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     config = Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "Qwen3-30B-A3B")
-    ckpt.plan(ckpt.open(place / "Qwen3-30B-A3B"), "megatron").run(place / "run")
-    Qwen3Config().save_pretrained(place / "Qwen3-8B")
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "Qwen/Qwen3-30B-A3B")
+    ckpt.plan(ckpt.open(place / "Qwen/Qwen3-30B-A3B"), "megatron").run(place / "run")
+    Qwen3Config().save_pretrained(place / "Qwen/Qwen3-8B")
     return place
 
 
@@ -59,7 +59,7 @@ def test_every_command_of_the_readme(folder: Path, tmp_path: Path, kind: str) ->
     place = Path(shutil.copytree(folder, tmp_path / "here"))
     assert len(COMMANDS) > 12
     for command in COMMANDS:
-        words = shlex.split(command)
+        words = shlex.split(command.replace("hf://", ""))  # this folder stands for the Hub
         home = place / "lora" if re.match("ckpt merge-lora|ckpt verify --loads", command) else place
         before = sorted(os.listdir(home))
         done = subprocess.run(
