@@ -348,7 +348,7 @@ def _unknown_group_notes(resumable: bool, is_elastic: bool) -> Iterator[str]:
 def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
     if not _is_deepspeed(checkpoint) and checkpoint.state.lr_scheduler is None:
         yield (
-            "the source records no LR schedule from DeepSpeed or torch: if DeepSpeed has the scheduler, "
+            "DeepSpeed's files get no LR schedule: if DeepSpeed has the scheduler, "
             + (
                 "load this with load_checkpoint(..., load_lr_scheduler_states=False)"
                 if checkpoint.state.step is None or not checkpoint.optimizer_states
