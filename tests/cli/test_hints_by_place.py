@@ -57,7 +57,8 @@ def stubbed(place: Place, error: str) -> None:
     """Install a mfusepy whose mount fails with `error`."""
     library = f"class FUSE:\n    def __init__(self, *_, **__):\n        raise {error}\nclass Operations: pass\n"
     text(place / "modules/mfusepy.py", library)
-    place.patch.delitem(sys.modules, "mfusepy", raising=False)
+    place.patch.setitem(sys.modules, "mfusepy", None)  # the end of the test removes the stub, too
+    del sys.modules["mfusepy"]
     place.patch.syspath_prepend(place / "modules")
     place.patch.setattr("ckpt.views.mount.DEVICE", "/dev/null")
 

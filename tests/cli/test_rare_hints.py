@@ -180,7 +180,8 @@ def changed(place: Place, target: str, value: Any, call: Callable[[], str]) -> s
 def mounted(place: Place, library: str, view: Path) -> str:
     """Return the error of a mount if mfusepy's module has the source `library`."""
     text(place / "modules/mfusepy.py", library)
-    place.patch.delitem(sys.modules, "mfusepy", raising=False)
+    place.patch.setitem(sys.modules, "mfusepy", None)  # the end of the test removes the stub, too
+    del sys.modules["mfusepy"]
     place.patch.syspath_prepend(place / "modules")
     return called(lambda: toolkit.mount(RUN, "hf", view).__enter__())
 

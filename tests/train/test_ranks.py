@@ -64,7 +64,7 @@ def test_the_error_of_any_rank_is_shown_once(tmp_path: Path) -> None:
     fork_once(tmp_path, [(2, "train.__main__", words)], ["train.engines.native"])
     again = run(*words)
     assert again.returncode == 2
-    assert re.fullmatch(r"train: error: --output \S+: a run has left .* there\nhint: --resume .*\n", again.stderr)
+    assert re.fullmatch(r"train: error: --output \S+: a run has left .* there\nhint: use --resume .*\n", again.stderr)
     (cut,) = tmp_path.rglob("optim_world_size_2_rank_1.pt")
     os.truncate(cut, 1000)
     done = run(*words, "--resume", output)

@@ -119,7 +119,7 @@ def test_find_takes_what_latest_records(tmp_path: Path) -> None:
     assert ckpt.open(run).path == str(run / TAG)
     assert ckpt.open(run, tag="global_step9").path == str(run / "global_step9")
     (run / "latest").unlink()
-    with pytest.raises(CorruptError, match="does not record that option") as caught:
+    with pytest.raises(CorruptError, match="does not name a step") as caught:
         ckpt.open(run)
     assert "global_step9" in str(caught.value.hint)
     assert ckpt.open(run / TAG).format == "megatron-deepspeed"
