@@ -46,30 +46,41 @@ _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_d
 
 
 def check_run(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError if the run's settings describe another model than the config."""
-    found = _settings(Path(checkpoint.path))
-    if found is None:
-        return
-    path, model = found
-    for name, theirs, ours in _pairs(model, Config(checkpoint.config or {})):
-        if None not in (theirs, ours) and theirs != ours:
-            raise CorruptError(
-                "the config belongs to another model than the run trained",
-                path=path,
-                expected=f"{name} {theirs}, recorded by the run",
-                found=f"{name} {ours}",
-                hint="does the config belong to this checkpoint?",
-            )
+    """Raise CorruptError if the run's settings describe another model than the config.
+
+    If several files have settings, one that describes the config's model is enough.
+    """
+    config, faults = Config(checkpoint.config or {}), []
+    for path, model in _settings(Path(checkpoint.path)):
+        different = next(_differences(model, config), None)
+        if different is None:
+            return
+        faults.append((path, different))
+    for path, (name, theirs, ours) in faults:
+        raise CorruptError(
+            "the config belongs to another model than the run trained",
+            path=path,
+            expected=f"{name} {theirs}, recorded by the run",
+            found=f"{name} {ours}",
+            hint="does the config belong to this checkpoint?",
+        )
 
 
-def _settings(step: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the file with the settings of the run that saved `step`, and its model's settings."""
-    for folder in step.parents[:2]:
+def _differences(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
+    pairs = _pairs(model, config)
+    return (pair for pair in pairs if None not in pair[1:] and pair[1] != pair[2])
+
+
+def _settings(step: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Yield the files with settings of the run that saved `step`, and its model's settings.
+
+    The step may be a link, or a path relative to the working directory.
+    """
+    for folder in dict.fromkeys((*step.absolute().parents[:2], *step.resolve().parents[:2])):
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             model = _nested(_nested(_object(path), _SPEC), "model")
             if model:
-                return path, model
-    return None
+                yield path, model
 
 
 def _object(path: Path) -> Mapping[str, Any]:

@@ -172,3 +172,32 @@ def test_the_model_of_the_run_is_compared_with_the_config(
     with pytest.raises(CorruptError, match="another model than the run") as refused:
         ckpt.convert(step, "hf", tmp_path / "hf", config=tmp_path)
     assert f"{names}, recorded by the run" in str(refused.value) and "settings.json" in str(refused.value)
+
+
+@pytest.mark.parametrize("source", ["step-2", ".", "link"])
+def test_the_run_is_found_from_a_relative_path_and_through_a_link(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    step, fixture = tmp_path / "run/checkpoint/step-2", fixtures / "torchtitan-llama3-0.3"
+    shutil.copytree(fixture / "step-2", step)
+    config = {**json.loads((fixture / "config.json").read_text()), "rope_parameters": LLAMA3}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    (tmp_path / "run/settings.json").write_text(json.dumps({"model_spec": {"model": RUN}}))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/link").symlink_to(step)
+    monkeypatch.chdir({"step-2": step.parent, ".": step, "link": tmp_path / "elsewhere"}[source])
+    with pytest.raises(CorruptError, match="another model than the run"):
+        ckpt.convert(source, "hf", tmp_path / "hf", config=tmp_path)
+
+
+def test_one_of_several_runs_settings_describes_the_config(fixtures: Path, tmp_path: Path) -> None:
+    step, fixture = tmp_path / "run/checkpoint/step-2", fixtures / "torchtitan-llama3-0.3"
+    shutil.copytree(fixture / "step-2", step)
+    config = {**json.loads((fixture / "config.json").read_text()), "rope_parameters": LLAMA3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, run in (("a.json", RUN | {"dim": 32}), ("b.json", RUN)):
+        (tmp_path / "run" / name).write_text(json.dumps({"model_spec": {"model": run}}))
+    ckpt.convert(step, "hf", tmp_path / "hf", config=tmp_path)
+    (tmp_path / "run/b.json").unlink()
+    with pytest.raises(CorruptError, match="another model than the run"):
+        ckpt.convert(step, "hf", tmp_path / "other", config=tmp_path)
