@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import warnings
@@ -38,7 +39,7 @@ from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want
 from ckpt.runs.selection import is_run as is_run
-from ckpt.runs.steps import RECORDS, enclosing_folders, recorded_step, run_at, step_mismatch
+from ckpt.runs.steps import ANY_STEP, RECORDS, enclosing_folders, recorded_step, run_at, step_mismatch
 from ckpt.stores import places
 
 #: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
@@ -124,6 +125,7 @@ def _opened(
     for name, value in requested.items():
         registry.options_for_reading()[name].check(value)
     with translate_os_errors(path):
+        path = _with_folders_around(path)
         if not path.exists():
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
         if is_staged(path) and not unfinished:
@@ -375,6 +377,17 @@ def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
             found=checkpoint.framework or checkpoint.format,
             hint=f"leave {option.flag} out",
         )
+
+
+def _with_folders_around(path: Path) -> Path:
+    """Return the full path for `.`, `..` and a part of the step in the working directory, otherwise `path`.
+
+    Readers look for a step's number, its run and its config in the folders around it.
+    """
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    parent = Path(os.path.realpath(path.parent)) if path.parent.name in ("", "..") else path.parent
+    return parent / path.name if ANY_STEP.fullmatch(parent.name) else path
 
 
 def find_config(where: str) -> Path:
