@@ -128,7 +128,7 @@ def _commands(error: CkptError) -> list[str]:
     """Return the command for each run if there are several to choose from."""
     if not isinstance(error, SeveralRunsError):
         return []
-    path, normal = shown(str(error.path)), os.path.normpath  # normpath changes URLs, but both in the same way
+    path, normal = shown(str(error.path)), os.path.abspath  # changes URLs, but both in the same way
     requested = [word for word in sys.argv[1:] if not word.startswith("-") and normal(word) == normal(path)]
     words = sys.argv[1:] if requested else [*sys.argv[1:], path]
     place = max(i for i, word in enumerate(words) if word == (requested[-1] if requested else path))

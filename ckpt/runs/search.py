@@ -16,7 +16,7 @@ MANIFEST = "ckpt-manifest.json"
 #: Index of a diffusers pipeline: library and class by folder name (diffusers 0.42, `pipelines/pipeline_utils.py`).
 _PIPELINE = "model_index.json"
 #: Classes of pipeline parts without weights.
-_WITHOUT_WEIGHTS = re.compile(r".*(?:Scheduler|Tokenizer|TokenizerFast|Processor|ProcessorFast|FeatureExtractor)")
+_WITHOUT_WEIGHTS = re.compile(r".*(?:Scheduler|Guidance|(?:Tokenizer|Processor)(?:Fast)?|FeatureExtractor)")
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # folders searched per level
 

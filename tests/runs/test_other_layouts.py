@@ -119,6 +119,7 @@ def test_a_pipeline_of_several_models_is_not_one_of_them(names: tuple[str, ...],
 
 def test_a_pipeline_with_one_model_is_that_model(tmp_path: Path) -> None:
     index = {name: PIPELINE[name] for name in ("scheduler", "tokenizer", "safety_checker", "unet")}
+    index["guider"] = ["diffusers", "AdaptiveProjectedMixGuidance"]
     path = pipeline(tmp_path / "pipeline", "unet", index=index)
     assert api.open(path).path == str(path / "unet")
     checked = ckpt("check", path)
