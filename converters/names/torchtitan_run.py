@@ -50,13 +50,14 @@ def check_run(checkpoint: Checkpoint) -> None:
 
     If several files have settings, one that describes the config's model is enough.
     """
-    config, faults = Config(checkpoint.config or {}), []
+    config, first = Config(checkpoint.config or {}), None
     for path, model in _settings(Path(checkpoint.path)):
         different = next(_differences(model, config), None)
         if different is None:
             return
-        faults.append((path, different))
-    for path, (name, theirs, ours) in faults:
+        first = first or (path, *different)
+    if first is not None:
+        path, name, theirs, ours = first
         raise CorruptError(
             "the config belongs to another model than the run trained",
             path=path,
