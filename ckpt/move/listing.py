@@ -16,7 +16,7 @@ from ckpt.move.files import translate_os_errors
 Entries = Mapping[str, os.DirEntry[str]]
 
 Found = TypeVar("Found")
-Asked = ParamSpec("Asked")
+Arguments = ParamSpec("Arguments")
 
 _seen: ContextVar[dict[Any, Any] | None] = ContextVar("_seen", default=None)
 
@@ -37,11 +37,11 @@ def listed_once() -> Iterator[None]:
         _seen.reset(token)
 
 
-def once(look: Callable[Asked, Found]) -> Callable[Asked, Found]:
+def once(look: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
     """Cache the result of `look` by its paths inside `listed_once`. Errors are not cached."""
 
     @wraps(look)
-    def seen(*paths: Asked.args, **named: Asked.kwargs) -> Found:
+    def seen(*paths: Arguments.args, **named: Arguments.kwargs) -> Found:
         known, key = _seen.get(), (look, *map(str, paths), *named.items())
         if known is None:
             return look(*paths, **named)
