@@ -203,6 +203,31 @@ def rounded(values: NDArray, *dtypes: DType) -> memoryview:
     return bits.view(np.uint8).data
 
 
+def num_groups(num_in: int, size: int) -> int:
+    """Return the number of groups of inputs. A `size` of -1 means one group for all."""
+    return 1 if size <= 0 else -(-num_in // size)
+
+
+def group_index(num_in: int, size: int) -> NDArray:
+    """Return each input's group, in order."""
+    return np.arange(num_in) // (size if size > 0 else max(1, num_in))
+
+
+def affine(
+    stored: StoredWeights, scales: str, first: int, integers: NDArray, zeros: NDArray, index: NDArray
+) -> memoryview:
+    """Return (integer minus zero point) times scale, for the outputs from `first` on, rounded to the scales' dtype.
+
+    `integers` is [outputs, inputs] in fp32 and is overwritten, `zeros` is [outputs, groups], and the stored `scales`
+    are [groups, outputs]. `index` has each input's group.
+    """
+    groups, num_rows = stored.tensors[scales].shape[0], len(integers)
+    factors = stored.scales(scales, Box((0, first), (groups, num_rows))).reshape(groups, num_rows).T
+    grouped(np.subtract, integers, zeros, index)
+    grouped(np.multiply, integers, factors, index)
+    return rounded(integers, stored.tensors[scales].dtype, stored.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleGrid:
     """Numbers for blocks of `rows` by `columns` elements. None is the whole dim; the last blocks may be shorter."""

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.plan.tensors import Box, Shape
-from converters.quantized._weight import StoredWeights, Weight, by_rows, grouped, rounded, unpacked
+from ckpt.plan.tensors import Box
+from converters.quantized._weight import StoredWeights, Weight, affine, by_rows, group_index, num_groups, unpacked
 from converters.quantized.scheme import (
     FLOATS,
     INT32,
@@ -45,21 +45,18 @@ class _AwqWeight:
         num_in, num_words = stored.tensors[parts[QWEIGHT]].shape
         if self.group_size > 0 and num_in % self.group_size:
             raise stored.unsupported(owner, expected=f"inputs in groups of {self.group_size}", found=num_in)
-        index = np.arange(num_in) // (self.group_size if self.group_size > 0 else max(1, num_in))
+        index = group_index(num_in, self.group_size)
         compute = partial(self._rows, stored, parts, index)
         shape = (num_words * _PER_WORD, num_in)
         return by_rows(stored, NAME, owner, shape, tuple(parts.values()), compute, step=_PER_WORD)
 
     def _rows(self, stored: StoredWeights, parts: Mapping[str, str], index: NDArray, box: Box) -> memoryview:
         (first, num_in), (num_rows, _) = (box.offsets[0], box.sizes[1]), box.sizes
-        num_groups = stored.tensors[parts[SCALES]].shape[0]
+        groups = stored.tensors[parts[SCALES]].shape[0]
         words = (first // _PER_WORD, num_rows // _PER_WORD)
         values = _outputs(stored.read(parts[QWEIGHT], Box((0, words[0]), (num_in, words[1]))))
-        zeros = _outputs(stored.read(parts[QZEROS], Box((0, words[0]), (num_groups, words[1]))))
-        scales = stored.scales(parts[SCALES], Box((0, first), (num_groups, num_rows))).reshape(num_groups, num_rows).T
-        grouped(np.subtract, values, zeros, index)
-        grouped(np.multiply, values, scales, index)
-        return rounded(values, stored.tensors[parts[SCALES]].dtype, stored.dtype)
+        zeros = _outputs(stored.read(parts[QZEROS], Box((0, words[0]), (groups, words[1]))))
+        return affine(stored, parts[SCALES], first, values, zeros, index)
 
 
 def _outputs(words: NDArray) -> NDArray:
@@ -79,13 +76,10 @@ def _awq(settings: Settings) -> list[Scheme] | None:
         found = f"version {version}" if group else "a config without group_size"
         return [Scheme(QWEIGHT, parts, dequantize=UnknownValues(found))]
 
-    def count(plain: Shape) -> int:
-        return 1 if group <= 0 else -(-plain[-1] // group)
-
     parts = {
         QWEIGHT: Part(INT32),
-        QZEROS: Part(INT32, lambda plain: [(count(plain), -(-plain[-2] * bits // 32))]),
-        SCALES: Part(FLOATS, lambda plain: [(count(plain), plain[-2])]),
+        QZEROS: Part(INT32, lambda plain: [(num_groups(plain[-1], group), -(-plain[-2] * bits // 32))]),
+        SCALES: Part(FLOATS, lambda plain: [(num_groups(plain[-1], group), plain[-2])]),
     }
     dequantize = _dequantizer(settings, bits, group)
     return [Scheme(QWEIGHT, parts, lambda packed: (packed[-1] * 32 // bits, packed[0]), dequantize=dequantize)]

@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.plan.tensors import Box, Shape
-from converters.quantized._weight import StoredWeights, Weight, by_rows, grouped, rounded, unpacked
+from ckpt.plan.tensors import Box
+from converters.quantized._weight import StoredWeights, Weight, affine, by_rows, group_index, num_groups, unpacked
 from converters.quantized.scheme import (
     FLOATS,
     INT32,
@@ -47,7 +47,7 @@ class _GptqWeight:
     def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
         num_words, num_out = stored.tensors[parts[QWEIGHT]].shape
         shape = (num_out, num_words * 32 // self.bits)
-        index: NDArray = np.arange(shape[1]) // (self.group_size if self.group_size > 0 else max(1, shape[1]))
+        index = group_index(shape[1], self.group_size)
         if INDEX in parts:
             recorded = stored.read(parts[INDEX]).view(np.int32)
             count = stored.tensors[parts[SCALES]].shape[0]
@@ -62,19 +62,16 @@ class _GptqWeight:
 
     def _rows(self, stored: StoredWeights, parts: Mapping[str, str], index: NDArray, box: Box) -> memoryview:
         (first, _), (num_rows, _), per = box.offsets, box.sizes, 32 // self.bits
-        num_words, num_groups = stored.tensors[parts[QWEIGHT]].shape[0], stored.tensors[parts[SCALES]].shape[0]
+        num_words, groups = stored.tensors[parts[QWEIGHT]].shape[0], stored.tensors[parts[SCALES]].shape[0]
         packed = stored.read(parts[QWEIGHT], Box((0, first), (num_words, num_rows)))
         values = unpacked(packed.T, self.bits).astype(np.float32)
-        words = stored.read(parts[QZEROS], Box((0, first // per), (num_groups, -(-num_rows // per))))
+        words = stored.read(parts[QZEROS], Box((0, first // per), (groups, -(-num_rows // per))))
         zeros = unpacked(words, self.bits).T[:num_rows].astype(np.float32)
         if self.added and (zeros == (1 << self.bits) - 1).any():
             found = f"zero points {(1 << self.bits) - 1} in format gptq, which libraries add one to in different ways"
             raise stored.unsupported(parts[QZEROS], found=found)
         zeros += self.added
-        scales = stored.scales(parts[SCALES], Box((0, first), (num_groups, num_rows))).reshape(num_groups, num_rows).T
-        grouped(np.subtract, values, zeros, index)
-        grouped(np.multiply, values, scales, index)
-        return rounded(values, stored.tensors[parts[SCALES]].dtype, stored.dtype)
+        return affine(stored, parts[SCALES], first, values, zeros, index)
 
 
 def _gptq(settings: Settings) -> list[Scheme] | None:
@@ -89,13 +86,10 @@ def _gptq(settings: Settings) -> list[Scheme] | None:
         found = "settings per module (dynamic)" if settings.get("dynamic") else "a config without bits and group_size"
         return [Scheme(QWEIGHT, {**parts, INDEX: optional(INT32)}, dequantize=UnknownValues(found))]
 
-    def count(plain: Shape) -> int:
-        return 1 if group <= 0 else -(-plain[-1] // group)
-
     parts = {
         QWEIGHT: Part(INT32),
-        QZEROS: Part(INT32, lambda plain: [(count(plain), -(-plain[-2] * bits // 32))]),
-        SCALES: Part(FLOATS, lambda plain: [(count(plain), plain[-2])]),
+        QZEROS: Part(INT32, lambda plain: [(num_groups(plain[-1], group), -(-plain[-2] * bits // 32))]),
+        SCALES: Part(FLOATS, lambda plain: [(num_groups(plain[-1], group), plain[-2])]),
         INDEX: replace(index, required=bool(settings.get("desc_act"))),
     }
     dequantize = _dequantizer(settings, bits, group)
