@@ -34,9 +34,10 @@ class Tolerance:
 class Change:
     """Distance from A to B for one tensor, or for several taken together.
 
-    `squares` are the sums of squares for A, B and B - A. `product` is the dot product of A and B. `not_finite` counts
-    NaN and infinity in A and in B, `num_beyond` the elements beyond the tolerance. `largest` is the largest absolute
-    difference, or None if numpy cannot decode the dtype. `index` is its position.
+    `num_changed` counts elements with other bits, or with another number or sign if the dtypes differ. `num_beyond`
+    counts numbers beyond the tolerance, `not_finite` NaN and infinity in A and in B. `squares` are the sums of squares
+    for A, B and B - A, `product` is the dot product of A and B. `largest` is the largest absolute difference, or None
+    if numpy cannot decode the dtype. `index` is its position.
     """
 
     numel: int = 0
@@ -130,15 +131,17 @@ def can_measure(a: DType, b: DType) -> bool:
 
 def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
     """Return the change between two blocks of bits. `index` is the largest difference's position in the block."""
-    is_same = a_dtype == b_dtype and np.array_equal(a, b)
+    num_different = int(np.count_nonzero(a != b)) if a_dtype == b_dtype else None
+    is_same = num_different == 0
     x = numbers(a, a_dtype)
     y = x if is_same else numbers(b, b_dtype)
     if x is None or y is None:
-        different = 0 if is_same else int(np.count_nonzero(a != b))
-        return Change(len(a), different, different)
+        return Change(len(a), num_different or 0, num_different or 0)
     # Different integers beyond 2**53 may be equal as float64. Their difference is at least 1.
     apart = x != y if x.dtype.kind in "iu" and y.dtype.kind in "iu" and not is_same else None
     x, y = (one if one.dtype.kind == "c" else one.astype(np.float64, copy=False) for one in (x, y))
+    if num_different is None:
+        num_different = int(np.count_nonzero(_differ(x, y) if apart is None else apart))
     with np.errstate(over="ignore", invalid="ignore"):
         squares, num_odd, odd = (_square(x), _square(y)), 0, (0, 0)
         if not isfinite(sum(squares)):
@@ -151,7 +154,7 @@ def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowe
         num_beyond = np.count_nonzero(size > allowed.atol + allowed.rtol * np.abs(x))
         return Change(
             len(x),
-            int(np.count_nonzero(size)) + num_odd,
+            num_different,
             int(num_beyond) + num_odd,
             odd,
             (*squares, _square(size)),
@@ -159,6 +162,14 @@ def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowe
             float(size[place]),
             (place,),
         )
+
+
+def _differ(x: NDArray, y: NDArray) -> NDArray:
+    """Return True for each number with another value or sign of zero. Two NaN are equal."""
+    different: NDArray = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    if x.dtype.kind == "f" and y.dtype.kind == "f":
+        different |= (x == 0) & (y == 0) & (np.signbit(x) != np.signbit(y))
+    return different
 
 
 def _square(x: NDArray) -> float:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,14 +109,19 @@ def narrower(a: DType, b: DType) -> DType | None:
 class Reader(AbstractContextManager["Reader"]):
     """Buffers and open files for one comparing thread. Use it as a context manager.
 
-    `advance` gets the byte count after each read from side `a`. `computed` is `Checkpoint.computed` for both
-    sides. The last contents are cached, because they are read in pieces.
+    `advance` gets the byte count after each read from side `a`. `computed` is `Checkpoint.computed` for each side, or
+    one for both. Two checkpoints may compute different contents under one made-up path. The last contents are cached,
+    because they are read in pieces.
     """
 
-    def __init__(self, advance: Callable[[int], None] | None = None, computed: Computed | None = None) -> None:
+    def __init__(
+        self,
+        advance: Callable[[int], None] | None = None,
+        computed: Computed | tuple[Computed, Computed] = MappingProxyType({}),
+    ) -> None:
         self.advance = advance or (lambda _: None)
-        self._content = lru_cache(maxsize=2)(lambda path: (computed or {})[path]())
-        self._computed = computed or {}
+        self._computed = computed if isinstance(computed, tuple) else (computed, computed)
+        self._content = lru_cache(maxsize=2)(lambda side, path: self._computed[side][path]())
         self._files = OpenFiles()
         self._buffers = tuple(np.empty(_CHUNK, np.uint8) for _ in range(2))
         self._words = tuple(buffer.view(np.uint64) for buffer in self._buffers)
@@ -131,7 +137,7 @@ class Reader(AbstractContextManager["Reader"]):
     def fill(self, side: int, path: str, offset: int, size: int) -> None:
         """Read `size` bytes into the buffer for `side`."""
         assert size <= _CHUNK, "more than the buffer holds"
-        self._read(path, offset, self._views[side][:size])
+        self._read(side, path, offset, self._views[side][:size])
 
     def hold(self, span: tuple[str, int, int] | None) -> None:
         """Fetch a range (path, offset, length) from a store for `fetched_bytes`. None releases it."""
@@ -155,9 +161,9 @@ class Reader(AbstractContextManager["Reader"]):
             raise truncated(path, offset + len(content))
         return content
 
-    def _read(self, path: str, offset: int, into: memoryview) -> None:
-        if path in self._computed:
-            into[:] = self._content(path)[offset : offset + len(into)]
+    def _read(self, side: int, path: str, offset: int, into: memoryview) -> None:
+        if path in self._computed[side]:
+            into[:] = self._content(side, path)[offset : offset + len(into)]
             return
         read_exactly(self._files, path, offset, into)
 
@@ -183,22 +189,22 @@ class Reader(AbstractContextManager["Reader"]):
             strides=tuple(extent.strides[dim] for dim in order),
         )
         elements = self.bits(side, extent.numel, extent.dtype).reshape(stored.shape)
-        self._read_strided(stored, elements)
+        self._read_strided(side, stored, elements)
         return elements.transpose([order.index(dim) for dim in range(len(order))])
 
-    def _read_strided(self, extent: Extent, into: NDArray) -> None:
+    def _read_strided(self, side: int, extent: Extent, into: NDArray) -> None:
         """Read an extent with descending strides, in few calls.
 
         Rows close together are read in one call with their gaps, into a scratch buffer. Other rows are read one by one.
         """
         if extent.is_contiguous:
-            self._read(extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
+            self._read(side, extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
             return
         row = extent._replace(shape=extent.shape[1:], strides=extent.strides[1:])
         pace, reach = extent.strides[0] * extent.dtype.itemsize, row.end - row.offset
         if reach > _CHUNK or pace > _num_runs(row) * _READ_COSTS:
             for number in range(extent.shape[0]):
-                self._read_strided(row._replace(offset=row.offset + number * pace), into[number])
+                self._read_strided(side, row._replace(offset=row.offset + number * pace), into[number])
             return
         if self._scratch is None:
             self._scratch = np.empty(_CHUNK, np.uint8)
@@ -206,7 +212,7 @@ class Reader(AbstractContextManager["Reader"]):
         for start in range(0, extent.shape[0], step):
             size = min(step, extent.shape[0] - start)
             raw = self._scratch[: (size - 1) * pace + reach]
-            self._read(extent.path, extent.offset + start * pace, raw.data)
+            self._read(side, extent.path, extent.offset + start * pace, raw.data)
             into[start : start + size] = strided(raw.view(into.dtype), (size, *row.shape), extent.strides)
 
 
@@ -447,7 +453,7 @@ def check_masters(checkpoint: Checkpoint) -> None:
 
     Both are read completely. Swapped rank partitions, or ones from another step, cannot pass.
     """
-    with Reader() as reader:
+    with Reader(computed=checkpoint.computed) as reader:
         for master in checkpoint.with_role(MASTER):
             weight = checkpoint.get(master.fqn, WEIGHT)
             if weight is None or weight.shape != master.shape or narrower(master.dtype, weight.dtype) is None:

@@ -24,6 +24,7 @@ from ckpt.compare.other_files import is_of_training
 from ckpt.compare.skipped_content import WHY, count_state_tensors
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
+from ckpt.move.reading import Computed
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
@@ -226,7 +227,7 @@ def walk(
     for checkpoint in (a, b):
         _check_holds(checkpoint, only)
     work = _pair_up(a, b, only)
-    results, num_bytes = _carry_out(work, judge, progress, expected)
+    results, num_bytes = _carry_out(work, (a.computed, b.computed), judge, progress, expected)
     for file in (*a.files, *b.files):
         file.check_unchanged()
     notes = [*work.notes, *_side_notes(a, b, results)]
@@ -311,7 +312,6 @@ class _Work:
     pairs: list[tuple[_Thing, _Thing] | Result] = field(default_factory=list)
     skipped: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
 
     def skip(self, side: _Side, thing: _Thing, why: str) -> None:
         self.skipped[side.label, thing.role, why] += 1
@@ -360,7 +360,7 @@ def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str |
 
 
 def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
-    work = _Work(_Side.of("A", a), _Side.of("B", b), computed={**a.computed, **b.computed})
+    work = _Work(_Side.of("A", a), _Side.of("B", b))
     num_common = num_tied = 0
     for x, y in _match(work.a, work.b, a.ties, b.ties):
         a_roles = work.a.names[x] if x is not None else {}
@@ -435,7 +435,7 @@ def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _T
 
 
 def _carry_out(
-    work: _Work, judge: Judge, progress: Progress | None, expected: Progress | None
+    work: _Work, computed: tuple[Computed, Computed], judge: Judge, progress: Progress | None, expected: Progress | None
 ) -> tuple[list[Result], int]:
     """Return the results in the same order, reading in side A's file order."""
     results: list[Result | None] = []
@@ -452,22 +452,26 @@ def _carry_out(
     advance = progress or (lambda _: None)
     if expected is not None:
         expected(sum(x.nbytes for _, x, _ in jobs))
-    with Reader(advance, work.computed) as reader, Reader(computed=work.computed) as other_ranks:
+    with (
+        Reader(advance, computed) as reader,
+        Reader(computed=computed[0]) as ranks_a,
+        Reader(computed=computed[1]) as ranks_b,
+    ):
         for slot, x, y in jobs:
-            result = results[slot] = _judged(judge, x, y, reader, other_ranks)
+            result = results[slot] = _judged(judge, x, y, reader, (ranks_a, ranks_b))
             if result.kind in ("shape", "dtype"):  # decided without reading
                 advance(x.nbytes)
     done = [result for result in results if result is not None]
     return done, sum(result.nbytes for result in done)
 
 
-def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader) -> Result:
+def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: tuple[Reader, Reader]) -> Result:
     """Run `judge` on two readable tensors with the same shape."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
-        for tensor in (a, b):
+        for tensor, ranks in zip((a, b), other_ranks, strict=True):
             check_source(tensor)
-            check_replicas(tensor, other_ranks)
+            check_replicas(tensor, ranks)
         if a.shape != b.shape:
             return Result(DIFFERENT, "shape", *names, a=str(list(a.shape)), b=str(list(b.shape)))
         return judge(a, b, reader)

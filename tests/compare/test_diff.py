@@ -125,6 +125,19 @@ def test_whole_numbers_that_are_one_float_are_apart(tmp_path: Path) -> None:
     assert run_ckpt("diff", *places, "--atol", "0").code == 1 and not ckpt.verify(*places).equal
 
 
+@pytest.mark.parametrize(("a", "b"), [("<f4", "<f4"), (ml_dtypes.bfloat16, "<f4"), ("<f8", "<f2"), ("<c8", "<c8")])
+def test_a_zero_with_another_sign_is_changed(tmp_path: Path, a: Any, b: Any) -> None:
+    values = np.array([0.0, -0.0, 1.0, np.nan])
+    places = [
+        saved(tmp_path / name, {"x.weight": array})
+        for name, array in (("a", values.astype(a)), ("b", abs(values).astype(b)), ("same", values.astype(b)))
+    ]
+    change = of(ckpt.diff(*places[:2]), "x.weight")
+    assert (change.num_changed, change.num_beyond, change.largest) == (1, 0, 0.0)
+    assert "1 of 1 tensor changed" in run_ckpt("diff", *places[:2]).out
+    assert not of(ckpt.diff(places[0], places[2]), "x.weight").num_changed
+
+
 def test_floats_of_eight_bits_are_compared_by_their_bits_alone(tmp_path: Path) -> None:
     a = {"x.weight": np.array([1, 2, 3, 4], ml_dtypes.float8_e4m3fn)}
     b = {"x.weight": np.array([1, 2, 3, 8], ml_dtypes.float8_e4m3fn)}

@@ -131,7 +131,7 @@ class InMemory(digest.Reader):
         super().__init__()
         self.store = store
 
-    def _read(self, path: str, offset: int, into: memoryview) -> None:
+    def _read(self, side: int, path: str, offset: int, into: memoryview) -> None:
         into[:] = self.store[path].view(np.uint8)[offset : offset + len(into)].data
 
 

@@ -685,3 +685,18 @@ def columns(path: Path, dtype: DType, shape: Shape) -> Pieces:
             for rank, box in enumerate(boxes)
         )
     )
+
+
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_two_sides_compute_other_contents_under_one_path(tmp_path: Path, is_replica: bool) -> None:
+    def computing(side: str, *values: float) -> Checkpoint:
+        source = one_file(tmp_path / side, [("w", WEIGHT, floats(1, 2))])
+        made_up = Whole(Extent.contiguous("made up:w", 0, FLOAT32, (2,)))
+        tensor = source.tensors["w", WEIGHT]
+        tensor = replace(tensor, replicas=(made_up,)) if is_replica else replace(tensor, source=made_up)
+        content = floats(*values).data.cast("B")
+        return replace(source, tensors={("w", WEIGHT): tensor}, computed={"made up:w": lambda: content})
+
+    report = verify(computing("a", 1, 2), computing("b", 1, 3))
+    assert [one.kind for one in report.results] == ["unreadable" if is_replica else "values"]
+    assert verify(computing("c", 1, 2), computing("d", 1, 2)).equal
