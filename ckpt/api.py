@@ -33,7 +33,7 @@ from ckpt.plan.checkpoint import (
     Layout,
     ParamGroup,
 )
-from ckpt.plan.dtypes import CASTABLE, DType
+from ckpt.plan.dtypes import CASTABLE, FLOAT32, DType
 from ckpt.plan.groups import (
     Cast,
     Check,
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from ckpt.compare.digest import Digests
     from ckpt.compare.manifest import ManifestCheck
     from ckpt.compare.pairs import Report
+    from ckpt.compare.quantized import QuantizedReport
     from ckpt.compare.training import RunReport
     from ckpt.compare.transformers_loads import Loading
     from ckpt.move.workers import FileDigests, Resources
@@ -735,6 +736,8 @@ def verify(
     **options: Unpack[VerifyKeywords],
 ) -> Report: ...
 @overload
+def verify(a: Source, b: Source, *, quantized: Literal[True], **options: Unpack[VerifyKeywords]) -> QuantizedReport: ...
+@overload
 def verify(a: Source, b: Source, *, run: Literal[True], **options: Unpack[SidesKeywords]) -> RunReport: ...
 @overload
 def verify(a: str | PathLike[str], *, progress: Progress | None = ...) -> ManifestCheck: ...
@@ -747,9 +750,10 @@ def verify(
     *,
     measured: bool = False,
     run: bool = False,
+    quantized: bool = False,
     loads: bool = False,
     **options: Unpack[VerifyKeywords],
-) -> Report | RunReport | ManifestCheck | Loading:
+) -> Report | RunReport | QuantizedReport | ManifestCheck | Loading:
     """Compare two checkpoints in any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
     A float32 master or weight in a training checkpoint is rounded to match a 16-bit weight on the other side, as in
@@ -762,6 +766,7 @@ def verify(
         b: The second checkpoint; None compares the folder `a` with its manifest.
         measured: Add the size of each difference.
         run: Compare training states instead of tensors: schedule, scaler, random states, data position.
+        quantized: Measure a quantized model's rounding errors against the plain model.
         loads: Let transformers load `a`, without data.
         only: `all`, `weights` or `optimizer`.
         cast: Round the wider of two floating-point dtypes to the narrower first.
@@ -776,7 +781,7 @@ def verify(
         expected: Called first with the total number of bytes.
     """
     how, sides, measuring = Comparison.of(options), Sides.of(options), Measuring.of(options)
-    check_goes_together(a, b, how, sides, run=run, loads=loads)
+    check_goes_together(a, b, how, sides, run=run, loads=loads, quantized=quantized)
     if b is None:
         place = local(a.path if isinstance(a, Checkpoint) else a)
         from ckpt.compare.manifest import check
@@ -791,8 +796,31 @@ def verify(
         if run:
             return verify_runs(one, other)
         beside = list(not_tensors(one, other))
+    if quantized:
+        return _verify_quantized(one, other, beside, **vars(how), **vars(measuring))
     one, other, notes = _as_pair(one, other)
     report = verify_same_names(one, other, measured=measured, **vars(how), **vars(measuring))
+    return replace(report, notes=(*report.notes, *notes, *beside))
+
+
+def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **options: Any) -> QuantizedReport:
+    """Return rounding errors. Raise UsageError unless one side is quantized and the other is not."""
+    from ckpt.compare.quantized import verify_quantized
+
+    sides = [a, b]
+    are_quantized = [bool(quantized_parts(side)) for side in sides]
+    if are_quantized[0] == are_quantized[1]:
+        raise UsageError(
+            "--quantized compares a quantized model with the plain one",
+            expected="one side with quantized weights",
+            found="two" if are_quantized[0] else "none",
+            hint="leave --quantized out to compare bit by bit",
+        )
+    is_b = are_quantized[1]
+    weights = services.rounding.rounded_weights(sides[is_b])
+    sides[is_b] = dequantized(sides[is_b], FLOAT32)
+    one, other, notes = _as_pair(*sides)
+    report = verify_quantized(one, other, weights, is_b, **options)
     return replace(report, notes=(*report.notes, *notes, *beside))
 
 
@@ -844,8 +872,12 @@ def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoi
     return opened(a, sides.from_a, tag=sides.tag_a, **both), opened(b, sides.from_b, tag=sides.tag_b, **both)
 
 
-def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool) -> None:
+def check_goes_together(
+    a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool, quantized: bool = False
+) -> None:
     """Raise UsageError if options for `verify` contradict each other."""
+    if quantized and (b is None or run or loads or how.only == "optimizer"):
+        raise UsageError("--quantized needs two models, without --run, --loads or --only optimizer")
     if how.cast and how.exact:
         raise UsageError("--cast rounds, and --exact forbids rounding", hint="give only one")
     if run and (b is None or loads or how != Comparison()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -21,10 +21,12 @@ from ckpt.base.text import one_line, pluralize
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 from ckpt.compare.other_files import is_of_training
+from ckpt.compare.rounding import RoundingError
 from ckpt.compare.skipped_content import WHY, count_state_tensors
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
 from ckpt.move.reading import Computed
+from ckpt.plan import services
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
@@ -50,7 +52,8 @@ class Result:
     `role` are side A's if it has the tensor; `b_fqn` and `b_role` are side B's. `a` and `b` are the differing shapes,
     dtypes or scalars. `cast` is the comparison's dtype if it is not the tensors' own. `is_scalar` marks an
     optimizer state with one number (Adam's step). `exit_code` belongs to the `error`. `change` is the distance from A
-    to B, if measured.
+    to B, if measured. `rounding` is a quantized weight's error, and `part_of` the quantized weight that lacks this part
+    or has one more.
     """
 
     status: str
@@ -68,6 +71,8 @@ class Result:
     exit_code: int = 0
     is_scalar: bool = False
     change: Change | None = None
+    rounding: RoundingError | None = None
+    part_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +214,14 @@ def verify(
 
     Raise UsageError if one side has nothing that `only` selects, CorruptError if a file was replaced in the meantime.
     """
-    judge = partial(
-        _compare_tensors, cast=cast, exact=exact, trained=(is_of_training(a), is_of_training(b)), measured=measured
-    )
+    judge = bitwise(a, b, cast=cast, exact=exact, measured=measured)
     return Report(a, b, *walk(a, b, only, judge, progress, expected))
+
+
+def bitwise(a: Checkpoint, b: Checkpoint, *, cast: bool = False, exact: bool = False, measured: bool = False) -> Judge:
+    """Return the judge for bit equality, with the rounding of `verify`."""
+    trained = is_of_training(a), is_of_training(b)
+    return partial(_compare_tensors, cast=cast, exact=exact, trained=trained, measured=measured)
 
 
 def walk(
@@ -228,6 +237,7 @@ def walk(
         _check_holds(checkpoint, only)
     work = _pair_up(a, b, only)
     results, num_bytes = _carry_out(work, (a.computed, b.computed), judge, progress, expected)
+    results = _with_part_names(a, b, results)
     for file in (*a.files, *b.files):
         file.check_unchanged()
     notes = [*work.notes, *_side_notes(a, b, results)]
@@ -238,6 +248,19 @@ def walk(
         if only != "weights":
             notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
     return tuple(results), tuple(not_compared), num_bytes, tuple(notes)
+
+
+def _with_part_names(a: Checkpoint, b: Checkpoint, results: Sequence[Result]) -> list[Result]:
+    """Return the results, with the quantized weight of each part on one side only."""
+    sides, found = {ONLY_A: a, ONLY_B: b}, list(results)
+    for status in {one.status for one in results} & sides.keys():
+        owners = services.quantization.quantized_weights(sides[status]).owners
+        of_parts = {name: owner for owner, parts in owners.items() for name in parts.values()}
+        found = [
+            replace(one, part_of=of_parts[one.fqn]) if one.status == status and one.fqn in of_parts else one
+            for one in found
+        ]
+    return found
 
 
 def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
@@ -643,6 +666,11 @@ def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
         return f"{name}: {result.kind} {result.a} in A, {result.b} in B"
     if result.error is not None:
         return f"{name}: {one_line(result.error)}"
+    if result.rounding is not None:
+        return f"{name}: {result.rounding}"
+    if result.part_of is not None:
+        here, there = ("A", "B") if result.status == ONLY_A else ("B", "A")
+        return f"{name}: a part of quantized weight {one_line(result.part_of)} in {here}, missing from {there}"
     return name
 
 
@@ -672,6 +700,10 @@ def _result_json(result: Result) -> dict[str, Any]:
         found["difference"] = _difference_json(result.difference)
     if result.change is not None:
         found["change"] = result.change.to_json()
+    if result.rounding is not None:
+        found["rounding"] = result.rounding.to_json()
+    if result.part_of is not None:
+        found["part_of"] = one_line(result.part_of)
     return found
 
 

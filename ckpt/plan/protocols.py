@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Shape
+from ckpt.plan.tensors import Region, Shape, Tensor
 
 Config = Mapping[str, Any]
 
@@ -158,6 +158,24 @@ class QuantizationProtocol(Protocol):
     """Lookup of a checkpoint's quantized weights."""
 
     def quantized_weights(self, checkpoint: Checkpoint) -> QuantizedWeightsProtocol: ...
+
+
+class RoundedWeightProtocol(Protocol):
+    """Quantized weight to compare with the numbers before rounding."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def unbounded(self) -> str: ...
+    def errors(
+        self, plain: Tensor, computed: Mapping[str, Callable[[], memoryview]]
+    ) -> Iterator[tuple[Region, int, Any, Any]]: ...
+
+
+class RoundingProtocol(Protocol):
+    """Rounding errors of quantized weights."""
+
+    def rounded_weights(self, checkpoint: Checkpoint) -> Mapping[str, RoundedWeightProtocol]: ...
 
 
 class DequantizingProtocol(Protocol):

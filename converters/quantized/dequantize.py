@@ -31,7 +31,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     stored = StoredWeights(checkpoint, tensors, dtype or model_dtype(checkpoint.config))
     quantized = quantized_weights(checkpoint)
     _check_parts_known(checkpoint, quantized)
-    weights = [_dequantized(stored, quantized, owner) for owner in quantized.owners]
+    weights = [plain_weight(stored, quantized, owner) for owner in quantized.owners]
     used = {part for weight in weights for part in weight.parts}
     unused = (quantized.parts | quantized.attention_scales) - used
     gone = used | unused
@@ -77,7 +77,7 @@ def _check_parts_known(checkpoint: Checkpoint, quantized: QuantizedWeights) -> N
         )
 
 
-def _dequantized(stored: StoredWeights, quantized: QuantizedWeights, owner: str) -> Weight:
+def plain_weight(stored: StoredWeights, quantized: QuantizedWeights, owner: str) -> Weight:
     """Return the plain weight. Raise UsageError if its values are unknown, or a part changes them in unknown ways."""
     parts, schemes = quantized.owners[owner], quantized.schemes[owner]
     dequantize, *others = {scheme.dequantize for scheme in schemes}

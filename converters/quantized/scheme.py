@@ -55,6 +55,28 @@ class Part:
     is_for_activations: bool = False
 
 
+#: Relative error of a division in fp32, with its steps before and after.
+EPSILON = 2.0**-20
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rounding of numbers to a method's values. A rounded number is at most half a step off, in units of `scale`.
+
+    `unit` fills parts with bytes under which every plain value is its scale. `values` are the method's values, in
+    order; if empty, they are integers with magnitudes up to `span`. Numbers beyond the last value are cut to it: how
+    far beyond depends on the scale's own rounding. `epsilon` is the least relative error of a writer's division.
+    `unbounded` is the reason why no bound holds.
+    """
+
+    scale: str
+    unit: tuple[tuple[str, int], ...]
+    values: tuple[float, ...] = ()
+    span: int = 0
+    epsilon: float = EPSILON
+    unbounded: str = ""
+
+
 class Dequantizer(Protocol):
     """Computation of a plain weight from its `parts`, by name template. Schemes compare equal ones as one."""
 
@@ -78,7 +100,8 @@ class Scheme:
     `plain` computes the plain shape from the shape of the part `packed`. If `may_transpose`, this is a Conv1D's
     transposed shape. If `is_stack` is True, the scheme is only for
     experts in one tensor, with a name not ending in `weight`. If False, it is only for all other weights. `bits` is the
-    size of an element if the packed part has no dims. `dequantize` is None if the values are unknown.
+    size of an element if the packed part has no dims. `dequantize` is None if the values are unknown, `rounding` if
+    nothing is known about their error.
     """
 
     packed: str
@@ -88,6 +111,7 @@ class Scheme:
     bits: int | None = None
     may_transpose: bool = False
     dequantize: Dequantizer | None = None
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True)

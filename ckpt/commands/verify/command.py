@@ -50,6 +50,13 @@ class VerifyModes:
             section=SHOWN,
         ),
     ] = False
+    quantized: Annotated[
+        bool,
+        Flag(
+            help="Measure a quantized model's rounding errors against the plain model. Exit code 1: beyond the bound.",
+            section=SHOWN,
+        ),
+    ] = False
     loads: Annotated[
         bool,
         Flag(help="Have transformers load A without data, and report what is wrong with it.", section=HOW),
@@ -73,13 +80,14 @@ def verify(
     from ckpt import api
     from ckpt.move.listing import listed_once
 
-    api.check_goes_together(a, b, how, sides, run=kind.run, loads=kind.loads)
+    api.check_goes_together(a, b, how, sides, run=kind.run, loads=kind.loads, quantized=kind.quantized)
     if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_files:
         others = {
             "--only": how.only != "all",
             "--cast": how.cast,
             "--exact": how.exact,
             "--run": kind.run,
+            "--quantized": kind.quantized,
             "--loads": kind.loads,
             "--html": bool(page.html),
         }
@@ -87,8 +95,8 @@ def verify(
             a, b, sides, claimed, [name for name, is_given in others.items() if is_given], as_json, quiet, verbose
         )
         return
-    if page.html and (b is None or kind.run):
-        raise UsageError("--html needs two checkpoints", hint="give A and B, without --run")
+    if page.html and (b is None or kind.run or kind.quantized):
+        raise UsageError("--html needs two checkpoints", hint="give A and B, without --run or --quantized")
     if b is None:
         _verify_one(a, kind.loads, as_json, quiet)
         return
@@ -103,6 +111,7 @@ def verify(
                     one,
                     other,
                     **vars(how),
+                    quantized=kind.quantized,
                     measured=page.html is not None,
                     progress=meter,
                     expected=meter.expect,

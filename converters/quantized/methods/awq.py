@@ -23,6 +23,7 @@ from converters.quantized.scheme import (
     Dequantizer,
     Method,
     Part,
+    Rounding,
     Scheme,
     Settings,
     UnknownValues,
@@ -33,6 +34,8 @@ NAME = "awq"
 QWEIGHT, QZEROS, SCALES = "{m}qweight", "{m}qzeros", "{m}scales"
 
 _BITS, _PER_WORD = 4, 8
+_WHY = "AWQ scales a weight's inputs before it rounds them"
+_ROUNDING = Rounding(SCALES, ((QWEIGHT, 0x11), (QZEROS, 0)), unbounded=_WHY)
 #: Position in a word, by output.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -82,7 +85,8 @@ def _awq(settings: Settings) -> list[Scheme] | None:
         SCALES: Part(FLOATS, lambda plain: [(num_groups(plain[-1], group), plain[-2])]),
     }
     dequantize = _dequantizer(settings, bits, group)
-    return [Scheme(QWEIGHT, parts, lambda packed: (packed[-1] * 32 // bits, packed[0]), dequantize=dequantize)]
+    plain = lambda packed: (packed[-1] * 32 // bits, packed[0])  # noqa: E731
+    return [Scheme(QWEIGHT, parts, plain, dequantize=dequantize, rounding=_ROUNDING)]
 
 
 def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:

@@ -41,6 +41,7 @@ from converters.quantized.scheme import (
     WEIGHT,
     Method,
     Part,
+    Rounding,
     Scheme,
     Settings,
     optional,
@@ -68,6 +69,10 @@ _VALUES = {
     ),
     "fp4": np.array([*_THIRDS, *(-v for v in _THIRDS)], np.float32) / np.float32(12) + np.float32(0),  # no -0.0
 }
+
+#: Byte with twice the value 1.0.
+_ONES = {"nf4": 0xFF, "fp4": 0x33}
+_NESTED_WHY = "double quantization rounds the scales after the values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +231,13 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
         packed = {WEIGHT: Part((*FLOATS, *FOUR_BITS)), **state}
         nested = {"{w}.nested_absmax": Part(F32), "{w}.nested_quant_map": Part(F32)}
         kinds = ({"{w}.absmax": Part(F32, _per_block)}, {"{w}.absmax": Part(BYTES, _per_block), **nested})
-        found += [Scheme(WEIGHT, {**packed, **factors}, bits=4, dequantize=_four_bits) for factors in kinds]
+        for factors, unbounded in zip(kinds, ("", _NESTED_WHY), strict=True):
+            values = tuple(np.unique(_VALUES[kind]).tolist())
+            rounding = Rounding("{w}" + ABSMAX, ((WEIGHT, _ONES[kind]),), values, unbounded=unbounded)
+            found.append(Scheme(WEIGHT, {**packed, **factors}, bits=4, dequantize=_four_bits, rounding=rounding))
     rows = {WEIGHT: Part(INT8), "{m}SCB": Part(F32, per_output), "{m}weight_format": optional(BYTES)}
-    return [*found, Scheme(WEIGHT, rows, tuple, may_transpose=True, dequantize=_eight_bits)]
+    rounding = Rounding("{m}" + SCB, ((WEIGHT, 0x01),), span=128, epsilon=2.0**-11)  # weights become fp16 first
+    return [*found, Scheme(WEIGHT, rows, tuple, may_transpose=True, dequantize=_eight_bits, rounding=rounding)]
 
 
 METHOD = Method((NAME,), _bitsandbytes, unrecorded=lambda: _bitsandbytes({}), takes_plain=True)

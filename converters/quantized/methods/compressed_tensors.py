@@ -27,10 +27,12 @@ from converters.quantized._weight import (
     rounded,
     unpacked,
 )
+from converters.quantized.floats import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     BYTES,
     E4M3,
     E8M0,
+    EPSILON,
     F8,
     F32,
     FLOATS,
@@ -42,6 +44,7 @@ from converters.quantized.scheme import (
     Dequantizer,
     Method,
     Part,
+    Rounding,
     Scheme,
     Settings,
     ShapeList,
@@ -203,7 +206,24 @@ def _compressed_group(format: str, group: Settings) -> list[Scheme] | None:
         found = [Scheme(WEIGHT, {WEIGHT: Part(F8), SCALE: Part(E8M0, per_group(1, 32)), **extra}, tuple)]
     else:
         return None
-    return [replace(scheme, dequantize=_dequantizer(format, weights)) for scheme in found] or None
+    dequantize, rounding = _dequantizer(format, weights), _rounding(format, weights)
+    return [replace(scheme, dequantize=dequantize, rounding=rounding) for scheme in found] or None
+
+
+def _rounding(format: str, weights: Settings) -> Rounding | None:
+    """Return a group's rounding to the nearest value. Calibrated weights (GPTQ, SmoothQuant) are not recorded."""
+    bits, is_symmetric = number(weights, "num_bits") or 8, weights.get("symmetric", True) is True
+    if format == "pack-quantized":
+        zero = 1 << bits - 1
+        fill = (lambda value: value) if bits == 8 else (lambda value: value * 0x11)
+        unit = ((PACKED, fill(zero + 1)), (ZERO, fill(zero)))
+        return Rounding(SCALE, unit, span=zero if is_symmetric else 1 << bits)
+    if format.startswith(("nvfp4", "mxfp4")):
+        # scale over global scale is rounded to bf16
+        return e2m1_rounding(PACKED, SCALE, 2.0**-7 if format.startswith("nvfp4") else EPSILON)
+    if weights.get("type") == "float":
+        return e4m3_rounding(WEIGHT, SCALE)
+    return Rounding(SCALE, ((WEIGHT, 0x01), (ZERO, 0)), span=128 if is_symmetric else 256)
 
 
 def _dequantizer(format: str, weights: Settings) -> Dequantizer:

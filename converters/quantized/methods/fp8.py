@@ -28,6 +28,7 @@ from converters.quantized._weight import (
     read_e4m3,
     rounded,
 )
+from converters.quantized.floats import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     E8M0,
     F8,
@@ -98,7 +99,7 @@ def _fp8(settings: Settings) -> list[Scheme]:
     scales = per_group(*size) if size else scalar if settings else None
     inverse = "{w}_scale_inv"
     plain = Scheme(WEIGHT, {WEIGHT: Part(F8), inverse: Part((*FLOATS, *E8M0), scales)}, tuple)
-    plain = replace(plain, dequantize=_Fp8Weight(inverse, grid))
+    plain = replace(plain, dequantize=_Fp8Weight(inverse, grid), rounding=e4m3_rounding(WEIGHT, inverse))
     activations = for_activations(FLOATS, scalar, required=settings.get("activation_scheme") == "static")
     names = ("activation_scale", "input_scale")
     kinds = (("{m}", False, activations), ("{w}_", True, replace(activations, shapes=None)))
@@ -113,9 +114,11 @@ def _fp8(settings: Settings) -> list[Scheme]:
     if settings.get("expert_dtype") or settings.get("scale_fmt") or not settings or size:
         scale = "{m}scale"
         blocks = Part((*FLOATS, *E8M0), per_group(*size) if size else None)
-        matrix = Scheme(WEIGHT, {WEIGHT: Part(F8), scale: blocks}, tuple, dequantize=_Fp8Weight(scale, grid))
+        matrix = replace(plain, parts={WEIGHT: Part(F8), scale: blocks}, dequantize=_Fp8Weight(scale, grid))
+        matrix = replace(matrix, rounding=e4m3_rounding(WEIGHT, scale))
         parts = {WEIGHT: Part(FOUR_BITS), scale: Part(E8M0, per_group(1, _GROUP))}
         experts = Scheme(WEIGHT, parts, wider(2), dequantize=_Fp8Weight(scale, ScaleGrid(1, _GROUP), is_packed=True))
+        experts = replace(experts, rounding=e2m1_rounding(WEIGHT, scale))
         found += [matrix, experts]
     return found
 

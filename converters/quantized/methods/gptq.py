@@ -25,6 +25,7 @@ from converters.quantized.scheme import (
     Dequantizer,
     Method,
     Part,
+    Rounding,
     Scheme,
     Settings,
     UnknownValues,
@@ -93,7 +94,27 @@ def _gptq(settings: Settings) -> list[Scheme] | None:
         INDEX: replace(index, required=bool(settings.get("desc_act"))),
     }
     dequantize = _dequantizer(settings, bits, group)
-    return [Scheme(QWEIGHT, parts, lambda packed: (packed[-1], packed[0] * 32 // bits), dequantize=dequantize)]
+    return [
+        Scheme(
+            QWEIGHT,
+            parts,
+            lambda packed: (packed[-1], packed[0] * 32 // bits),
+            dequantize=dequantize,
+            rounding=_rounding(settings, bits),
+        )
+    ]
+
+
+def _rounding(settings: Settings, bits: int) -> Rounding:
+    """Return GPTQ's rounding: it changes later inputs' weights to make up for an error."""
+    one = 1 + _added(settings)
+    unit = ((QWEIGHT, one if bits == 8 else one * 0x11), (QZEROS, 0))
+    return Rounding(SCALES, unit, unbounded="GPTQ changes weights before it rounds them")
+
+
+def _added(settings: Settings) -> int:
+    """Return the number to add to stored zero points."""
+    return int({str(settings[key]) for key in _FORMAT_KEYS if settings.get(key)} <= {NAME})
 
 
 def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
@@ -107,7 +128,7 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     versions = {str(settings[key]) for key in _FORMAT_KEYS if settings.get(key)} or {NAME}
     if len(versions) > 1:
         return UnknownValues(" and ".join(f"{key} {settings[key]!r}" for key in _FORMAT_KEYS))
-    return _GptqWeight(bits, group, int(versions == {NAME}), bool(settings.get("desc_act")))
+    return _GptqWeight(bits, group, _added(settings), bool(settings.get("desc_act")))
 
 
 METHOD = Method((NAME,), _gptq)

@@ -24,6 +24,7 @@ from converters.quantized._weight import (
     read_e4m3,
     rounded,
 )
+from converters.quantized.floats import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     BYTES,
     E4M3,
@@ -103,7 +104,8 @@ def _modelopt_fp8(
     dequantize: Dequantizer | None = None,
 ) -> Scheme:
     parts = {WEIGHT: Part(E4M3), SCALE: Part(dtypes, scales), **extra}
-    return Scheme(WEIGHT, parts, tuple, is_stack=False, dequantize=dequantize)
+    rounding = e4m3_rounding(WEIGHT, SCALE)
+    return Scheme(WEIGHT, parts, tuple, is_stack=False, dequantize=dequantize, rounding=rounding)
 
 
 _NVFP4 = _ModelOptWeight(ScaleGrid(1, 16), is_packed=True)
@@ -112,7 +114,8 @@ _NVFP4 = _ModelOptWeight(ScaleGrid(1, 16), is_packed=True)
 def _nvfp4(extra: Mapping[str, Part], dequantize: Dequantizer | None = _NVFP4) -> list[Scheme]:
     """Return schemes for linear layers and for stacked experts, whose matrices may be transposed."""
     scales = {SCALE: Part(E4M3, per_group(1, 16)), SCALE_2: Part(F32, scalar)}
-    linear = Scheme(WEIGHT, {WEIGHT: Part(BYTES), **scales, **extra}, wider(2), is_stack=False, dequantize=dequantize)
+    parts, rounding = {WEIGHT: Part(BYTES), **scales, **extra}, e2m1_rounding(WEIGHT, SCALE)
+    linear = Scheme(WEIGHT, parts, wider(2), is_stack=False, dequantize=dequantize, rounding=rounding)
     own = {"{w}_weight_scale": Part(E4M3), "{w}_weight_scale_2": Part(F32)}
     more = {"{w}_input_scale": Part(F32)} if "{m}input_scale" in extra else {}
     return [linear, Scheme(WEIGHT, {WEIGHT: Part(BYTES), **own, **more}, is_stack=True)]

@@ -18,7 +18,7 @@ from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Shape
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock
 from converters.quantized.blocks import BLOCK, spans
-from converters.quantized.floats import E8M0_BIAS, E8M0_NAN, e2m1_values
+from converters.quantized.floats import E8M0_BIAS, E8M0_NAN, e2m1_rounding, e2m1_values
 from converters.quantized.scheme import BYTES, E8M0, Method, Part, Scheme, Settings
 
 NAME = "mxfp4"
@@ -87,7 +87,8 @@ def _mxfp4(_: Settings) -> list[Scheme]:
     def scales(shape: Shape) -> list[Shape]:
         return [(*shape[:-2], shape[-1], shape[-2] // 32)]
 
-    return [Scheme(BLOCKS, {BLOCKS: Part(BYTES, blocks), SCALES: Part(E8M0, scales)}, plain, dequantize=_dequantize)]
+    parts = {BLOCKS: Part(BYTES, blocks), SCALES: Part(E8M0, scales)}
+    return [Scheme(BLOCKS, parts, plain, dequantize=_dequantize, rounding=e2m1_rounding(BLOCKS, SCALES))]
 
 
 METHOD = Method((NAME,), _mxfp4, unrecorded=lambda: _mxfp4({}))

@@ -19,6 +19,7 @@ import numpy as np
 from ckpt.plan.dtypes import BY_NAME, CASTABLE, DType
 from ckpt.plan.tensors import Box, Shape
 from converters.quantized._weight import E4M3, ScaleGrid, StoredWeights, Weight, by_rows, read_e4m3, rounded
+from converters.quantized.floats import e4m3_rounding
 from converters.quantized.scheme import (
     BYTES,
     E8M0,
@@ -30,6 +31,7 @@ from converters.quantized.scheme import (
     INTEGERS,
     Method,
     Part,
+    Rounding,
     Scheme,
     Settings,
     any_blocks,
@@ -111,20 +113,25 @@ def _affine_rows(
     return rounded(values, dtype, stored.dtype)
 
 
+#: int8, or fewer bits in int8. The product is rounded to the recorded dtype, so the scale is known in it only.
+_INTEGERS = Rounding(SCALE, ((DATA, 0x01), (ZERO, 0)), span=128, epsilon=2.0**-8)
+
+
 def _torchao(_: Settings) -> list[Scheme]:
     """Return schemes for a subclass's tensors, by their values' dtype."""
     more = {"{m}_weight_act_quant_scale": for_activations(), "{m}_weight_act_pre_scale": optional()}
     zero = {ZERO: optional((*INTEGERS, *FLOATS))}
     zero_of_eight = {ZERO: optional((*INT8, *FLOATS), any_blocks)}
     scales = Part((*FLOATS, *E8M0), any_blocks)
-    eight = Scheme(DATA, {DATA: Part((*F8, *INT8)), SCALE: scales, **zero_of_eight, **more}, tuple)
+    eight = Scheme(DATA, {DATA: Part(INT8), SCALE: scales, **zero_of_eight, **more}, tuple, rounding=_INTEGERS)
+    float8 = replace(eight, parts={**eight.parts, DATA: Part(F8)}, rounding=e4m3_rounding(DATA, SCALE))
     scales = Part((*FLOATS, *F8, *E8M0))
     nibbles = Scheme(DATA, {DATA: Part(FOUR_BITS), SCALE: scales, **zero, **more}, wider(2))
     four = Scheme(DATA, {DATA: Part((*BYTES, *INT32)), SCALE: scales, **zero, **more})
     both = {DATA: Part((*FOUR_BITS, *INT32)), "{m}_weight_scale_and_zero": Part(FLOATS), **more}
     whole = {"{m}_weight_per_tensor_scale": Part(FLOATS), "{m}_weight_act_per_tensor_scale": optional()}
     tensor = replace(four, parts={**four.parts, **whole})
-    found = [eight, nibbles, four, Scheme(DATA, both), tensor]
+    found = [eight, float8, nibbles, four, Scheme(DATA, both), tensor]
     return [replace(scheme, dequantize=_RecordedWeight()) for scheme in found]
 
 

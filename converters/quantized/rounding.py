@@ -1,0 +1,160 @@
+"""Rounding errors of quantized weights, in units of their scales, and their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.reading import Computed, read_box
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.tensors import Box, Region, Tensor, flat_boxes, whole
+from converters.quantized._weight import StoredWeights, WeightBlock
+from converters.quantized.blocks import spans
+from converters.quantized.dequantize import plain_weight
+from converters.quantized.parts import quantized_weights
+from converters.quantized.scheme import Rounding
+
+_STEP = 1 << 18  # elements measured at a time
+_E4M3, _E4M3_ONE = "float8_e4m3fn", 0x38
+#: Largest relative error of a rounded number, by dtype.
+_EPSILONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@dataclass(frozen=True)
+class _FilledWeights(StoredWeights):
+    """Weights with some parts replaced by a repeated byte."""
+
+    fills: Mapping[str, int]
+
+    def read(self, fqn: str, box: Box | None = None) -> NDArray:
+        if fqn not in self.fills:
+            return super().read(fqn, box)
+        tensor = self.tensors[fqn]
+        box = whole(tensor.shape) if box is None else box
+        content = np.full(box.numel * tensor.dtype.itemsize, self.fills[fqn], np.uint8)
+        return content.view(storage_dtype(tensor.dtype)).reshape(box.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Region of a weight: its plain values, its scales, and the scales without their stored e4m3 numbers."""
+
+    values: WeightBlock
+    scales: WeightBlock
+    rest: WeightBlock | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    """Quantized weight to compare with the numbers before rounding. `unbounded` is the reason why no bound holds."""
+
+    method: str
+    rounding: Rounding
+    scale_dtype: str
+    blocks: tuple[_Block, ...]
+
+    @property
+    def unbounded(self) -> str:
+        return self.rounding.unbounded
+
+    def errors(self, plain: Tensor, computed: Computed) -> Iterator[tuple[Region, int, NDArray, NDArray]]:
+        """Yield errors against `plain` in units of the scale, and True for each error beyond the bound.
+
+        They belong to the elements in a region from a position on, in row-major order.
+        """
+        epsilons = (_EPSILONS.get(name, 0.0) for name in (plain.dtype.name, self.scale_dtype))
+        of_master = 2.0**-7 if plain.role == MASTER else 0.0  # it was rounded to 16 bits first
+        epsilon = max(self.rounding.epsilon, of_master, *epsilons)
+        for block in self.blocks:
+            region = block.values.region
+            found = [_content(one) if one else None for one in (block.values, block.scales, block.rest)]
+            bits = _read(plain, region, computed)
+            for start, stop in spans(len(bits), _STEP):
+                x = cast_bits(bits[start:stop], plain.dtype, FLOAT32).view(np.float32).astype(np.float64)
+                rounded, scales, rest = (None if one is None else one[start:stop].astype(np.float64) for one in found)
+                yield region, start, *self._measure(x, rounded, scales, rest, epsilon)
+
+    def _measure(
+        self, x: NDArray, rounded: NDArray, scales: NDArray, rest: NDArray | None, epsilon: float
+    ) -> tuple[NDArray, NDArray]:
+        is_empty = scales == 0
+        scales = np.where(is_empty, 1.0, scales)
+        with np.errstate(all="ignore"):
+            number, stored = x / scales, rounded / scales
+            if self.rounding.values:
+                values, steps = _grid(self.rounding.values)
+                index = np.searchsorted(steps, stored)
+                error = np.abs(number - values[index])
+                beyond_end = self._beyond_end(scales, rest)
+                low = np.where(index == 0, values[0] * beyond_end, steps[index - 1])
+                high = np.where(index == len(steps), values[-1] * beyond_end, steps[np.minimum(index, len(steps) - 1)])
+                slack = np.abs(number) * epsilon
+                is_within = (number >= low - slack) & (number <= high + slack)
+            else:
+                error = np.abs(number - np.rint(stored))
+                is_within = error <= 0.5 + self.rounding.span * epsilon
+        error = np.where(is_empty, np.where(x == 0, 0.0, np.inf), np.nan_to_num(error, nan=np.inf))
+        return error, ~np.where(is_empty, x == 0, is_within)
+
+    def _beyond_end(self, scales: NDArray, rest: NDArray | None) -> NDArray | float:
+        """Return the largest number cut to the last value, relative to it: writers round scales, down too."""
+        if rest is not None:  # e4m3 has 3 bits of fraction, and steps of 2 ** -9 at least
+            number = np.abs(scales / rest)
+            return 1 + np.maximum(np.exp2(np.floor(np.log2(number)) - 4), 2.0**-10) / number
+        if self.scale_dtype in _EPSILONS:
+            return 1 + _EPSILONS[self.scale_dtype]
+        end = self.rounding.values[-1]  # a power of two: OCP's rule takes the exponent of the largest number
+        return float(2.0 ** (np.floor(np.log2(end)) + 1) / end)
+
+
+@cache
+def _grid(values: tuple[float, ...]) -> tuple[NDArray, NDArray]:
+    """Return the values, and the numbers halfway between neighbors."""
+    grid = np.array(values, np.float64)
+    return grid, (grid[1:] + grid[:-1]) / 2
+
+
+def _content(block: WeightBlock) -> NDArray:
+    """Return a block's fp32 values in its region's row-major order."""
+    values = np.frombuffer(block.content(), np.float32)
+    if block.transposed and isinstance(block.region, Box):
+        values = values.reshape(block.region.sizes[::-1]).T.reshape(-1)
+    return values
+
+
+def _read(tensor: Tensor, region: Region, computed: Computed) -> NDArray:
+    boxes = [region] if isinstance(region, Box) else [*flat_boxes(tensor.shape, region.start, region.stop)]
+    return np.concatenate([read_box(tensor, box, computed).reshape(-1) for box in boxes])
+
+
+def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
+    """Return a checkpoint's quantized weights by plain name. Raise the errors of `dequantized`."""
+    tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
+    quantized = quantized_weights(checkpoint)
+    stored = StoredWeights(checkpoint, tensors, FLOAT32)
+    found = {}
+    for owner, parts in quantized.owners.items():
+        rounding, *others = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner])
+        if rounding is None or others:
+            raise stored.unsupported(owner, found=f"{quantized.title}, whose rounding is not declared")
+        scale = stored.tensors[parts[rounding.scale]].dtype.name
+        fills = {parts[template]: byte for template, byte in rounding.unit if template in parts}
+        fill_sets: list[Mapping[str, int] | None] = [{}, fills, None]
+        if scale == _E4M3 and rounding.values:
+            fill_sets[2] = {**fills, parts[rounding.scale]: _E4M3_ONE}
+        weights = [
+            None if one is None else plain_weight(_FilledWeights(checkpoint, tensors, FLOAT32, one), quantized, owner)
+            for one in fill_sets
+        ]
+        values, scales = weights[0], weights[1]
+        assert values is not None and scales is not None
+        rest = (None,) * len(values.blocks) if weights[2] is None else weights[2].blocks
+        blocks = tuple(map(_Block, values.blocks, scales.blocks, rest))
+        found[owner] = RoundedWeight(values.method, rounding, scale, blocks)
+    return found
