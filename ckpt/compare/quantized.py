@@ -13,7 +13,6 @@ from ckpt.compare.pairs import (
     DIFFERENT,
     EQUAL,
     UNREADABLE,
-    Judge,
     Only,
     Progress,
     Report,

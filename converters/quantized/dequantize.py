@@ -30,7 +30,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     stored = StoredWeights(checkpoint, tensors, dtype or model_dtype(checkpoint.config))
     quantized = quantized_weights(checkpoint)
-    _check_parts_known(checkpoint, quantized)
+    check_parts_known(checkpoint, quantized)
     weights = [plain_weight(stored, quantized, owner) for owner in quantized.owners]
     used = {part for weight in weights for part in weight.parts}
     unused = (quantized.parts | quantized.attention_scales) - used
@@ -56,7 +56,7 @@ def can_dequantize(checkpoint: Checkpoint) -> bool:
     return quantized_weights(checkpoint).can_dequantize
 
 
-def _check_parts_known(checkpoint: Checkpoint, quantized: QuantizedWeights) -> None:
+def check_parts_known(checkpoint: Checkpoint, quantized: QuantizedWeights) -> None:
     """Raise UsageError for an unknown method, CorruptError if parts are missing, unexpected or misshapen."""
     if quantized.quantization is not None and not quantized.can_dequantize:
         raise UsageError(

@@ -16,7 +16,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Region, Tensor, flat_boxes, whole
 from converters.quantized._weight import StoredWeights, WeightBlock
 from converters.quantized.blocks import spans
-from converters.quantized.dequantize import plain_weight
+from converters.quantized.dequantize import check_parts_known, plain_weight
 from converters.quantized.parts import quantized_weights
 from converters.quantized.scheme import Rounding
 
@@ -73,18 +73,19 @@ class RoundedWeight:
         epsilon = max(self.rounding.epsilon, of_master, *epsilons)
         for block in self.blocks:
             region = block.values.region
-            found = [_content(one) if one else None for one in (block.values, block.scales, block.rest)]
+            values, scales = _content(block.values), _content(block.scales)
+            rest = None if block.rest is None else _content(block.rest)
             bits = _read(plain, region, computed)
             for start, stop in spans(len(bits), _STEP):
-                x = cast_bits(bits[start:stop], plain.dtype, FLOAT32).view(np.float32).astype(np.float64)
-                rounded, scales, rest = (None if one is None else one[start:stop].astype(np.float64) for one in found)
-                yield region, start, *self._measure(x, rounded, scales, rest, epsilon)
+                x = cast_bits(bits[start:stop], plain.dtype, FLOAT32).view(np.float32)
+                some = None if rest is None else rest[start:stop]
+                yield region, start, *self._measure(x, values[start:stop], scales[start:stop], some, epsilon)
 
     def _measure(
         self, x: NDArray, rounded: NDArray, scales: NDArray, rest: NDArray | None, epsilon: float
     ) -> tuple[NDArray, NDArray]:
         is_empty = scales == 0
-        scales = np.where(is_empty, 1.0, scales)
+        x, rounded, scales = (one.astype(np.float64) for one in (x, rounded, np.where(is_empty, 1, scales)))
         with np.errstate(all="ignore"):
             number, stored = x / scales, rounded / scales
             if self.rounding.values:
@@ -99,14 +100,16 @@ class RoundedWeight:
             else:
                 error = np.abs(number - np.rint(stored))
                 is_within = error <= 0.5 + self.rounding.span * epsilon
-        error = np.where(is_empty, np.where(x == 0, 0.0, np.inf), np.nan_to_num(error, nan=np.inf))
-        return error, ~np.where(is_empty, x == 0, is_within)
+        error = np.where(is_empty, np.where(x == 0, 0.0, np.inf), np.where(np.isnan(error), np.inf, error))
+        return error, ~np.where(is_empty, x == 0, is_within & np.isfinite(number))
 
     def _beyond_end(self, scales: NDArray, rest: NDArray | None) -> NDArray | float:
         """Return the largest number cut to the last value, relative to it: writers round scales, down too."""
         if rest is not None:  # e4m3 has 3 bits of fraction, and steps of 2 ** -9 at least
             number = np.abs(scales / rest)
-            return 1 + np.maximum(np.exp2(np.floor(np.log2(number)) - 4), 2.0**-10) / number
+            steps: NDArray = np.maximum(np.exp2(np.floor(np.log2(number)) - 4), 2.0**-10)
+            ends: NDArray = 1.0 + steps / number
+            return ends
         if self.scale_dtype in _EPSILONS:
             return 1 + _EPSILONS[self.scale_dtype]
         end = self.rounding.values[-1]  # a power of two: OCP's rule takes the exponent of the largest number
@@ -137,6 +140,7 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
     """Return a checkpoint's quantized weights by plain name. Raise the errors of `dequantized`."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantized = quantized_weights(checkpoint)
+    check_parts_known(checkpoint, quantized)
     stored = StoredWeights(checkpoint, tensors, FLOAT32)
     found = {}
     for owner, parts in quantized.owners.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt.base.errors import UsageError
 from ckpt.base.flags import HOW, READ, SHOWN, Flag, Positional
@@ -20,6 +20,10 @@ from ckpt.plan.groups import (
     PeftVersionOption,
     Sides,
 )
+
+if TYPE_CHECKING:
+    from ckpt.compare.pairs import Report
+    from ckpt.compare.training import RunReport
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def verify(
         )
         return
     if page.html and (b is None or kind.run or kind.quantized):
-        raise UsageError("--html needs two checkpoints", hint="give A and B, without --run or --quantized")
+        raise UsageError("--html needs two checkpoints", hint="give A and B, without --run and without --quantized")
     if b is None:
         _verify_one(a, kind.loads, as_json, quiet)
         return
@@ -104,19 +108,13 @@ def verify(
         one, other = open_sides(a, b, sides, quiet, verbose)
         page.check(one, other)
         with progress(0, "compare", quiet=quiet or kind.run) as meter:
-            report = (
-                api.verify(one, other, run=True)
-                if kind.run
-                else api.verify(
-                    one,
-                    other,
-                    **vars(how),
-                    quantized=kind.quantized,
-                    measured=page.html is not None,
-                    progress=meter,
-                    expected=meter.expect,
-                )
-            )
+            watched: dict[str, Any] = {"progress": meter, "expected": meter.expect}
+            if kind.run:
+                report: Report | RunReport = api.verify(one, other, run=True)
+            elif kind.quantized:
+                report = api.verify(one, other, quantized=True, **vars(how), **watched)
+            else:
+                report = api.verify(one, other, **vars(how), **watched, measured=page.html is not None)
     page.write(report, quiet=quiet)
     conclude(report, report.lines(verbose), as_json, quiet)
 

@@ -214,9 +214,8 @@ def _rounding(format: str, weights: Settings) -> Rounding | None:
     """Return a group's rounding to the nearest value. Calibrated weights (GPTQ, SmoothQuant) are not recorded."""
     bits, is_symmetric = number(weights, "num_bits") or 8, weights.get("symmetric", True) is True
     if format == "pack-quantized":
-        zero = 1 << bits - 1
-        fill = (lambda value: value) if bits == 8 else (lambda value: value * 0x11)
-        unit = ((PACKED, fill(zero + 1)), (ZERO, fill(zero)))
+        zero, repeated = 1 << bits - 1, 1 if bits == 8 else 0x11
+        unit = ((PACKED, (zero + 1) * repeated), (ZERO, zero * repeated))
         return Rounding(SCALE, unit, span=zero if is_symmetric else 1 << bits)
     if format.startswith(("nvfp4", "mxfp4")):
         # scale over global scale is rounded to bf16
