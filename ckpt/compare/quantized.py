@@ -30,6 +30,7 @@ from ckpt.plan.tensors import Tensor
 
 _WORST = 10
 _HEADS = ("worst weights", "method", "largest", "mean", "beyond", "largest at")
+_UNITS = "errors are in units of the scale"
 _SHOWN = 20
 
 
@@ -68,7 +69,7 @@ class QuantizedReport(Report):
         """Yield the worst weights (with `verbose` all), other tensors that differ, and the outcome."""
         rounded = self.rounded if verbose else self.rounded[:_WORST]
         if rounded:
-            yield from (*aligned(_HEADS, list(map(_row, rounded)), _HEADS[2:5]), "")
+            yield from (*aligned(_HEADS, list(map(_row, rounded)), _HEADS[2:5]), _UNITS, "")
         others = [one for one in self.results if one.status != EQUAL and one.rounding is None]
         for one in others if verbose else others[:_SHOWN]:
             yield result_line(one, self.a, self.b)

@@ -193,6 +193,19 @@ class QuantizedWeights:
         is_transposed = wanted and scheme.may_transpose and shape == wanted[::-1]
         return wanted if wanted and (is_padded or is_transposed) else shape
 
+    @property
+    def num_parameters(self) -> Mapping[str, int | None]:
+        """Number of plain elements in each quantized weight. None if the parts don't show it."""
+        return {owner: self._count(owner, parts) for owner, parts in self.owners.items()}
+
+    def _count(self, owner: str, parts: Mapping[str, str]) -> int | None:
+        scheme, shape = self._fitted[owner].scheme, self._shape_of(owner, parts)
+        if shape != UNKNOWN_SHAPE:
+            return prod(shape)
+        if scheme is None or scheme.bits is None or scheme.packed not in parts:
+            return None
+        return self.tensors[parts[scheme.packed]].nbytes * 8 // scheme.bits
+
     def _with_template(self, *suffixes: str) -> Iterator[tuple[str, str, Scheme]]:
         """Yield owner, name and scheme of each part whose template ends in one of `suffixes`."""
         for owner, parts in self.owners.items():
@@ -540,8 +553,8 @@ def _is_padded(found: Shape, wanted: Shape) -> bool:
     return found[:-1] == wanted[:-1] and 0 <= found[-1] - wanted[-1] < 32
 
 
-def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
-    """Return a checkpoint's quantized weights."""
+def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeights:
+    """Return a checkpoint's quantized weights. Without `reads`, no tensor is read, and recorded states are unproved."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
     has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())
@@ -553,4 +566,4 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
         return content
 
     expected = services.expected.table_shapes(checkpoint.config) if quantization or has_packed else {}
-    return QuantizedWeights(tensors, quantization, expected, read)
+    return QuantizedWeights(tensors, quantization, expected, read if reads else None)

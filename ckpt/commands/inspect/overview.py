@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.base.sizes import show_size
 from ckpt.base.text import one_line, pluralize
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
@@ -50,6 +50,7 @@ def describe(
         "names": one_line(checkpoint.namespace),
         "model": _model_facts(checkpoint),
         "parameters": _parameters(checkpoint),
+        "quantized": _bits(checkpoint),
         "roles": _roles(checkpoint),
         "dtypes": _dtypes(checkpoint.tensors.values()),
         "files": {"count": len(checkpoint.files), "bytes": sum(file.size for file in checkpoint.files)},
@@ -92,6 +93,31 @@ def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
         "frozen": None if trainable is None else total - trainable,
         "dtypes": {name: counts["elements"] for name, counts in _dtypes(parameters.values()).items()},
     }
+
+
+def _bits(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the bits per parameter, and sizes by method and by plain dtype. None if nothing is quantized."""
+    weights = services.quantization.quantized_weights(checkpoint, reads=False)
+    if not weights.owners:
+        return None
+    model = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
+    nbytes = sum(model[part].nbytes for part in weights.parts)
+    counts = weights.num_parameters.values()
+    kinds = [_size_of_kind(weights.title, len(counts), None if None in counts else sum(filter(None, counts)), nbytes)]
+    for dtype, count in _dtypes(tensor for fqn, tensor in model.items() if fqn not in weights.parts).items():
+        kinds.append(_size_of_kind(dtype, count["tensors"], count["elements"], count["bytes"]))
+    totals = [kind["parameters"] for kind in kinds]
+    total = None if None in totals else sum(totals)
+    return {"bits_per_parameter": _per_parameter(sum(kind["bytes"] for kind in kinds), total), "kinds": kinds}
+
+
+def _size_of_kind(kind: str, num_weights: int, parameters: int | None, nbytes: int) -> dict[str, Any]:
+    found = {"kind": one_line(kind), "weights": num_weights, "parameters": parameters, "bytes": nbytes}
+    return {**found, "bits_per_parameter": _per_parameter(nbytes, parameters)}
+
+
+def _per_parameter(nbytes: int, parameters: int | None) -> float | None:
+    return 8 * nbytes / parameters if parameters else None
 
 
 def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
@@ -280,6 +306,7 @@ def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator
     quantization = model.pop("quantization", None)
     yield "model", json_text(next(iter(model.values()), ""))
     yield "quantized", json_text(quantization or "")
+    yield from _named("bits", _bits_texts(facts["quantized"]))
     if facts["step"] is not None:
         yield "step", str(facts["step"])
     if facts["world_size"] is not None:
@@ -308,6 +335,20 @@ def _parameters_text(counts: Mapping[str, Any]) -> str:
     if counts["trainable"] is not None:
         text += f", {counts['trainable']:,} trainable and {counts['frozen']:,} frozen"
     return text
+
+
+def _bits_texts(bits: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield the bits per parameter, then a text for each kind of weight."""
+    if bits is None:
+        return
+    if bits["bits_per_parameter"] is not None:
+        yield f"{bits['bits_per_parameter']:.4g} per parameter"
+    for kind in bits["kinds"]:
+        size = f"{kind['kind']}: {show_size(kind['bytes'])} in {pluralize(kind['weights'], 'weight')}"
+        if kind["parameters"] is None:
+            yield f"{size}, number of parameters unknown"
+        else:
+            yield f"{size}, {kind['parameters']:,} parameters with {kind['bits_per_parameter']:.4g} bits"
 
 
 def _by_dtype_text(elements: Mapping[str, int]) -> str:
