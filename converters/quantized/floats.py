@@ -63,5 +63,6 @@ def e2m1_rounding(packed: str, scale: str, epsilon: float = EPSILON) -> Rounding
     return Rounding(scale, ((packed, 0x22),), e2m1_grid(), epsilon=epsilon)
 
 
-def e4m3_rounding(packed: str, scale: str) -> Rounding:
-    return Rounding(scale, ((packed, 0x38),), e4m3_grid())
+def e4m3_rounding(packed: str, scale: str, epsilon: float = EPSILON) -> Rounding:
+    """Return the rounding to e4m3fn."""
+    return Rounding(scale, ((packed, 0x38),), e4m3_grid(), epsilon=epsilon)

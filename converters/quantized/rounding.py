@@ -69,8 +69,9 @@ class RoundedWeight:
         They belong to the elements in a region from a position on, in row-major order.
         """
         epsilons = (_EPSILONS.get(name, 0.0) for name in (plain.dtype.name, self.scale_dtype))
+        is_fp16 = "float16" in (plain.dtype.name, self.scale_dtype)
         of_master = 2.0**-7 if plain.role == MASTER else 0.0  # it was rounded to 16 bits first
-        epsilon = max(self.rounding.epsilon, of_master, *epsilons)
+        least = max(self.rounding.epsilon, of_master, *epsilons)
         for block in self.blocks:
             region = block.values.region
             values, scales = _content(block.values), _content(block.scales)
@@ -79,20 +80,23 @@ class RoundedWeight:
             for start, stop in spans(len(bits), _STEP):
                 x = cast_bits(bits[start:stop], plain.dtype, FLOAT32).view(np.float32)
                 some = None if rest is None else rest[start:stop]
-                yield region, start, *self._measure(x, values[start:stop], scales[start:stop], some, epsilon)
+                yield region, start, *self._measure(x, values[start:stop], scales[start:stop], some, least, is_fp16)
 
     def _measure(
-        self, x: NDArray, rounded: NDArray, scales: NDArray, rest: NDArray | None, epsilon: float
+        self, x: NDArray, rounded: NDArray, scales: NDArray, rest: NDArray | None, least: float, is_fp16: bool
     ) -> tuple[NDArray, NDArray]:
         is_empty = scales == 0
         x, rounded, scales = (one.astype(np.float64) for one in (x, rounded, np.where(is_empty, 1, scales)))
+        epsilon: NDArray | float = least
+        if is_fp16:  # small scales have fewer bits
+            epsilon = np.maximum(least, 2.0**-25 / np.abs(scales))
         with np.errstate(all="ignore"):
             number, stored = x / scales, rounded / scales
             if self.rounding.values:
                 values, steps = _grid(self.rounding.values)
                 index = np.searchsorted(steps, stored)
                 error = np.abs(number - values[index])
-                beyond_end = self._beyond_end(scales, rest)
+                beyond_end = self._beyond_end(scales, rest, epsilon)
                 low = np.where(index == 0, values[0] * beyond_end, steps[index - 1])
                 high = np.where(index == len(steps), values[-1] * beyond_end, steps[np.minimum(index, len(steps) - 1)])
                 slack = np.abs(number) * epsilon
@@ -103,7 +107,7 @@ class RoundedWeight:
         error = np.where(is_empty, np.where(x == 0, 0.0, np.inf), np.where(np.isnan(error), np.inf, error))
         return error, ~np.where(is_empty, x == 0, is_within & np.isfinite(number))
 
-    def _beyond_end(self, scales: NDArray, rest: NDArray | None) -> NDArray | float:
+    def _beyond_end(self, scales: NDArray, rest: NDArray | None, epsilon: NDArray | float) -> NDArray | float:
         """Return the largest number cut to the last value, relative to it: writers round scales, down too."""
         if rest is not None:  # e4m3 has 3 bits of fraction, and steps of 2 ** -9 at least
             number = np.abs(scales / rest)
@@ -111,7 +115,7 @@ class RoundedWeight:
             ends: NDArray = 1.0 + steps / number
             return ends
         if self.scale_dtype in _EPSILONS:
-            return 1 + _EPSILONS[self.scale_dtype]
+            return 1 + epsilon
         end = self.rounding.values[-1]  # a power of two: OCP's rule takes the exponent of the largest number
         return float(2.0 ** (np.floor(np.log2(end)) + 1) / end)
 
@@ -144,7 +148,8 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
     stored = StoredWeights(checkpoint, tensors, FLOAT32)
     found = {}
     for owner, parts in quantized.owners.items():
-        rounding, *others = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner])
+        roundings = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner] if scheme.rounding)
+        rounding, *others = roundings or (None,)
         if rounding is None or others:
             raise stored.unsupported(owner, found=f"{quantized.title}, whose rounding is not declared")
         scale = stored.tensors[parts[rounding.scale]].dtype.name

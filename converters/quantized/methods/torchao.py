@@ -124,7 +124,9 @@ def _torchao(_: Settings) -> list[Scheme]:
     zero_of_eight = {ZERO: optional((*INT8, *FLOATS), any_blocks)}
     scales = Part((*FLOATS, *E8M0), any_blocks)
     eight = Scheme(DATA, {DATA: Part(INT8), SCALE: scales, **zero_of_eight, **more}, tuple, rounding=_INTEGERS)
-    float8 = replace(eight, parts={**eight.parts, DATA: Part(F8)}, rounding=e4m3_rounding(DATA, SCALE))
+    float8 = replace(
+        eight, parts={**eight.parts, DATA: Part(F8)}, rounding=e4m3_rounding(DATA, SCALE, _INTEGERS.epsilon)
+    )
     scales = Part((*FLOATS, *F8, *E8M0))
     nibbles = Scheme(DATA, {DATA: Part(FOUR_BITS), SCALE: scales, **zero, **more}, wider(2))
     four = Scheme(DATA, {DATA: Part((*BYTES, *INT32)), SCALE: scales, **zero, **more})
