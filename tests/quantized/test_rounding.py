@@ -1,26 +1,33 @@
-"""`converters/quantized/rounding.py`, `ckpt/compare/quantized.py`: errors of quantized weights, and their bounds."""
+"""`converters/quantized/rounding.py`, `ckpt/compare/quantized.py`: errors of quantized weights, and their bounds.
+
+`fixtures/make_rounded_weights.py` recorded weights before and after rounding by the library that owns the format.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt as library
 from ckpt.errors import CorruptError, UsageError
 from tests.quantized import test_methods
 from tests.support.commands import ckpt
+from tests.support.places import REPOSITORY
 
 Parts = dict[str, torch.Tensor]
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 NAME = "model.layers.0.mlp.up_proj.weight"
+
+RECORDED = sorted((REPOSITORY / "fixtures").glob("rounded-*/*.safetensors"))
 
 
 def plain_weight(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -169,11 +176,11 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def save(folder: Path, parts: Parts, config: dict[str, Any] | None) -> Path:
+def save(folder: Path, parts: Parts, config: dict[str, Any] | None, metadata: Mapping[str, str] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
     others = {"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}
     tensors = {name: part.contiguous() for name, part in {**others, **parts}.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata or {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
     return folder
 
@@ -202,6 +209,16 @@ def test_weights_are_within_their_methods_bound(case: Case, pair: tuple[Path, Pa
     error = weight.rounding
     assert error is not None and error.num_beyond == 0 and 0 < error.mean < error.largest
     assert library.verify(quantized, plain, quantized=True).rounded[0].rounding == error
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=[f"{path.parent.name} {path.stem}" for path in RECORDED])
+def test_weights_rounded_by_their_library_are_within_the_bound(path: Path, tmp_path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    parts = load_file(path)
+    plain = save(tmp_path / "plain", {"layer.weight": parts.pop("original")}, None)
+    quantized = save(tmp_path / "q", parts, json.loads(metadata.pop("config")), metadata)
+    assert (report := library.verify(plain, quantized, quantized=True)).within_bound, str(report)
 
 
 def exit_code(plain: Path, quantized: Path) -> int:
