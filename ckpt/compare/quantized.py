@@ -69,7 +69,7 @@ class QuantizedReport(Report):
         """Yield the worst weights (with `verbose` all), other tensors that differ, and the outcome."""
         rounded = self.rounded if verbose else self.rounded[:_WORST]
         if rounded:
-            yield from (*aligned(_HEADS, list(map(_row, rounded)), _HEADS[2:5]), _UNITS, "")
+            yield from (*aligned(_HEADS, list(map(_weight_row, rounded)), _HEADS[2:5]), _UNITS, "")
         others = [one for one in self.results if one.status != EQUAL and one.rounding is None]
         for one in others if verbose else others[:_SHOWN]:
             yield result_line(one, self.a, self.b)
@@ -141,7 +141,7 @@ def _badness(result: Result) -> tuple[bool, float]:
     return result.status == EQUAL, -result.rounding.largest
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _weight_row(result: Result) -> tuple[str, ...]:
     error = result.rounding
     assert error is not None
     beyond = "no bound" if error.unbounded else str(error.num_beyond)

@@ -42,7 +42,7 @@ class _FilledWeights(StoredWeights):
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _RoundedBlock:
     """Region of a weight: its plain values, its scales, and the scales without their stored e4m3 numbers."""
 
     values: WeightBlock
@@ -57,7 +57,7 @@ class RoundedWeight:
     method: str
     rounding: Rounding
     scale_dtype: str
-    blocks: tuple[_Block, ...]
+    blocks: tuple[_RoundedBlock, ...]
 
     @property
     def unbounded(self) -> str:
@@ -74,9 +74,9 @@ class RoundedWeight:
         least = max(self.rounding.epsilon, of_master, *epsilons)
         for block in self.blocks:
             region = block.values.region
-            values, scales = _content(block.values), _content(block.scales)
-            rest = None if block.rest is None else _content(block.rest)
-            bits = _read(plain, region, computed)
+            values, scales = _block_values(block.values), _block_values(block.scales)
+            rest = None if block.rest is None else _block_values(block.rest)
+            bits = _read_region(plain, region, computed)
             for start, stop in spans(len(bits), _STEP):
                 x = cast_bits(bits[start:stop], plain.dtype, FLOAT32).view(np.float32)
                 some = None if rest is None else rest[start:stop]
@@ -93,7 +93,7 @@ class RoundedWeight:
         with np.errstate(all="ignore"):
             number, stored = x / scales, rounded / scales
             if self.rounding.values:
-                values, steps = _grid(self.rounding.values)
+                values, steps = _values_and_steps(self.rounding.values)
                 index = np.searchsorted(steps, stored)
                 error = np.abs(number - values[index])
                 beyond_end = self._beyond_end(scales, rest, epsilon)
@@ -121,13 +121,13 @@ class RoundedWeight:
 
 
 @cache
-def _grid(values: tuple[float, ...]) -> tuple[NDArray, NDArray]:
+def _values_and_steps(values: tuple[float, ...]) -> tuple[NDArray, NDArray]:
     """Return the values, and the numbers halfway between neighbors."""
     grid = np.array(values, np.float64)
     return grid, (grid[1:] + grid[:-1]) / 2
 
 
-def _content(block: WeightBlock) -> NDArray:
+def _block_values(block: WeightBlock) -> NDArray:
     """Return a block's fp32 values in its region's row-major order."""
     values = np.frombuffer(block.content(), np.float32)
     if block.transposed and isinstance(block.region, Box):
@@ -135,7 +135,7 @@ def _content(block: WeightBlock) -> NDArray:
     return values
 
 
-def _read(tensor: Tensor, region: Region, computed: Computed) -> NDArray:
+def _read_region(tensor: Tensor, region: Region, computed: Computed) -> NDArray:
     boxes = [region] if isinstance(region, Box) else [*flat_boxes(tensor.shape, region.start, region.stop)]
     return np.concatenate([read_box(tensor, box, computed).reshape(-1) for box in boxes])
 
@@ -164,6 +164,6 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
         values, scales = weights[0], weights[1]
         assert values is not None and scales is not None
         rest = (None,) * len(values.blocks) if weights[2] is None else weights[2].blocks
-        blocks = tuple(map(_Block, values.blocks, scales.blocks, rest))
+        blocks = tuple(map(_RoundedBlock, values.blocks, scales.blocks, rest))
         found[owner] = RoundedWeight(values.method, rounding, scale, blocks)
     return found

@@ -341,3 +341,14 @@ def test_a_part_on_one_side_is_named(tmp_path: Path) -> None:
         assert done.code == 1 and line in done.out.splitlines()
     (found,) = [one for one in json.loads(ckpt("verify", a, b, "--json").out)["tensors"] if one["status"] == "-"]
     assert found["part_of"] == NAME
+
+
+def test_the_page_shows_this_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    case, weight = CASES["modelopt nvfp4"], plain_weight()
+    save(Path("model"), {NAME: weight}, None)
+    save(Path("model-nvfp4"), case.quantize(weight), case.config)
+    done = ckpt("verify", "model", "model-nvfp4", "--quantized")
+    printed = "".join(f"    {line}".rstrip() + "\n" for line in (done.err + done.out).splitlines())
+    page = (REPOSITORY / "docs/verify.md").read_text()
+    assert f"    $ ckpt verify model model-nvfp4 --quantized\n{printed}" in page, printed
