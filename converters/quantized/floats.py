@@ -7,8 +7,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.quantized.scheme import EPSILON, Rounding
-
 #: Half of e2m1's values. The fourth bit is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS, E8M0_NAN = 127, 255
@@ -40,29 +38,7 @@ def e2m1_values() -> NDArray:
 
 
 @cache
-def e2m1_grid() -> tuple[float, ...]:
-    """Return e2m1's different values, in order."""
-    return tuple(np.unique(e2m1_values()).tolist())
-
-
-@cache
-def e4m3_grid() -> tuple[float, ...]:
-    """Return e4m3fn's finite values, in order."""
-    return tuple(np.unique(e4m3_values()[np.isfinite(e4m3_values())]).tolist())
-
-
-@cache
 def e2m1_pairs() -> NDArray:
     """Return both values for every byte, the lower half's first, with shape [256, 2]."""
     byte = np.arange(256)
     return np.stack([e2m1_values()[byte & 15], e2m1_values()[byte >> 4]], axis=1)
-
-
-def e2m1_rounding(packed: str, scale: str, epsilon: float = EPSILON) -> Rounding:
-    """Return the rounding to e2m1, two values per byte."""
-    return Rounding(scale, ((packed, 0x22),), e2m1_grid(), epsilon=epsilon)
-
-
-def e4m3_rounding(packed: str, scale: str, epsilon: float = EPSILON) -> Rounding:
-    """Return the rounding to e4m3fn."""
-    return Rounding(scale, ((packed, 0x38),), e4m3_grid(), epsilon=epsilon)

@@ -64,7 +64,11 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "verify": {"": RUN},
 }
 #: Sections whose commands run in tests/train/test_demo.py and tests/training/test_watch.py.
-ELSEWHERE = {("resume", "From 2 ranks to 3"), ("operations", "")}
+ELSEWHERE = {
+    ("resume", "From 2 ranks to 3"),
+    ("operations", ""),
+    ("verify", "Compare a quantized model with the plain one"),
+}
 #: Blocks with output that another test compares, by page and heading.
 COMPARED = {
     ("README", "See it in a second"): "tests/cli/test_readme.py",

@@ -24,7 +24,7 @@ from converters.quantized._weight import (
     read_e4m3,
     rounded,
 )
-from converters.quantized.floats import e2m1_rounding, e4m3_rounding
+from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     BYTES,
     E4M3,

@@ -18,7 +18,8 @@ from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Shape
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock
 from converters.quantized.blocks import BLOCK, spans
-from converters.quantized.floats import E8M0_BIAS, E8M0_NAN, e2m1_rounding, e2m1_values
+from converters.quantized.floats import E8M0_BIAS, E8M0_NAN, e2m1_values
+from converters.quantized.grids import e2m1_rounding
 from converters.quantized.scheme import BYTES, E8M0, Method, Part, Scheme, Settings
 
 NAME = "mxfp4"

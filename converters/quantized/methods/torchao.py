@@ -19,7 +19,7 @@ import numpy as np
 from ckpt.plan.dtypes import BY_NAME, CASTABLE, DType
 from ckpt.plan.tensors import Box, Shape
 from converters.quantized._weight import E4M3, ScaleGrid, StoredWeights, Weight, by_rows, read_e4m3, rounded
-from converters.quantized.floats import e4m3_rounding
+from converters.quantized.grids import e4m3_rounding
 from converters.quantized.scheme import (
     BYTES,
     E8M0,
