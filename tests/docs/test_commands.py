@@ -63,7 +63,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     },
     "verify": {"": RUN},
 }
-#: Sections whose commands run in tests/train/test_demo.py and tests/training/test_watch.py.
+#: Sections whose commands run in tests/train/test_demo.py, training/test_watch.py and quantized/test_rounding.py.
 ELSEWHERE = {
     ("resume", "From 2 ranks to 3"),
     ("operations", ""),
