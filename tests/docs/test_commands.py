@@ -85,7 +85,6 @@ COMPARED = {
     ("testing", "Losses after a resume"): "tests/docs/test_site.py",
     ("testing", "Memory estimates"): "tests/estimate/test_published.py",
     ("training", "What the preflight finds"): "tests/train/test_training_page.py",
-    ("verify", "Compare a quantized model with the plain one"): "tests/quantized/test_rounding.py",
     ("versions", "Install a release"): "tests/docs/test_release.py",
 }
 #: Blocks without a terminal, or with output that can't be reproduced.
