@@ -25,6 +25,7 @@ from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import (
     HUB,
+    MASTER,
     OWN,
     TRANSFORMERS,
     WEIGHT,
@@ -819,9 +820,19 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
     is_b = are_quantized[1]
     weights = services.rounding.rounded_weights(sides[is_b])
     sides[is_b] = dequantized(sides[is_b], FLOAT32)
+    sides[not is_b], num_masters = _without_masters(sides[not is_b])
     one, other, notes = _as_pair(*sides)
     report = verify_quantized(one, other, weights, is_b, **options)
+    if num_masters:
+        notes.append(f"{pluralize(num_masters, 'master')} not compared: the weights next to them were")
     return replace(report, notes=(*report.notes, *notes, *beside))
+
+
+def _without_masters(checkpoint: Checkpoint) -> tuple[Checkpoint, int]:
+    """Return `checkpoint` without the masters of its weights, and their number."""
+    tensors = checkpoint.tensors
+    kept = {(fqn, role): t for (fqn, role), t in tensors.items() if role != MASTER or (fqn, WEIGHT) not in tensors}
+    return replace(checkpoint, tensors=kept), len(tensors) - len(kept)
 
 
 @takes(Sides, Measuring)

@@ -352,3 +352,23 @@ def test_the_page_shows_this_output(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     printed = "".join(f"    {line}".rstrip() + "\n" for line in (done.err + done.out).splitlines())
     page = (REPOSITORY / "docs/verify.md").read_text()
     assert f"    $ ckpt verify model model-nvfp4 --quantized\n{printed}" in page, printed
+
+
+@pytest.mark.parametrize("run", ["megatron-dist-flattened", "moe-zero3"])
+def test_a_run_is_compared_with_its_quantized_model(run: str, tmp_path: Path) -> None:
+    source, folder = REPOSITORY / "fixtures" / run, tmp_path / "model"
+    library.convert(source, "hf", folder)
+    (file,), parts = folder.glob("*.safetensors"), {}
+    for name, tensor in load_file(file).items():
+        if name.endswith("_proj.weight"):
+            scale = tensor.float().abs().amax() / 448
+            parts[f"{name}_scale_inv"] = scale.reshape(())
+            tensor = (tensor.float() / scale).clamp(-448, 448).to(E4M3)
+        parts[name] = tensor
+    save_file(parts, file, {"format": "pt"})
+    config = folder / "config.json"
+    settings = {"quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    report = library.verify(source, folder, quantized=True, only="weights")
+    assert report.within_bound and len(report.rounded) >= 14, str(report)
+    assert report.rounded[0].role == "weight" and any("masters not compared" in note for note in report.notes)
