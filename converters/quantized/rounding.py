@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import Computed, read_box
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
-from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Region, Tensor, flat_boxes, whole
-from converters.quantized._weight import StoredWeights, WeightBlock
+from converters.quantized._weight import E4M3, StoredWeights, WeightBlock
 from converters.quantized.blocks import spans
 from converters.quantized.dequantize import check_parts_known, plain_weight
-from converters.quantized.parts import quantized_weights
+from converters.quantized.parts import QuantizedWeights, quantized_weights
 from converters.quantized.scheme import Rounding
 
 _STEP = 1 << 18  # elements measured at a time
-_E4M3, _E4M3_ONE = "float8_e4m3fn", 0x38
+_E4M3_ONE = 0x38
 #: Largest relative error of a rounded number, by dtype.
 _EPSILONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -43,11 +43,11 @@ class _FilledWeights(StoredWeights):
 
 @dataclass(frozen=True, slots=True)
 class _RoundedBlock:
-    """Region of a weight: its plain values, its scales, and the scales without their stored e4m3 numbers."""
+    """Region of a weight: its plain values, its scales, and the scales with 1.0 in place of stored e4m3 numbers."""
 
     values: WeightBlock
     scales: WeightBlock
-    rest: WeightBlock | None
+    rest: WeightBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RoundedWeight:
 
     method: str
     rounding: Rounding
-    scale_dtype: str
+    scale_dtype: DType
     blocks: tuple[_RoundedBlock, ...]
 
     @property
@@ -68,22 +68,23 @@ class RoundedWeight:
 
         They belong to the elements in a region from a position on, in row-major order.
         """
-        epsilons = (_EPSILONS.get(name, 0.0) for name in (plain.dtype.name, self.scale_dtype))
-        is_fp16 = "float16" in (plain.dtype.name, self.scale_dtype)
+        names = plain.dtype.name, self.scale_dtype.name
+        epsilons, is_fp16 = (_EPSILONS.get(name, 0.0) for name in names), "float16" in names
         of_master = 2.0**-7 if plain.role == MASTER else 0.0  # it was rounded to 16 bits first
         least = max(self.rounding.epsilon, of_master, *epsilons)
         for block in self.blocks:
             region = block.values.region
+            if not region.numel:
+                continue
             values, scales = _block_values(block.values), _block_values(block.scales)
-            rest = None if block.rest is None else _block_values(block.rest)
+            rest = float(_block_values(block.rest)[0]) if self.scale_dtype == E4M3 else None  # the global scale
             bits = _read_region(plain, region, computed)
             for start, stop in spans(len(bits), _STEP):
                 x = cast_bits(bits[start:stop], plain.dtype, FLOAT32).view(np.float32)
-                some = None if rest is None else rest[start:stop]
-                yield region, start, *self._measure(x, values[start:stop], scales[start:stop], some, least, is_fp16)
+                yield region, start, *self._measure(x, values[start:stop], scales[start:stop], rest, least, is_fp16)
 
     def _measure(
-        self, x: NDArray, rounded: NDArray, scales: NDArray, rest: NDArray | None, least: float, is_fp16: bool
+        self, x: NDArray, rounded: NDArray, scales: NDArray, rest: float | None, least: float, is_fp16: bool
     ) -> tuple[NDArray, NDArray]:
         is_empty = scales == 0
         x, rounded, scales = (one.astype(np.float64) for one in (x, rounded, np.where(is_empty, 1, scales)))
@@ -107,14 +108,15 @@ class RoundedWeight:
         error = np.where(is_empty, np.where(x == 0, 0.0, np.inf), np.where(np.isnan(error), np.inf, error))
         return error, ~np.where(is_empty, x == 0, is_within & np.isfinite(number))
 
-    def _beyond_end(self, scales: NDArray, rest: NDArray | None, epsilon: NDArray | float) -> NDArray | float:
+    def _beyond_end(self, scales: NDArray, rest: float | None, epsilon: NDArray | float) -> NDArray | float:
         """Return the largest number cut to the last value, relative to it: writers round scales, down too."""
         if rest is not None:  # e4m3 has 3 bits of fraction, and steps of 2 ** -9 at least
             number = np.abs(scales / rest)
-            steps: NDArray = np.maximum(np.exp2(np.floor(np.log2(number)) - 4), 2.0**-10)
+            exponent = np.floor(np.log2(number * 1.02))  # the product may be rounded, and a little too small
+            steps: NDArray = np.maximum(np.exp2(exponent - 4), 2.0**-10)
             ends: NDArray = 1.0 + steps / number
             return ends
-        if self.scale_dtype in _EPSILONS:
+        if self.scale_dtype.name in _EPSILONS:
             return 1 + epsilon
         end = self.rounding.values[-1]  # a power of two: OCP's rule takes the exponent of the largest number
         return float(2.0 ** (np.floor(np.log2(end)) + 1) / end)
@@ -146,24 +148,27 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
     quantized = quantized_weights(checkpoint)
     check_parts_known(checkpoint, quantized)
     stored = StoredWeights(checkpoint, tensors, FLOAT32)
+    roundings = {owner: _declared_rounding(stored, quantized, owner) for owner in quantized.owners}
+    units: dict[str, int] = {}
+    ones: dict[str, int] = {}
+    for owner, rounding in roundings.items():
+        parts = quantized.owners[owner]
+        units |= {parts[template]: byte for template, byte in rounding.unit if template in parts}
+        if stored.tensors[parts[rounding.scale]].dtype == E4M3:
+            ones[parts[rounding.scale]] = _E4M3_ONE
+    sources = stored, *(_FilledWeights(checkpoint, tensors, FLOAT32, fills) for fills in (units, {**units, **ones}))
     found = {}
-    for owner, parts in quantized.owners.items():
-        roundings = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner] if scheme.rounding)
-        rounding, *others = roundings or (None,)
-        if rounding is None or others:
-            raise stored.unsupported(owner, found=f"{quantized.title}, whose rounding is not declared")
-        scale = stored.tensors[parts[rounding.scale]].dtype.name
-        fills = {parts[template]: byte for template, byte in rounding.unit if template in parts}
-        fill_sets: list[Mapping[str, int] | None] = [{}, fills, None]
-        if scale == _E4M3 and rounding.values:
-            fill_sets[2] = {**fills, parts[rounding.scale]: _E4M3_ONE}
-        weights = [
-            None if one is None else plain_weight(_FilledWeights(checkpoint, tensors, FLOAT32, one), quantized, owner)
-            for one in fill_sets
-        ]
-        values, scales = weights[0], weights[1]
-        assert values is not None and scales is not None
-        rest = (None,) * len(values.blocks) if weights[2] is None else weights[2].blocks
-        blocks = tuple(map(_RoundedBlock, values.blocks, scales.blocks, rest))
+    for owner, rounding in roundings.items():
+        values, scales, rest = (plain_weight(source, quantized, owner) for source in sources)
+        blocks = tuple(map(_RoundedBlock, values.blocks, scales.blocks, rest.blocks))
+        scale = stored.tensors[quantized.owners[owner][rounding.scale]].dtype
         found[owner] = RoundedWeight(values.method, rounding, scale, blocks)
     return found
+
+
+def _declared_rounding(stored: StoredWeights, quantized: QuantizedWeights, owner: str) -> Rounding:
+    """Return a weight's rounding. Raise UsageError if its schemes declare none, or several."""
+    declared = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner] if scheme.rounding)
+    if len(declared) != 1:
+        raise stored.unsupported(owner, found=f"{quantized.title}, whose rounding is not declared")
+    return next(iter(declared))

@@ -85,7 +85,10 @@ def _awq(settings: Settings) -> list[Scheme] | None:
         SCALES: Part(FLOATS, lambda plain: [(num_groups(plain[-1], group), plain[-2])]),
     }
     dequantize = _dequantizer(settings, bits, group)
-    plain = lambda packed: (packed[-1] * 32 // bits, packed[0])  # noqa: E731
+
+    def plain(packed: Shape) -> Shape:
+        return packed[-1] * 32 // bits, packed[0]
+
     return [Scheme(QWEIGHT, parts, plain, dequantize=dequantize, rounding=_ROUNDING)]
 
 

@@ -94,15 +94,8 @@ def _gptq(settings: Settings) -> list[Scheme] | None:
         INDEX: replace(index, required=bool(settings.get("desc_act"))),
     }
     dequantize = _dequantizer(settings, bits, group)
-    return [
-        Scheme(
-            QWEIGHT,
-            parts,
-            lambda packed: (packed[-1], packed[0] * 32 // bits),
-            dequantize=dequantize,
-            rounding=_rounding(settings, bits),
-        )
-    ]
+    scheme = Scheme(QWEIGHT, parts, lambda packed: (packed[-1], packed[0] * 32 // bits), dequantize=dequantize)
+    return [replace(scheme, rounding=_rounding(settings, bits))]
 
 
 def _rounding(settings: Settings, bits: int) -> Rounding:
