@@ -9,7 +9,7 @@ scales' dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -85,11 +85,8 @@ def _awq(settings: Settings) -> list[Scheme] | None:
         SCALES: Part(FLOATS, lambda plain: [(num_groups(plain[-1], group), plain[-2])]),
     }
     dequantize = _dequantizer(settings, bits, group)
-
-    def plain(packed: Shape) -> Shape:
-        return packed[-1] * 32 // bits, packed[0]
-
-    return [Scheme(QWEIGHT, parts, plain, dequantize=dequantize, rounding=_ROUNDING)]
+    scheme = Scheme(QWEIGHT, parts, lambda packed: (packed[-1] * 32 // bits, packed[0]), dequantize=dequantize)
+    return [replace(scheme, rounding=_ROUNDING)]
 
 
 def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
