@@ -327,7 +327,7 @@ def test_one_side_must_be_quantized(tmp_path: Path) -> None:
     for side in (plain, quantized):
         with pytest.raises(UsageError, match="compares a quantized model with the plain one"):
             library.verify(side, side, quantized=True)
-    for more in (["--run"], ["--loads"], ["--only", "optimizer"], ["--html", "x.html"]):
+    for more in (["--run"], ["--loads"], ["--only", "optimizer"], ["--html", str(tmp_path / "x.html")]):
         assert ckpt("verify", plain, quantized, "--quantized", *more).code == UsageError.exit_code
 
 
