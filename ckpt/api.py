@@ -421,6 +421,7 @@ def plan(
         complete_from: A model with the tensors that the run lacks.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
+        quantize: Quantize attention and MLP weights with this method; None writes them plain.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
@@ -435,7 +436,11 @@ def plan(
     reading: dict[str, Any] = {name: of_format.pop(name) for name in of_format.keys() & registry.options_for_reading()}
     reading |= vars(ReadOptions.of(options))
     wanted = Layout(
-        CASTABLE.get(requested.dtype), parse_size(requested.max_shard_size), requested.world_size, of_format
+        CASTABLE.get(requested.dtype),
+        parse_size(requested.max_shard_size),
+        requested.world_size,
+        of_format,
+        requested.quantize,
     )
     if layout is not None and wanted != Layout():
         raise UsageError("give a layout or options, not both", found=f"{layout} and options")
@@ -472,6 +477,12 @@ def plan(
     if target.loads_from == "run":
         named, counted_step = with_step_count(named)
         renamed += counted_step
+    if layout.quantize is not None and target.carries_quantized:
+        run_dtype = named.computes_in and named.computes_in.dtype
+        named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype)
+        check_parts(named)
+        added += named.notes
+        named = replace(named, notes=())
     named = with_uncast_parts(named, layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out)
@@ -567,6 +578,7 @@ def convert(
         complete_from: A model with the tensors that the run lacks.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
+        quantize: Quantize attention and MLP weights with this method; None writes them plain.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
@@ -674,6 +686,7 @@ def mount(
         accept_settings: Recorded settings to ignore, by name.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
+        quantize: Quantize attention and MLP weights with this method; None writes them plain.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
         **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.

@@ -364,13 +364,15 @@ class Layout:
     """The user's choices for a writer: `Layout(dtype=FLOAT32)`, or with the format's options `Layout(tp=2, pp=4)`.
 
     `dtype` None keeps the model's own. `max_shard_size` is in bytes. `world_size` None keeps the source's number of
-    ranks. `options` holds the format's options by name (see `ckpt.plan.options`); None values are dropped.
+    ranks. `quantize` is the method for the weights; None writes them plain. `options` holds the format's options by
+    name (see `ckpt.plan.options`); None values are dropped.
     """
 
     dtype: DType | None
     max_shard_size: int
     world_size: int | None
     options: Mapping[str, Any]
+    quantize: str | None
 
     def __init__(
         self,
@@ -378,10 +380,11 @@ class Layout:
         max_shard_size: int = 5_000_000_000,
         world_size: int | None = None,
         options: Mapping[str, Any] | None = None,
+        quantize: str | None = None,
         **named: Any,
     ) -> None:
         requested = {name: value for name, value in {**(options or {}), **named}.items() if value is not None}
-        for name, value in zip(self.__slots__, (dtype, max_shard_size, world_size, requested), strict=True):
+        for name, value in zip(self.__slots__, (dtype, max_shard_size, world_size, requested, quantize), strict=True):
             object.__setattr__(self, name, value)
 
     def read(self, declaration: type[Options]) -> Options:
@@ -476,6 +479,8 @@ class Format(Protocol):
     carries_blocks: bool = False
     #: True if it holds models with quantized weights.
     carries_quantized: bool = False
+    #: Methods of `--quantize` that it writes.
+    quantizes: tuple[str, ...] = ()
     #: True if every checkpoint has an optimizer, even without a map from states to parameters.
     always_has_optimizer: bool = False
     #: The files record every parameter's shape, and the reader compares it with the parameter's parts.

@@ -16,6 +16,7 @@ from ckpt.plan.options import MAX_SIZE
 
 Config = str | PathLike[str] | None
 Cast = Literal["keep", "fp32", "bf16", "fp16"]
+Quantized = Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"]
 Only = Literal["weights", "optimizer", "all"]
 Names = Literal["hub", "own"]
 ExpertLayout = Literal["peft", "unsloth"]
@@ -77,6 +78,7 @@ AcceptSettingsOption = Annotated[
     ),
 ]
 DequantizeOption = Annotated[bool, Flag(help="Convert quantized weights to plain values.", section=WRITTEN)]
+QuantizeOption = Annotated[Quantized | None, Flag(help="Quantize attention and MLP weights.", section=WRITTEN)]
 NamesOption = Annotated[
     Names,
     Flag(
@@ -170,6 +172,7 @@ class Precision(OptionGroup):
         ),
     ] = "keep"
     dequantize: DequantizeOption = False
+    quantize: QuantizeOption = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class PlanningKeywords(TypedDict, total=False):
     complete_from: str | PathLike[str] | Checkpoint | None
     dtype: Literal["keep", "fp32", "bf16", "fp16"]
     dequantize: bool
+    quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"] | None
     optimizer_dtype: Literal["keep", "fp32"]
     max_shard_size: str | int
     world_size: int | None
@@ -146,6 +147,7 @@ class SelectionKeywords(TypedDict, total=False):
 class PrecisionKeywords(TypedDict, total=False):
     dtype: Literal["keep", "fp32", "bf16", "fp16"]
     dequantize: bool
+    quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"] | None
 
 
 class ShardingKeywords(TypedDict, total=False):

@@ -187,6 +187,12 @@ class DequantizingProtocol(Protocol):
     def can_dequantize(self, checkpoint: Checkpoint) -> bool: ...
 
 
+class QuantizingProtocol(Protocol):
+    """Replacement of plain weights by quantized ones."""
+
+    def quantized(self, checkpoint: Checkpoint, method: str, dtype: DType | None) -> Checkpoint: ...
+
+
 class StoredStatesProtocol(Protocol):
     """Replacement of optimizer states by the tensors that store them quantized."""
 

@@ -24,6 +24,8 @@ from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.sentence_modules import settings
 
 CONFIG = "config.json"
+#: Config key of the quantization.
+QUANTIZATION_ENTRY = "quantization_config"
 _COPIED = (FileKind.TOKENIZER, FileKind.PROCESSOR, FileKind.GENERATION, FileKind.QUANTIZATION)
 
 #: Folder with named chat templates (transformers 5).
@@ -164,10 +166,16 @@ def corrected_config(
         result["architectures"] = [
             re.sub(r"^FSDP(?=[A-Z])", "", name) if isinstance(name, str) else name for name in architectures
         ]
-    if plain and result.get("quantization_config"):
-        del result["quantization_config"]
+    if plain and result.get(QUANTIZATION_ENTRY):
+        del result[QUANTIZATION_ENTRY]
         notes.append("config.json: left out quantization_config: every written weight is plain floating point")
     return result, notes
+
+
+def with_quantization(config: Mapping[str, Any], of: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's `config` with the quantization recorded in the config `of`, if any."""
+    recorded = of.get(QUANTIZATION_ENTRY)
+    return {**config, QUANTIZATION_ENTRY: recorded} if recorded else config
 
 
 def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[str, Any]:

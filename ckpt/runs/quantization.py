@@ -16,11 +16,10 @@ from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
 from ckpt.plan.model_config import config_parts
 from ckpt.runs.file_table import FILES, FileKind
-from ckpt.runs.model_files import CONFIG
+from ckpt.runs.model_files import CONFIG, QUANTIZATION_ENTRY
 
 #: mlx-lm's key in config.json.
 _MLX = "quantization"
-_ENTRY = "quantization_config"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = (
 
 def _config_quantization(config: Mapping[str, Any]) -> Quantization | None:
     for part in config_parts(config):
-        recorded, mlx = part.get(_ENTRY) or part.get("compression_config"), part.get(_MLX)
+        recorded, mlx = part.get(QUANTIZATION_ENTRY) or part.get("compression_config"), part.get(_MLX)
         if isinstance(recorded, Mapping) and recorded.get("quant_method"):
             return Quantization(str(recorded["quant_method"]).lower(), recorded, CONFIG)
         if isinstance(mlx, Mapping) and "bits" in mlx:

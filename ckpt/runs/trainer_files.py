@@ -23,11 +23,13 @@ from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.model_files import (
     CONFIG,
+    QUANTIZATION_ENTRY,
     companion_folders,
     companions,
     corrected_config,
     dump_config,
     find_config,
+    with_quantization,
 )
 from ckpt.runs.omitted_content import run_files_left_out
 from ckpt.runs.steps import TRAINER_STATE
@@ -69,9 +71,10 @@ def model_files(
     elif config is not None:
         found[CONFIG] = dump_config(config)
     if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
-        no_longer = checkpoint.config is not None and not checkpoint.config.get("quantization_config")
+        no_longer = checkpoint.config is not None and not checkpoint.config.get(QUANTIZATION_ENTRY)
         written = model_dtypes(checkpoint, dtype) if written is None else written
-        true, notes = corrected_config(config, written, plain=plain or no_longer)
+        recorded = with_quantization(config, checkpoint.config or {})
+        true, notes = corrected_config(recorded, written, plain=plain or no_longer)
         if true != config:
             found[CONFIG] = dump_config(true)
     return _files(found), notes

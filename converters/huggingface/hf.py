@@ -66,6 +66,7 @@ class HuggingFace(Format):
     aliases = ("huggingface", "safetensors")
     carries_optimizer = False
     carries_quantized = True
+    quantizes = ("fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16")
     takes = ("max_shard_size",)
     namespace = HUB
 

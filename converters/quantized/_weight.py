@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.containers.safetensors import read_header
-from ckpt.move.casts import cast_bits
+from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import read_box
 from ckpt.plan import services
 from ckpt.plan.checkpoint import Checkpoint
@@ -158,6 +158,11 @@ def as_rounded(values: NDArray, dtype: DType) -> NDArray:
         return values
     bits = cast_bits(np.ascontiguousarray(values).reshape(-1).view(np.uint32), FLOAT32, dtype)
     return cast_bits(bits, dtype, FLOAT32).view(np.float32).reshape(values.shape)
+
+
+def as_bits(values: NDArray, dtype: DType) -> NDArray:
+    """Return fp32 `values` as raw bits in `dtype`."""
+    return np.frombuffer(rounded(values, dtype), storage_dtype(dtype)).reshape(values.shape)
 
 
 def read_e4m3(stored: StoredWeights, fqn: str, box: Box) -> NDArray:

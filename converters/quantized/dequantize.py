@@ -11,11 +11,10 @@ from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
+from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 from converters.quantized.parts import QuantizedWeights, quantized_weights
 
-#: Config key of the quantization.
-_ENTRY = "quantization_config"
 #: Dtypes for packed parts.
 _PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
 _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
@@ -46,7 +45,8 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         checkpoint,
         tensors={**kept, **plain},
         computed=computed,
-        config=checkpoint.config and {name: value for name, value in checkpoint.config.items() if name != _ENTRY},
+        config=checkpoint.config
+        and {name: value for name, value in checkpoint.config.items() if name != QUANTIZATION_ENTRY},
         notes=(*checkpoint.notes, *_dequantized_notes(weights, sorted(unused))),
     )
 

@@ -7,6 +7,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+#: Largest e4m3 and e2m1 numbers.
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
 #: Half of e2m1's values. The fourth bit is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS, E8M0_NAN = 127, 255
@@ -42,3 +44,39 @@ def e2m1_pairs() -> NDArray:
     """Return both values for every byte, the lower half's first, with shape [256, 2]."""
     byte = np.arange(256)
     return np.stack([e2m1_values()[byte & 15], e2m1_values()[byte >> 4]], axis=1)
+
+
+def e4m3_bytes(values: NDArray) -> NDArray:
+    """Round fp32 `values`, at most `E4M3_MAX` in size, to e4m3: to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    size = bits & np.uint32(0x7FFF_FFFF)
+    # The sum has steps of 2 ** -9, like e4m3's subnormal numbers, and is rounded by the processor.
+    small = (size.view(np.float32) + np.float32(1 << 14)).view(np.uint32) - np.float32(1 << 14).view(np.uint32)
+    is_small = size < np.float32(2**-6).view(np.uint32)
+    size += ((size >> np.uint32(20)) & np.uint32(1)) + np.uint32(0x7_FFFF)
+    size >>= np.uint32(20)
+    size -= np.uint32(127 - 7 << 3)
+    np.copyto(size, small, where=is_small)
+    size |= (bits >> np.uint32(24)) & np.uint32(0x80)
+    return size.astype(np.uint8)
+
+
+def e2m1_codes(values: NDArray) -> NDArray:
+    """Round fp32 `values` to e2m1, in bytes: to nearest, ties to even. Larger ones become `E2M1_MAX`."""
+    size = np.abs(values)
+    # Steps are 1/2 below 2, 1 below 4, and 2 above. A wrong step gives a larger code.
+    codes = np.full(size.shape, 7, np.float32)
+    for factor, offset in ((2, 0), (1, 2), (0.5, 4)):
+        steps = np.rint(size * np.float32(factor))
+        steps += np.float32(offset)
+        np.minimum(codes, steps, out=codes)
+    found: NDArray = codes.astype(np.uint8)
+    found |= (values.view(np.uint32) >> np.uint32(28)).astype(np.uint8) & np.uint8(8)
+    return found
+
+
+def packed_pairs(codes: NDArray) -> NDArray:
+    """Pack contiguous 4-bit `codes` along the last dim, two per byte, the first in the lower half."""
+    pairs = codes.view("<u2")
+    packed: NDArray = (pairs | pairs >> np.uint16(4)).astype(np.uint8)
+    return packed

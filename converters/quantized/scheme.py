@@ -6,13 +6,15 @@ plain weight's shape, [..., out, in]. `converters.quantized.methods` has one mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.plan.tensors import Shape
 
 if TYPE_CHECKING:
+    from converters.quantized._packed_weight import PackedParts, PlainWeight
     from converters.quantized._weight import StoredWeights, Weight
 
 Settings = Mapping[str, Any]
@@ -94,6 +96,23 @@ class UnknownValues:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantizer:
+    """Writer of quantized weights, for a value of `--quantize`.
+
+    `pack` computes a weight's parts. `settings` returns the config's entry, for the modules that stay plain. `blocks`
+    are the rows and columns that share a scale: a weight with a partial block stays plain. `names` match the weights,
+    with the group `layer`; None matches linear layers. `model_types` names the only models for this quantizer; None
+    means every other model.
+    """
+
+    pack: Callable[[PlainWeight], Sequence[PackedParts]]
+    settings: Callable[[Sequence[str]], dict[str, Any]]
+    blocks: tuple[int, int] = (1, 1)
+    names: re.Pattern[str] | None = None
+    model_types: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scheme:
     """All parts of a weight by name template.
 
@@ -122,6 +141,7 @@ class Method:
     the schemes that describe themselves, for checkpoints without a recorded method. If `takes_plain`, its loader
     quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may have settings of their own,
     under their names. `unwritable` is the reason why safetensors files written by ckpt can't hold the weights.
+    `quantizers` compute the weights, by value of `--quantize`.
     """
 
     names: tuple[str, ...]
@@ -130,6 +150,7 @@ class Method:
     takes_plain: bool = False
     own_settings: bool = False
     unwritable: str | None = None
+    quantizers: Mapping[str, Quantizer] = field(default_factory=dict, hash=False)
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------

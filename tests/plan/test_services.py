@@ -19,6 +19,7 @@ import converters.names.transformers.ties
 import converters.pytorch.state
 import converters.quantized.dequantize
 import converters.quantized.parts
+import converters.quantized.quantize
 import converters.quantized.stored_states
 from ckpt.adapters import services as of_adapters
 from ckpt.base.entries import Late
@@ -37,6 +38,7 @@ PARAMETERS: table.ParametersProtocol = converters.names.parameters
 STATE_DICTS: protocols.StateDictsProtocol = converters.pytorch.state
 QUANTIZATION: protocols.QuantizationProtocol = converters.quantized.parts
 DEQUANTIZING: protocols.DequantizingProtocol = converters.quantized.dequantize
+QUANTIZING: protocols.QuantizingProtocol = converters.quantized.quantize
 STORED_STATES: protocols.StoredStatesProtocol = converters.quantized.stored_states
 SETTINGS: of_adapters.SettingsProtocol = converters.names.adapter_settings
 NAMES: of_adapters.NamesProtocol = converters.huggingface.peft

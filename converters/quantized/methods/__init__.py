@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-from converters.quantized.scheme import Method, Scheme, Settings
+from converters.quantized.scheme import Method, Quantizer, Scheme, Settings
 
 
 @cache
@@ -29,3 +29,10 @@ def schemes_of(name: str | None, settings: Settings) -> Sequence[Scheme] | None:
     if name is None:
         return [scheme for method in dict.fromkeys(methods().values()) for scheme in method.unrecorded()]
     return methods()[name].schemes(settings) if name in methods() else None
+
+
+def quantizer_of(name: str, model_type: str) -> Quantizer:
+    """Return the quantizer for a value of `--quantize` and a model."""
+    found = [method.quantizers[name] for method in methods().values() if name in method.quantizers]
+    own = (one for one in found if one.model_types is not None and model_type in one.model_types)
+    return next(own, None) or next(one for one in found if one.model_types is None)

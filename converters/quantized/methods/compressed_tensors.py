@@ -3,29 +3,55 @@
 Sources: compressed-tensors 0.20 `compressors/*/base.py` (`compression_param_names`, `decompress`),
 `quantization/lifecycle/forward_helpers.py` (`_dequantize`). Zero points are subtracted and scales multiplied
 in the scales' dtype. NVFP4's scales are divided by the global scale first, in fp32, and 4-bit floats become bfloat16.
+
+`--quantize` follows `quantization/utils/helpers.py` (`calculate_qparams`, `generate_gparam`), `mxfp_utils.py`
+(`generate_mx_scales`) and `forward_helpers.py` (`_quantize`), in the weight's dtype. MXFP4's exponent: the maximum is
+rounded up to a power of two from 1.75 times the next lower one, and divided by 4. Numbers above 6 are clipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.plan.dtypes import BFLOAT16, DType
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Shape
+from converters.quantized._packed_weight import (
+    PackedBlock,
+    PackedPart,
+    PackedParts,
+    PlainWeight,
+    largest_in,
+    largest_in_groups,
+    packed_by_rows,
+)
 from converters.quantized._weight import (
     ScaleGrid,
     StoredWeights,
     Weight,
+    as_bits,
+    as_rounded,
     by_rows,
     read_e2m1,
     read_e4m3,
     rounded,
     unpacked,
+)
+from converters.quantized.floats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    E8M0_NAN,
+    e2m1_codes,
+    e4m3_bytes,
+    e4m3_values,
+    e8m0_values,
+    packed_pairs,
 )
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
@@ -44,6 +70,7 @@ from converters.quantized.scheme import (
     Dequantizer,
     Method,
     Part,
+    Quantizer,
     Rounding,
     Scheme,
     Settings,
@@ -318,4 +345,138 @@ def _packed_bytes(per_byte: int | None, parts: Mapping[str, Part]) -> Scheme:
     return Scheme(PACKED, {PACKED: Part(BYTES), **parts}, plain)
 
 
-METHOD = Method((NAME,), _compressed_tensors, lambda: [*_naive(F8, None, {}), *_integers(None, {})])
+# -- quantizing -----------------------------------------------------------------------------------------------------
+
+
+def _packed_channels(
+    dtype: DType, largest: float, encode: Callable[[NDArray], NDArray], weight: PlainWeight
+) -> list[PackedParts]:
+    """Return a weight with a scale per row: the row's maximum becomes `largest`."""
+    parts = {WEIGHT: PackedPart(dtype), SCALE: PackedPart(weight.choice.dtype, 1, None)}
+    return [packed_by_rows(weight, parts, partial(_channel_rows, largest, encode))]
+
+
+def _channel_rows(
+    largest: float, encode: Callable[[NDArray], NDArray], weight: PlainWeight, values: NDArray
+) -> list[NDArray]:
+    dtype = weight.choice.dtype
+    scales = as_rounded(largest_in(values, axis=1) / np.float32(largest), dtype)[:, None]
+    scales[scales == 0] = _EPSILON[dtype]
+    return [encode(as_rounded(values / scales, dtype)), as_bits(scales, dtype)]
+
+
+def _as_e4m3(values: NDArray) -> NDArray:
+    return e4m3_bytes(np.clip(values, -E4M3_MAX, E4M3_MAX))
+
+
+def _as_int8(values: NDArray) -> NDArray:
+    found: NDArray = np.rint(np.clip(values, -128, 127)).astype(np.int8)
+    return found
+
+
+def _packed_mxfp4(weight: PlainWeight) -> list[PackedParts]:
+    weight.check_dtype(
+        "mxfp4", BFLOAT16, FLOAT32
+    )  # float16 can't hold the scales: compressed-tensors loses small groups
+    parts = {PACKED: PackedPart(_UINT8, 1, 2), SCALE: PackedPart(_UINT8, 1, 32)}
+    return [packed_by_rows(weight, parts, _mxfp4_rows)]
+
+
+def _mxfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
+    groups = values.reshape(len(values), -1, 32)
+    # A quarter of the mantissa's range below the next power of two is rounded up to it.
+    largest = largest_in_groups(values, 32)
+    powers = (largest.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)
+    exponents = np.maximum(powers, 2) - np.uint32(2)
+    if (powers == E8M0_NAN).any():
+        raise weight.refused("a group's maximum is too large for MXFP4", largest.max())
+    scaled = as_rounded(groups / e8m0_values()[exponents][..., None], weight.choice.dtype)
+    return [_packed_e2m1(scaled.reshape(values.shape)), exponents.astype(np.uint8)]
+
+
+def _packed_e2m1(values: NDArray) -> NDArray:
+    """Pack two e2m1 numbers per byte. A zero has no sign, but a number rounded to zero has."""
+    return packed_pairs(e2m1_codes(values + np.float32(0)))
+
+
+def _packed_nvfp4(weight: PlainWeight) -> list[PackedParts]:
+    parts = {PACKED: PackedPart(_UINT8, 1, 2), SCALE: PackedPart(BY_NAME["float8_e4m3fn"], 1, 16)}
+    factor = PackedBlock((Box((0,), (1,)),), lambda: rounded(_global_scale(weight), FLOAT32))
+    return [packed_by_rows(weight, parts, _nvfp4_rows), PackedParts({GLOBAL: (FLOAT32, (1,))}, (factor,))]
+
+
+def _global_scale(weight: PlainWeight) -> NDArray:
+    """Return the factor that makes the largest scale the largest e4m3 number, in the weight's dtype."""
+    dtype, largest = weight.choice.dtype, weight.fused.largest().reshape(1)
+    with np.errstate(over="ignore"):  # torch divides a number by a tensor in two steps
+        inverse = as_rounded(np.float32(1) / np.maximum(largest, _TINY[dtype]), dtype)
+        factor = as_rounded(inverse * np.float32(E4M3_MAX * E2M1_MAX), dtype)
+    return np.where(np.isfinite(factor), factor, np.float32(1))
+
+
+def _nvfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
+    factor, groups = _global_scale(weight), values.reshape(len(values), -1, 16)
+    local = as_rounded(largest_in_groups(values, 16) / np.float32(E2M1_MAX), weight.choice.dtype)
+    codes = _as_e4m3(factor * local)
+    codes[codes == 0] = _EIGHTH
+    scaled = groups / (e4m3_values()[codes] / factor)[..., None]
+    return [_packed_e2m1(scaled.reshape(values.shape)), codes]
+
+
+_UINT8 = BY_NAME["uint8"]
+_EIGHTH = 0x20  # 1/8 in e4m3, for groups whose scale would be zero
+_EPSILON = {BFLOAT16: 2**-7, FLOAT16: 2**-10, FLOAT32: 2**-23}
+_TINY = {BFLOAT16: np.float32(2**-126), FLOAT16: np.float32(2**-14), FLOAT32: np.float32(2**-126)}
+_WEIGHTS: Settings = {"dynamic": False, "symmetric": True}
+_TOKENS: Settings = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
+
+
+def _entry(format: str, weights: Settings, inputs: Settings | None, plain: Sequence[str]) -> dict[str, Any]:
+    group = {
+        "format": format,
+        "input_activations": inputs and {**_TOKENS, **inputs},
+        "targets": ["Linear"],
+        "weights": {**_WEIGHTS, **weights},
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": format,
+        "ignore": list(plain),
+        "quant_method": NAME,
+        "quantization_status": "compressed",
+    }
+
+
+def _four_bits(size: int, strategy: str, dtype: str) -> Settings:
+    entries = {"group_size": size, "num_bits": 4, "scale_dtype": dtype, "strategy": strategy}
+    return {**entries, "type": "float", "zp_dtype": dtype}
+
+
+_FLOAT8, _BYTE8 = ({"num_bits": 8, "type": name} for name in ("float", "int"))
+_QUANTIZERS = {
+    "fp8-dynamic": Quantizer(
+        partial(_packed_channels, BY_NAME["float8_e4m3fn"], E4M3_MAX, _as_e4m3),
+        partial(_entry, "float-quantized", {**_FLOAT8, "strategy": "channel"}, {"type": "float"}),
+    ),
+    "int8": Quantizer(
+        partial(_packed_channels, BY_NAME["int8"], 127.5, _as_int8),
+        partial(_entry, "int-quantized", {**_BYTE8, "strategy": "channel"}, {"type": "int"}),
+    ),
+    "mxfp4": Quantizer(
+        _packed_mxfp4,
+        partial(_entry, "mxfp4-pack-quantized", _four_bits(32, "group", "torch.uint8"), None),
+        blocks=(1, 32),
+    ),
+    "nvfp4a16": Quantizer(
+        _packed_nvfp4,
+        partial(_entry, "nvfp4-pack-quantized", _four_bits(16, "tensor_group", "torch.float8_e4m3fn"), None),
+        blocks=(1, 16),
+    ),
+}
+
+METHOD = Method(
+    (NAME,),
+    _compressed_tensors,
+    lambda: [*_naive(F8, None, {}), *_integers(None, {})],
+    quantizers=_QUANTIZERS,
+)

@@ -6,18 +6,25 @@ Sources: DeepSeek-V3 `inference/kernel.py` (`weight_dequant`, called by its `fp8
 `weight_block_size` elements; a row's or column's last block may be shorter. It may also be one factor for the whole
 tensor. DeepSeek-V4 names it `scale`, a power of two; its experts are e2m1 with one for every 32 elements of a row. Both
 are widened to fp32 and multiplied, and the product is rounded once.
+
+`--quantize fp8-block` writes DeepSeek-V3's layout, with the bits of `Fp8Quantize`: a block's numbers are multiplied by
+448 times the reciprocal of its maximum, in fp32. A zero block has scale 1. A matrix with partial blocks stays plain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
+from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box
+from converters.quantized._packed_weight import STEP, PackedPart, PackedParts, PlainWeight, packed_by_rows
 from converters.quantized._weight import (
     E4M3,
     ScaleGrid,
@@ -28,6 +35,8 @@ from converters.quantized._weight import (
     read_e4m3,
     rounded,
 )
+from converters.quantized.blocks import spans
+from converters.quantized.floats import E4M3_MAX, e4m3_bytes
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     E8M0,
@@ -37,6 +46,7 @@ from converters.quantized.scheme import (
     WEIGHT,
     Method,
     Part,
+    Quantizer,
     Scheme,
     Settings,
     for_activations,
@@ -47,7 +57,9 @@ from converters.quantized.scheme import (
 )
 
 NAME = "fp8"
+SCALE = "{w}_scale_inv"
 _GROUP = 32  # elements of an e2m1 row with one scale
+_SIZE = 128  # rows and columns of a written block
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +109,8 @@ def _fp8(settings: Settings) -> list[Scheme]:
     size = _block_size(settings)
     grid = ScaleGrid(*size) if size else ScaleGrid() if settings else None
     scales = per_group(*size) if size else scalar if settings else None
-    inverse = "{w}_scale_inv"
-    plain = Scheme(WEIGHT, {WEIGHT: Part(F8), inverse: Part((*FLOATS, *E8M0), scales)}, tuple)
-    plain = replace(plain, dequantize=_Fp8Weight(inverse, grid), rounding=e4m3_rounding(WEIGHT, inverse))
+    plain = Scheme(WEIGHT, {WEIGHT: Part(F8), SCALE: Part((*FLOATS, *E8M0), scales)}, tuple)
+    plain = replace(plain, dequantize=_Fp8Weight(SCALE, grid), rounding=e4m3_rounding(WEIGHT, SCALE))
     activations = for_activations(FLOATS, scalar, required=settings.get("activation_scheme") == "static")
     names = ("activation_scale", "input_scale")
     kinds = (("{m}", False, activations), ("{w}_", True, replace(activations, shapes=None)))
@@ -123,4 +134,38 @@ def _fp8(settings: Settings) -> list[Scheme]:
     return found
 
 
-METHOD = Method((NAME,), _fp8, unrecorded=lambda: _fp8({}))
+def _packed_blocks(weight: PlainWeight) -> list[PackedParts]:
+    parts = {WEIGHT: PackedPart(E4M3), SCALE: PackedPart(FLOAT32, _SIZE, _SIZE)}
+    return [packed_by_rows(weight, parts, _quantized_rows)]
+
+
+def _block_settings(plain: Sequence[str]) -> dict[str, Any]:
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": list(plain),
+        "quant_method": NAME,
+        "weight_block_size": [_SIZE, _SIZE],
+    }
+
+
+def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
+    codes, scales = np.empty(values.shape, np.uint8), []
+    for start in range(0, len(values), _SIZE):
+        rows = values[start : start + _SIZE]
+        largest = np.maximum(rows.max(axis=0), -rows.min(axis=0)).reshape(-1, _SIZE).max(axis=1)
+        with np.errstate(over="ignore", divide="ignore"):  # torch divides a number by a tensor in these two steps
+            factors = np.float32(1) / largest * np.float32(E4M3_MAX)
+        factors[largest == 0] = 1
+        if not np.isfinite(factors).all():
+            raise weight.refused("a block's numbers are too small for a scale", f"maximum {largest.min()} in a block")
+        for first, last in spans(len(factors), STEP // _SIZE // _SIZE):
+            place = (slice(start, start + _SIZE), slice(first * _SIZE, last * _SIZE))
+            scaled = values[place] * np.repeat(factors[first:last], _SIZE)
+            codes[place] = e4m3_bytes(np.clip(scaled, -E4M3_MAX, E4M3_MAX, out=scaled))
+        scales.append(np.float32(1) / factors)
+    return [codes, np.stack(scales)]
+
+
+_QUANTIZER = Quantizer(_packed_blocks, _block_settings, blocks=(_SIZE, _SIZE))
+METHOD = Method((NAME,), _fp8, unrecorded=lambda: _fp8({}), quantizers={"fp8-block": _QUANTIZER})

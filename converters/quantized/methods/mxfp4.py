@@ -3,29 +3,37 @@
 Source: transformers 5.23 `integrations/mxfp4.py` (`_convert_moe_packed_tensors`). `NAME_blocks`, uint8 [experts, out,
 groups, 16], packs two values per byte, the first in the lower half. `NAME_scales`, uint8 [experts, out, groups], holds
 exponents with bias 127. The plain `NAME` is [experts, in, out] with `in = 32 * groups`.
+
+`--quantize mxfp4` follows triton_kernels' `downcast_to_mxfp_torch`, called by transformers' `quantize_to_mxfp4`, in its
+newer version: the exponent is the maximum divided by 6, rounded up to a power of two, so that no number is clipped.
+Numbers are rounded to bfloat16 first, and to e2m1 with ties to even. Models other than gpt-oss get the format of
+compressed-tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.move.casts import cast_bits, storage_dtype
-from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.tensors import Box, Shape
-from converters.quantized._weight import StoredWeights, Weight, WeightBlock
+from converters.quantized._packed_weight import ELEMENTS, STEP, PackedBlock, PackedParts, PlainWeight, largest_in
+from converters.quantized._weight import StoredWeights, Weight, WeightBlock, as_rounded
 from converters.quantized.blocks import BLOCK, spans
-from converters.quantized.floats import E8M0_BIAS, E8M0_NAN, e2m1_values
+from converters.quantized.floats import E2M1_MAX, E8M0_BIAS, E8M0_NAN, e2m1_codes, e2m1_values, e8m0_values
 from converters.quantized.grids import e2m1_rounding
-from converters.quantized.scheme import BYTES, E8M0, Method, Part, Scheme, Settings
+from converters.quantized.scheme import BYTES, E8M0, Method, Part, Quantizer, Scheme, Settings
 
 NAME = "mxfp4"
 BLOCKS, SCALES = "{w}_blocks", "{w}_scales"
 
-_BYTES = 16  # per group
+_BYTES, _GROUP = 16, 32  # bytes and elements per group
 
 
 def _dequantize(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
@@ -92,4 +100,48 @@ def _mxfp4(_: Settings) -> list[Scheme]:
     return [Scheme(BLOCKS, parts, plain, dequantize=_dequantize, rounding=e2m1_rounding(BLOCKS, SCALES))]
 
 
-METHOD = Method((NAME,), _mxfp4, unrecorded=lambda: _mxfp4({}))
+# -- quantizing -----------------------------------------------------------------------------------------------------
+
+
+def _packed_experts(weight: PlainWeight) -> list[PackedParts]:
+    num_experts, num_in, num_out = weight.shape
+    groups, blocks = num_in // _GROUP, []
+    for expert in range(num_experts):
+        for start, stop in spans(num_out, max(1, ELEMENTS // num_in)):
+            scales = Box((expert, start, 0), (1, stop - start, groups))
+            boxes = (Box((*scales.offsets, 0), (*scales.sizes, _BYTES)), scales)
+            plain = Box((expert, 0, start), (1, num_in, stop - start))
+            blocks.append(PackedBlock(boxes, partial(_packed_outputs, weight, plain)))
+    shape = (num_experts, num_out, groups)
+    parts = {BLOCKS: (_UINT8, (*shape, _BYTES)), SCALES: (_UINT8, shape)}
+    return [PackedParts(parts, tuple(blocks))]
+
+
+def _packed_outputs(weight: PlainWeight, box: Box) -> memoryview:
+    """Compute some outputs of one expert, all their blocks and then all their scales. `box` is in the plain weight."""
+    (expert, _, first_out), (_, num_in, num_out) = box.offsets, box.sizes
+    num_groups = num_in // _GROUP
+    packed, scales = np.empty((num_groups, _BYTES, num_out), np.uint8), np.empty((num_groups, num_out), np.uint8)
+    for start, stop in spans(num_groups, STEP // (_GROUP * num_out)):
+        values = weight.read(Box((expert, start * _GROUP, first_out), (1, (stop - start) * _GROUP, num_out)))
+        groups = as_rounded(values, BFLOAT16).reshape(-1, _GROUP, num_out)
+        bits = (largest_in(groups, axis=1) / np.float32(E2M1_MAX)).view(np.uint32)
+        exponents = (bits + np.uint32(0x7F_FFFF)) >> np.uint32(23)
+        with np.errstate(divide="ignore"):  # e8m0's zero stands for 0 here
+            factors = np.where(exponents > 0, np.float32(1) / e8m0_values()[exponents], np.float32(0))
+        codes = e2m1_codes(groups * factors[:, None, :])
+        packed[start:stop], scales[start:stop] = codes[:, 0::2] | codes[:, 1::2] << 4, exponents
+    parts = (packed.reshape(-1, num_out), scales)
+    return np.concatenate([part.T.reshape(-1) for part in parts]).data
+
+
+def _expert_settings(_: Sequence[str]) -> dict[str, Any]:
+    """Return the entry of openai/gpt-oss-20b."""
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {"modules_to_not_convert": plain, "quant_method": NAME}
+
+
+_UINT8 = BY_NAME["uint8"]
+_EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+_QUANTIZER = Quantizer(_packed_experts, _expert_settings, (_GROUP, 1), _EXPERTS, frozenset({"gpt_oss"}))
+METHOD = Method((NAME,), _mxfp4, unrecorded=lambda: _mxfp4({}), quantizers={NAME: _QUANTIZER})

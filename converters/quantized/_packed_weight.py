@@ -1,0 +1,186 @@
+"""Weight to quantize: its plain source, and the computation of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.base.errors import CorruptError, UsageError
+from ckpt.move.casts import cast_bits
+from ckpt.move.reading import Computed, read_box
+from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.precision import Choice
+from ckpt.plan.tensors import Box, Shape
+from converters.quantized.blocks import spans
+
+#: Elements computed at a time, in steps.
+ELEMENTS = 1 << 21
+#: Elements per step. A step's temporaries fit the processor's cache.
+STEP = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """Weight in the dtype in which it would be written plain. `path` is the checkpoint's.
+
+    `fused` are the weights that servers fuse with this one.
+    """
+
+    fqn: str
+    choice: Choice
+    computed: Computed
+    path: str
+    fused: FusedWeights = field(default_factory=lambda: FusedWeights(()), compare=False)
+
+    @property
+    def shape(self) -> Shape:
+        return self.choice.tensor.shape
+
+    def read(self, box: Box) -> NDArray:
+        """Return a box's values in fp32, rounded to the weight's dtype. Raise CorruptError for NaN or infinity."""
+        bits, dtype = read_box(self.choice.tensor, box, self.computed).reshape(-1), self.choice.tensor.dtype
+        for target in (self.choice.dtype, FLOAT32):
+            if target != dtype:
+                bits, dtype = cast_bits(bits, dtype, target), target
+        values: NDArray = bits.view(np.float32).reshape(box.sizes)
+        # NaN and infinity are in the maximum or the minimum.
+        if values.size and not (np.isfinite(values.max()) and np.isfinite(values.min())):
+            raise self._not_finite(values, box)
+        return values
+
+    def _not_finite(self, values: NDArray, box: Box) -> CorruptError:
+        at = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
+        index = [int(offset) + int(i) for offset, i in zip(box.offsets, at, strict=True)]
+        return CorruptError(
+            "can't quantize a weight with NaN or infinity",
+            path=self.path,
+            fqn=self.fqn,
+            expected="finite values",
+            found=f"{values[at]} at {index}",
+            hint="use `ckpt check --values` to find all of them",
+        )
+
+    def row_boxes(self, size: int, step: int = 1) -> list[Box]:
+        """Return boxes of whole rows that tile the weight: `size` elements, and a multiple of `step` rows, each."""
+        shape = self.shape
+        rows = max(step, size // max(1, shape[-1]) // step * step)
+        return [
+            Box((*lead, start, 0), (*(1 for _ in lead), stop - start, shape[-1]))
+            for lead in np.ndindex(*shape[:-2])
+            for start, stop in spans(shape[-2], rows)
+        ]
+
+    def check_dtype(self, method: str, *dtypes: DType) -> None:
+        """Raise UsageError unless the weight has one of the `dtypes`."""
+        if self.choice.dtype not in dtypes:
+            raise UsageError(
+                f"--quantize {method} can't quantize weights in {self.choice.dtype}",
+                path=self.path,
+                fqn=self.fqn,
+                expected=" or ".join(map(str, dtypes)),
+                found=self.choice.dtype,
+                hint="add --dtype bf16",
+            )
+
+    def refused(self, why: str, found: object) -> CorruptError:
+        """Return the error for values that the method can't hold."""
+        return CorruptError(why, path=self.path, fqn=self.fqn, found=found)
+
+
+class FusedWeights:
+    """Weights that servers fuse, with the largest of their numbers, read once."""
+
+    def __init__(self, members: Sequence[PlainWeight]) -> None:
+        self._members, self._lock, self._largest = members, Lock(), np.float32(-1)
+
+    def largest(self) -> np.float32:
+        """Return the largest absolute value."""
+        with self._lock:
+            if self._largest < 0:
+                found = [np.float32(0)]
+                for one, box in [(member, box) for member in self._members for box in member.row_boxes(STEP)]:
+                    values = one.read(box)
+                    found.append(max(values.max(initial=0), -values.min(initial=0)))
+                self._largest = max(found)
+            return self._largest
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Tensor of a quantized weight: one element for every `rows` by `columns` plain ones. None is the whole row."""
+
+    dtype: DType
+    rows: int = 1
+    columns: int | None = 1
+
+    def box(self, box: Box) -> Box:
+        """Return the part's box for some plain rows."""
+        *lead, first, _ = box.offsets
+        *ones, num_rows, num_columns = box.sizes
+        columns = 1 if self.columns is None else num_columns // self.columns
+        return Box((*lead, first // self.rows, 0), (*ones, num_rows // self.rows, columns))
+
+    def shape(self, plain: Shape) -> Shape:
+        return self.box(Box((0,) * len(plain), plain)).sizes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlock:
+    """A box in each part, and a function that computes all boxes' bytes, one after the other."""
+
+    boxes: tuple[Box, ...]
+    content: Callable[[], memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """Parts of a quantized weight: their dtypes and shapes by name template, and blocks that tile them."""
+
+    parts: Mapping[str, tuple[DType, Shape]]
+    blocks: tuple[PackedBlock, ...]
+
+
+def largest_in(values: NDArray, axis: int) -> NDArray:
+    """Return the largest absolute values along an axis."""
+    found: NDArray = np.abs(np.maximum(values.max(axis=axis), -values.min(axis=axis)))  # zero may have a sign
+    return found
+
+
+def largest_in_groups(values: NDArray, size: int) -> NDArray:
+    """Return the largest absolute values in groups along the last dim. `size` is a power of two."""
+    found: NDArray = np.abs(values).reshape(*values.shape[:-1], -1, size)
+    while (half := found.shape[-1] // 2) > 0:  # numpy is slow along short dims
+        found = np.maximum(found[..., :half], found[..., half:])
+    return found[..., 0]
+
+
+Computation = Callable[[PlainWeight, NDArray], Sequence[NDArray]]
+
+
+def packed_by_rows(weight: PlainWeight, parts: Mapping[str, PackedPart], compute: Computation) -> PackedParts:
+    """Return parts computed some rows at a time. `compute` returns the parts of some fp32 rows."""
+    boxes = weight.row_boxes(ELEMENTS, max(part.rows for part in parts.values()))
+    kinds = tuple(parts.values())
+    blocks = (
+        PackedBlock(tuple(part.box(box) for part in kinds), partial(_content_of_rows, weight, box, kinds, compute))
+        for box in boxes
+    )
+    return PackedParts({name: (part.dtype, part.shape(weight.shape)) for name, part in parts.items()}, tuple(blocks))
+
+
+def _content_of_rows(weight: PlainWeight, box: Box, parts: Sequence[PackedPart], compute: Computation) -> memoryview:
+    """Return the bytes of all parts for some rows, computed in steps that fit the processor's cache."""
+    *lead, first, _ = box.offsets
+    *ones, num_rows, num_columns = box.sizes
+    step = max(part.rows for part in parts)
+    found: list[Sequence[NDArray]] = []
+    for start, stop in spans(num_rows, max(step, STEP // num_columns // step * step)):
+        values = weight.read(Box((*lead, first + start, 0), (*ones, stop - start, num_columns)))
+        found.append(compute(weight, values.reshape(stop - start, num_columns)))
+    kinds = (one for kind in zip(*found, strict=True) for one in kind)
+    return np.concatenate([np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in kinds]).data

@@ -1,0 +1,176 @@
+"""Quantized weights in place of plain ones, computed block by block during writing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt.base.errors import LossError, UsageError
+from ckpt.base.text import pluralize
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.plan.model_config import config_parts
+from ckpt.plan.precision import Choice, choices
+from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
+from ckpt.runs.model_files import QUANTIZATION_ENTRY
+from converters.quantized._packed_weight import FusedWeights, PackedParts, PlainWeight
+from converters.quantized.methods import quantizer_of
+from converters.quantized.parts import quantized_weights
+from converters.quantized.scheme import Quantizer
+
+#: Attention and MLP weights in a decoder layer. All others stay plain: routers, embeddings, norms, the head, DeepSeek's
+#: latent projections (`kv_a_proj_with_mqa`, `q_a_proj`), vision and audio towers.
+_LINEAR = re.compile(
+    r"(?:(?:model|language_model|text_model)\.)*layers\.(?P<layer>\d+)\."
+    r"(?:self_attn|attention|mlp|feed_forward|block_sparse_moe)\.(?:(?:experts\.\d+|shared_experts?|shared_mlp)\.)?"
+    r"(?P<module>[qkvo]_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|down_proj|gate_up_proj|w[123])\.weight"
+)
+#: Modules that servers fuse. They need one format, and one global scale.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+#: Dtypes in which the libraries quantize.
+_SOURCES = (BFLOAT16, FLOAT16, FLOAT32)
+_NUMBER = re.compile(r"\d+")
+_MAX_SHOWN = 12
+
+
+def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None) -> Checkpoint:
+    """Replace plain linear weights in `checkpoint` by quantized ones, and record the method in its config.
+
+    `checkpoint` has Hub names. `method` is a value of `--quantize`. The weights are rounded to `dtype` first (None: the
+    model's own). Raise UsageError for a quantized model, or a model without config or suitable weights.
+    """
+    quantizer = quantizer_of(method, str((checkpoint.config or {}).get("model_type")))
+    _check_plain(checkpoint)
+    chosen = {fqn: one for fqn, one in choices(checkpoint, dtype).items() if one.tensor.role != BUFFER}
+    weights = {fqn: PlainWeight(fqn, one, checkpoint.computed, checkpoint.path) for fqn, one in chosen.items()}
+    taken = _suitable(checkpoint, weights, quantizer)
+    stacked = next((fqn for fqn in weights if fqn not in taken and _is_stack(weights[fqn])), None)
+    if stacked is not None:
+        is_known = quantizer.names is not None and quantizer.names.fullmatch(stacked) is not None
+        raise UsageError(
+            f"--quantize {method} can't quantize these experts, stacked in one tensor",
+            path=checkpoint.path,
+            fqn=stacked,
+            expected="rows and columns in blocks of {} by {}".format(*quantizer.blocks)
+            if is_known
+            else "a tensor for each expert",
+            found=list(weights[stacked].shape),
+        )
+    if not taken:
+        raise UsageError(
+            f"--quantize {method} finds no weight to quantize",
+            path=checkpoint.path,
+            expected="attention and MLP weights of decoder layers, in whole blocks of bf16, fp16 or fp32",
+            found=f"model_type {(checkpoint.config or {}).get('model_type')}",
+        )
+    gone = {(fqn, role) for fqn in taken for role in (WEIGHT, MASTER)}
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in gone}
+    computed = dict(checkpoint.computed)
+    for fqn in taken:
+        packed = quantizer.pack(taken[fqn])
+        for parts in packed:
+            tensors |= _tensors(fqn, parts)
+            computed |= {_block_path(fqn, parts, number): one.content for number, one in enumerate(parts.blocks)}
+    plain = _plain_modules(checkpoint, chosen, taken)
+    config = {**(checkpoint.config or {}), QUANTIZATION_ENTRY: quantizer.settings(plain)}
+    notes = _notes(method, [chosen[fqn] for fqn in taken], plain)
+    return replace(checkpoint, tensors=tensors, computed=computed, config=config, notes=(*checkpoint.notes, *notes))
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    """Raise UsageError for a model without config, LossError if it is quantized."""
+    if checkpoint.config is None:
+        raise UsageError(
+            "--quantize needs the model's config.json",
+            path=checkpoint.path,
+            hint="give it with --config ORG/NAME",
+        )
+    found = quantized_weights(checkpoint)
+    if found.quantization is None and not found.parts:
+        return
+    raise LossError(
+        "this model is quantized already",
+        path=checkpoint.path,
+        expected="plain weights in bf16, fp16 or fp32",
+        found=found.title,
+        hint="add --dequantize to quantize its plain values again"
+        if found.can_dequantize
+        else "take the full-precision model from before quantization",
+    )
+
+
+def _suitable(
+    checkpoint: Checkpoint, weights: Mapping[str, PlainWeight], quantizer: Quantizer
+) -> dict[str, PlainWeight]:
+    """Return the weights to quantize. Fused ones are quantized together, or stay plain together."""
+    parts = config_parts(checkpoint.config)
+    num_layers = next((n for one in reversed(parts) if type(n := one.get("num_hidden_layers")) is int), None)
+    groups: dict[str, list[str]] = {}
+    for fqn in weights:
+        match = (quantizer.names or _LINEAR).fullmatch(fqn)
+        if match is not None and (num_layers is None or int(match["layer"]) < num_layers):
+            groups.setdefault(_fused_name(fqn), []).append(fqn)
+    found: dict[str, PlainWeight] = {}
+    for members in groups.values():
+        if all(_has_whole_blocks(weights[one], quantizer) for one in members):
+            fused = FusedWeights([weights[one] for one in members])
+            found |= {one: replace(weights[one], fused=fused) for one in members}
+    return found
+
+
+def _is_stack(weight: PlainWeight) -> bool:
+    return ".experts." in weight.fqn and len(weight.shape) > 2
+
+
+def _has_whole_blocks(weight: PlainWeight, quantizer: Quantizer) -> bool:
+    rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (0, 0)
+    is_divided = not rows % quantizer.blocks[0] and not columns % quantizer.blocks[1]
+    return weight.choice.dtype in _SOURCES and bool(rows and columns) and is_divided
+
+
+def _fused_name(fqn: str) -> str:
+    """Return a name shared by the weights that servers fuse with this one."""
+    module = fqn.removesuffix(".weight")
+    parent, _, leaf = module.rpartition(".")
+    return f"{parent}.{next((group[0] for group in _FUSED if leaf in group), leaf)}"
+
+
+def _tensors(fqn: str, packed: PackedParts) -> dict[Key, Tensor]:
+    """Return the tensors of some parts. A block's content has the bytes of all of them."""
+    module = fqn.rpartition(".")[0]
+    fragments: list[list[Fragment]] = [[] for _ in packed.parts]
+    for number, block in enumerate(packed.blocks):
+        offset = 0
+        for box, (dtype, _), found in zip(block.boxes, packed.parts.values(), fragments, strict=True):
+            extent = Extent.contiguous(_block_path(fqn, packed, number), offset, dtype, box.sizes)
+            found.append(Fragment(box, extent))
+            offset += extent.nbytes
+    result: dict[Key, Tensor] = {}
+    for (template, (dtype, shape)), found in zip(packed.parts.items(), fragments, strict=True):
+        name = template.format(w=fqn, m=f"{module}.")
+        result[name, WEIGHT] = Tensor(name, WEIGHT, dtype, shape, Pieces(tuple(found)))
+    return result
+
+
+def _block_path(fqn: str, packed: PackedParts, number: int) -> str:
+    return f"quantized:{next(iter(packed.parts)).format(w=fqn, m='')}:{number}"
+
+
+def _plain_modules(checkpoint: Checkpoint, chosen: Mapping[str, Choice], taken: Iterable[str]) -> list[str]:
+    """Return the modules whose matrices stay plain, with tied ones."""
+    names = chosen.keys() - set(taken)
+    matrices = {name for name in names if len(chosen[name].tensor.shape) >= 2}
+    matrices |= {alias for alias, owner in checkpoint.ties.items() if owner in matrices or alias in matrices}
+    matrices |= {owner for alias, owner in checkpoint.ties.items() if alias in matrices}
+    return sorted({name.removesuffix(".weight") for name in matrices})
+
+
+def _notes(method: str, taken: Sequence[Choice], plain: Sequence[str]) -> list[str]:
+    counts = Counter(one.dtype.name for one in taken)
+    notes = [f"{pluralize(count, 'weight')} quantized to {method} from {dtype}" for dtype, count in counts.items()]
+    kinds = Counter(_NUMBER.sub("*", name) for name in plain)
+    shown = [f"{name} ({count})" if count > 1 else name for name, count in list(kinds.items())[:_MAX_SHOWN]]
+    more = [f"{len(kinds) - _MAX_SHOWN} more"] if len(kinds) > _MAX_SHOWN else []
+    return [*notes, f"matrices kept plain: {', '.join([*shown, *more])}"] if plain else notes

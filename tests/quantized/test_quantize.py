@@ -1,0 +1,362 @@
+"""`converters/quantized/_packed_weight.py`, `quantize.py`, `converters/quantized/methods/fp8.py`: quantizing.
+
+The bits are equal to the owning library's: transformers' `Fp8Quantize` here, and the parts recorded by
+`fixtures/make_quantized_weights.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open, save_file
+
+from ckpt import api
+from ckpt.plan import services
+from ckpt.plan.precision import Choice
+from converters.quantized._packed_weight import FusedWeights, PlainWeight
+from converters.quantized.floats import e2m1_codes, e4m3_bytes
+from converters.quantized.methods import quantizer_of
+from tests.support.adapters import same, weights
+from tests.support.commands import ckpt
+from tests.support.places import REPOSITORY
+
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+CASES = sorted((REPOSITORY / "fixtures").glob("quantize-*/*.safetensors"))
+METHODS = ("fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16")
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "dtype": BF16,
+}
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """Save a model with weights in many sizes, and ties between two numbers of each format."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.logspace(-2, 1, parameter.shape[-1]))
+    model.to(BF16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("quantize") / "llama")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=128, num_experts=3, num_experts_per_tok=2)
+    return saved(Qwen3MoeForCausalLM(config), tmp_path_factory.mktemp("quantize") / "moe")
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {**SIZES, "hidden_size": 96, "intermediate_size": 64}
+    config = GptOssConfig(**sizes, num_local_experts=3, num_experts_per_tok=2)
+    return saved(GptOssForCausalLM(config), tmp_path_factory.mktemp("quantize") / "gpt-oss")
+
+
+def quantize(source: Path, out: Path, method: str, *more: str) -> Path:
+    result = ckpt("convert", "auto", "hf", source, "-o", out, "--quantize", method, *more)
+    assert result.code == 0, result.err
+    return out
+
+
+def dequantized(source: Path) -> dict[str, torch.Tensor]:
+    out = source.parent / f"{source.name}-plain"
+    result = ckpt("convert", "hf", "hf", source, "-o", out, "--dequantize", "--overwrite")
+    assert result.code == 0, result.err
+    return weights(out)
+
+
+def plan_of(folder: Path, method: str) -> dict[str, Any]:
+    """Return the config's entry for a quantized folder."""
+    return dict(json.loads((folder / "config.json").read_text())["quantization_config"])
+
+
+def plain_weight(fqn: str, folder: Path) -> PlainWeight:
+    checkpoint = api.open(folder)
+    tensor = checkpoint.tensors[fqn, "weight"]
+    return PlainWeight(fqn, Choice(tensor, tensor.dtype), checkpoint.computed, checkpoint.path)
+
+
+# -- bits ----------------------------------------------------------------------------------------------------
+
+
+def test_every_small_float_and_tie_is_rounded_like_torch() -> None:
+    finite = torch.arange(127, dtype=torch.uint8).view(F8).float()
+    ties = (finite[1:] + finite[:-1]) / 2
+    near = [ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))]
+    numbers = torch.cat([finite, *near, torch.tensor([1e-44, 0.0]), torch.randn(1000)])
+    numbers = torch.cat([numbers, -numbers]).clamp(-448, 448)
+    assert (e4m3_bytes(numbers.numpy()) == numbers.to(F8).view(torch.uint8).numpy()).all()
+
+
+def test_e2m1_rounds_ties_to_even_and_clips() -> None:
+    numbers = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1e9, 0.2501, 0.7499, 1e-30, 0.0], np.float32)
+    codes = [0, 2, 2, 4, 4, 6, 6, 7, 7, 7, 1, 1, 0, 0]
+    assert e2m1_codes(numbers).tolist() == codes
+    assert e2m1_codes(-numbers).tolist() == [code + 8 for code in codes]
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name.removeprefix('quantize-')} {path.stem}")
+def test_parts_are_the_librarys(path: Path, tmp_path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        config = json.loads(file.metadata()["config"])
+    recorded = load_file(path)
+    plain, fused = recorded.pop("plain"), recorded.pop("fused", None)
+    owner = "layer.experts" if plain.dim() == 3 else "layer.weight"
+    tensors = {owner: plain} | ({} if fused is None else {"fused.weight": fused})
+    save_file(tensors, tmp_path / "model.safetensors")
+    weight = plain_weight(owner, tmp_path)
+    if fused is not None:
+        weight = replace(weight, fused=FusedWeights([weight, plain_weight("fused.weight", tmp_path)]))
+    model_type = "gpt_oss" if plain.dim() == 3 else "llama"
+    found = {}
+    for parts in quantizer_of(config["quantize"], model_type).pack(weight):
+        for block in parts.blocks:
+            content = np.frombuffer(block.content(), np.uint8)
+            for box, (template, (dtype, shape)) in zip(block.boxes, parts.parts.items(), strict=True):
+                part = found.setdefault(template.format(w=owner), np.zeros((*shape, dtype.itemsize), np.uint8))
+                place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                size = box.numel * dtype.itemsize
+                part[place], content = content[:size].reshape(*box.sizes, -1), content[size:]
+            assert not content.size
+    assert found.keys() == recorded.keys()
+    for name, part in recorded.items():
+        assert found[name].tobytes() == part.view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_fp8_blocks_are_transformers(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    class Quantizer:
+        quantization_config = FineGrainedFP8Config()
+
+    source = request.getfixturevalue(model)
+    out = quantize(source, tmp_path / "out", "fp8-block")
+    before, after = weights(source), weights(out)
+    expected = {name: tensor for name, tensor in before.items() if "proj" not in name}
+    for name in before.keys() - expected.keys():
+        expected |= Fp8Quantize(Quantizer()).convert({name: before[name]})
+    assert after.keys() == expected.keys()
+    assert [name for name in after if not same(after[name], expected[name])] == []
+    assert any(tensor.dtype == F8 for tensor in after.values())
+
+
+# -- loading -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "method"), [("llama", "fp8-block"), ("moe", "fp8-block"), ("gpt_oss", "mxfp4")])
+def test_transformers_loads_the_values_of_dequantize(
+    model: str, method: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = request.getfixturevalue(model)
+    out = quantize(source, tmp_path / "out", method)
+    plain = dequantized(out)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=BF16)  # without a GPU, it dequantizes
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out-plain", dtype=BF16)
+    assert plain.keys() == weights(source).keys()
+    found, expected = loaded.state_dict(), again.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_folder_is_whole_and_quantizes_to_itself(method: str, moe: Path, tmp_path: Path) -> None:
+    out = quantize(moe, tmp_path / "out", method, "--verify")
+    assert ckpt("check", "--bytes", out).code == 0
+    dequantized(out)
+    again = quantize(tmp_path / "out-plain", tmp_path / "again", method)
+    values = dequantized(again)
+    first = weights(tmp_path / "out-plain")
+    if method not in ("int8", "nvfp4a16"):  # their scales divide the maximum by a number that they can't hold
+        assert [name for name in first if not torch.equal(first[name], values[name])] == []
+
+
+def test_mxfp4_keeps_the_values_of_gpt_oss(gpt_oss: Path, tmp_path: Path) -> None:
+    first = quantize(gpt_oss, tmp_path / "first", "mxfp4")
+    values = dequantized(first)
+    second = quantize(tmp_path / "first-plain", tmp_path / "second", "mxfp4")
+    again = dequantized(second)
+    assert [name for name in values if not torch.equal(values[name], again[name])] == []
+    assert plan_of(second, "mxfp4")["quant_method"] == "mxfp4"
+
+
+# -- plain and fused weights ---------------------------------------------------------------------------------
+
+
+def test_plain_modules_are_recorded_and_printed(moe: Path, tmp_path: Path) -> None:
+    result = ckpt("convert", "hf", "hf", moe, "-o", tmp_path / "out", "--quantize", "fp8-block")
+    assert "26 weights quantized to fp8-block from bfloat16" in result.err
+    assert "matrices kept plain: lm_head, model.embed_tokens, model.layers.*.mlp.gate (2)" in result.err
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in (0, 1)]
+    expected = ["lm_head", "model.embed_tokens", *routers]
+    assert plan_of(tmp_path / "out", "fp8-block")["modules_to_not_convert"] == expected
+
+
+def test_tied_head_is_recorded_as_plain(llama: Path, tmp_path: Path) -> None:
+    out = quantize(llama, tmp_path / "out", "fp8-dynamic")
+    assert plan_of(out, "fp8-dynamic")["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_fused_weights_stay_plain_together(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{**SIZES, "num_key_value_heads": 1})
+    source = saved(LlamaForCausalLM(config), tmp_path / "model")
+    out = quantize(source, tmp_path / "out", "fp8-block")
+    names = {name for name, tensor in weights(out).items() if tensor.dtype == F8}
+    assert {name.rsplit(".", 2)[-2] for name in names} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert "model.layers.0.self_attn.q_proj" in plan_of(out, "fp8-block")["modules_to_not_convert"]
+
+
+def test_only_known_linear_weights_of_decoder_layers_are_quantized(tmp_path: Path) -> None:
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "indexer.wq_b")
+    modules = [f"self_attn.{name}" for name in attention]
+    modules += ["mlp.gate", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.shared_experts.down_proj"]
+    names = [f"model.layers.{layer}.{module}.weight" for layer in (0, 1) for module in modules]
+    names += ["model.embed_tokens.weight", "lm_head.weight", "mtp.layers.0.mlp.up_proj.weight"]
+    names += ["model.layers.1.eh_proj.weight", "model.visual.layers.0.mlp.up_proj.weight"]
+    tensors = {name: torch.randn(32, 32).to(BF16) for name in names}
+    tensors |= {"model.norm.weight": torch.ones(32, dtype=BF16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = services.quantizing.quantized(api.open(tmp_path), "int8", None)
+    quantized = {fqn for (fqn, _), tensor in found.tensors.items() if tensor.dtype.name == "int8"}
+    wanted = ("q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert quantized == {
+        n for n in names if n.startswith("model.layers.0.") and n.endswith(tuple(f"{w}.weight" for w in wanted))
+    }
+    assert found.config is not None
+    ignored = found.config["quantization_config"]["ignore"]
+    assert sorted(ignored) == sorted(name.removesuffix(".weight") for name in set(names) - quantized)
+
+
+def test_global_scale_is_shared_across_shards(llama: Path, tmp_path: Path) -> None:
+    out = quantize(llama, tmp_path / "out", "nvfp4a16", "--max-shard-size", "20KB")
+    assert len(list(out.glob("*.safetensors"))) > 2
+    found = {name: t for name, t in weights(out).items() if name.endswith("global_scale")}
+    for layer in (0, 1):
+        for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            alike = [t for name, t in found.items() if f"layers.{layer}." in name and name.split(".")[-2] in group]
+            assert len(alike) == len(group)
+            assert len({float(one) for one in alike}) == 1
+    assert len({float(one) for one in found.values()}) > 4
+
+
+# -- sources -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_sources_and_workers_write_the_same_bytes(method: str, llama: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ckpt("convert", "hf", "dcp", llama, "-o", run).code == 0
+    first = quantize(llama, tmp_path / "first", method)
+    second = quantize(run, tmp_path / "second", method, "--workers", "1", "--config", str(llama))
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert (first / "config.json").read_bytes() == (second / "config.json").read_bytes()
+
+
+def test_run_is_quantized_like_its_exported_model(tmp_path: Path) -> None:
+    run = REPOSITORY / "fixtures/trainer-zero2"
+    direct = quantize(run, tmp_path / "direct", "int8")
+    assert ckpt("convert", "auto", "hf", run, "-o", tmp_path / "plain").code == 0
+    twice = quantize(tmp_path / "plain", tmp_path / "twice", "int8")
+    for name in ("model.safetensors", "config.json"):
+        assert (direct / name).read_bytes() == (twice / name).read_bytes()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def refusal(source: Path, method: str, out: Path, to: str = "hf") -> str:
+    result = ckpt("convert", "auto", to, source, "-o", out, "--quantize", method)
+    assert result.code != 0
+    assert not out.exists()
+    return str(result.err)
+
+
+def test_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    out = quantize(llama, tmp_path / "out", "int8")
+    error = refusal(out, "fp8-block", tmp_path / "again")
+    assert "this model is quantized already" in error
+    assert "add --dequantize to quantize its plain values again" in error
+    result = ckpt("convert", "hf", "hf", out, "-o", tmp_path / "both", "--dequantize", "--quantize", "fp8-block")
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_weight_that_is_not_finite_is_refused(bad: float, llama: Path, tmp_path: Path) -> None:
+    tensors = weights(llama)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
+    (tmp_path / "bad").mkdir()
+    save_file(tensors, tmp_path / "bad/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "bad/config.json").write_bytes((llama / "config.json").read_bytes())
+    for method in METHODS:
+        result = ckpt("convert", "hf", "hf", tmp_path / "bad", "-o", tmp_path / "out", "--quantize", method)
+        assert result.code == 4
+        assert "can't quantize a weight with NaN or infinity" in result.err
+        assert f"{bad} at [3, 5]" in result.err
+
+
+def test_stacked_experts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
+    error = refusal(gpt_oss, "fp8-block", tmp_path / "out")
+    assert "can't quantize these experts, stacked in one tensor" in error
+    assert "expected: a tensor for each expert" in error
+    assert "model.layers.0.mlp.experts" in error
+    small = REPOSITORY / "fixtures/axolotl-fsdp2/outputs/gpt-oss-out"
+    assert "expected: rows and columns in blocks of 32 by 1" in refusal(small, "mxfp4", tmp_path / "out")
+
+
+def test_model_without_config_is_refused(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    assert "--quantize needs the model's config.json" in refusal(tmp_path / "bare", "int8", tmp_path / "out")
+
+
+def test_other_format_is_refused(llama: Path, tmp_path: Path) -> None:
+    assert "the format 'dcp' takes no --quantize int8" in refusal(llama, "int8", tmp_path / "out", "dcp")
+
+
+def test_float16_is_refused_for_mxfp4(llama: Path, tmp_path: Path) -> None:
+    result = ckpt("convert", "hf", "hf", llama, "-o", tmp_path / "x", "--quantize", "mxfp4", "--dtype", "fp16")
+    assert result.code == 2
+    assert "--dtype bf16" in result.err
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
