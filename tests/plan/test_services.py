@@ -20,6 +20,7 @@ import converters.pytorch.state
 import converters.quantized.dequantize
 import converters.quantized.parts
 import converters.quantized.quantize
+import converters.quantized.rounding
 import converters.quantized.stored_states
 from ckpt.adapters import services as of_adapters
 from ckpt.base.entries import Late
@@ -39,6 +40,7 @@ STATE_DICTS: protocols.StateDictsProtocol = converters.pytorch.state
 QUANTIZATION: protocols.QuantizationProtocol = converters.quantized.parts
 DEQUANTIZING: protocols.DequantizingProtocol = converters.quantized.dequantize
 QUANTIZING: protocols.QuantizingProtocol = converters.quantized.quantize
+ROUNDING: protocols.RoundingProtocol = converters.quantized.rounding
 STORED_STATES: protocols.StoredStatesProtocol = converters.quantized.stored_states
 SETTINGS: of_adapters.SettingsProtocol = converters.names.adapter_settings
 NAMES: of_adapters.NamesProtocol = converters.huggingface.peft
