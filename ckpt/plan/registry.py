@@ -160,11 +160,11 @@ def check_layout(format: Format, layout: Layout) -> None:
             code="option-not-taken",
         )
     if layout.quantize is not None and layout.quantize not in format.quantizes:
-        others = [one.name for one in all_formats() if layout.quantize in one.quantizes]
+        writers = [one.name for one in all_formats() if layout.quantize in one.quantizes]
         raise UsageError(
             f"the format {format.name!r} takes no --quantize {layout.quantize}",
             expected=" or ".join(format.quantizes) or None,
-            hint=f"leave --quantize out; {' and '.join(others)} can be written with it",
+            hint=f"leave --quantize out; {' and '.join(writers) or 'no format'} can be written with it",
             code="option-not-taken",
         )
     check_options(format.name, layout.options)
