@@ -272,6 +272,26 @@ class TestOneProcess:
             monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
             assert caller({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}) == Caller(format, 2)
 
+    @pytest.mark.parametrize(
+        ("version", "kind", "is_said"),
+        [(1, "SHARDED_STATE_DICT", True), (2, "SHARDED_STATE_DICT", False), (1, "FULL_STATE_DICT", False)],
+    )
+    def test_accelerate_skips_the_optimizer(
+        self, version: int, kind: str, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        run = Path(shutil.copytree(FIXTURES / "trl-fsdp2", tmp_path / "run"))
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
+        monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+        lines: list[str] = []
+        ckpt.resume(run, say=lines.append)
+        assert any("Accelerate will not load the optimizer" in line for line in lines) == is_said
+        lines.clear()
+        ckpt.resume(run, format="full", say=lines.append)
+        assert not any("Accelerate will not load the optimizer" in line for line in lines)
+
     def test_the_stage_is_what_a_live_accelerator_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without transformers, only the plugin knows the stage."""
         from accelerate.state import AcceleratorState
@@ -546,6 +566,10 @@ CALLERS: dict[str, tuple[dict[str, str], Caller]] = {
         Caller("zero3", None, None),
     ),
     "accelerate, FSDP2": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, Caller("dcp")),
+    "accelerate, FSDP1": (
+        {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "1", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
+        Caller("dcp", skips_optimizer=True),
+    ),
     "accelerate, FSDP, full": ({"ACCELERATE_USE_FSDP": "1", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, Caller("full")),
 }
 

@@ -21,12 +21,14 @@ class Caller:
     """Facts about the running script, or None if unknown.
 
     `format` is the engine's checkpoint format and `world_size` counts processes. `dtype` is DeepSpeed's model dtype, a
-    part of its file names.
+    part of its file names. `skips_optimizer` marks FSDP1 with SHARDED_STATE_DICT: Accelerate 1.15 loads only states
+    that the optimizer already holds (utils/fsdp_utils.py), and a new optimizer holds none.
     """
 
     format: str | None = None
     world_size: int | None = None
     dtype: str | None = None
+    skips_optimizer: bool = False
 
 
 def caller(environment: Mapping[str, str] = os.environ) -> Caller:
@@ -34,7 +36,9 @@ def caller(environment: Mapping[str, str] = os.environ) -> Caller:
     config = _deepspeed_config(environment)
     if config is not None:
         return Caller(_zero(config), _world_size(environment), _precision(config))
-    return Caller(_format(environment), _world_size(environment))
+    version, format = _fsdp(environment)
+    skips_optimizer = version == 1 and format == "dcp"
+    return Caller(format or _launched_zero(environment), _world_size(environment), skips_optimizer=skips_optimizer)
 
 
 def _world_size(environment: Mapping[str, str]) -> int | None:
@@ -59,18 +63,28 @@ def _deepspeed_config(environment: Mapping[str, str]) -> Any:
     return config
 
 
-def _format(environment: Mapping[str, str]) -> str | None:
-    """Return the format in Accelerate's launcher (accelerate/utils/launch.py, 1.15) or FSDP plugin."""
-    if _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
-        stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
+def _launched_zero(environment: Mapping[str, str]) -> str | None:
+    """Return DeepSpeed's format in Accelerate's launcher (accelerate/utils/launch.py, 1.15)."""
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    return f"zero{stage}" if stage in ("0", "1", "2", "3") and _uses_deepspeed(environment) else None
+
+
+def _uses_deepspeed(environment: Mapping[str, str]) -> bool:
+    return _is_true(environment.get("ACCELERATE_USE_DEEPSPEED"))
+
+
+def _fsdp(environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """Return FSDP's version and format in Accelerate's plugin or launcher (accelerate/utils/launch.py, 1.15)."""
+    if _uses_deepspeed(environment):
+        return None, None
     plugin = _live_accelerator().get("fsdp_plugin")
     if plugin is not None:  # from arguments (Trainer's) or from the environment
-        return _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
+        return plugin.fsdp_version, _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
-        default = "SHARDED_STATE_DICT" if environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
-        return _KINDS.get(environment.get("FSDP_STATE_DICT_TYPE", default))
-    return None
+        version = 2 if environment.get("FSDP_VERSION") == "2" else 1
+        default = "SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT"
+        return version, _KINDS.get(environment.get("FSDP_STATE_DICT_TYPE", default))
+    return None, None
 
 
 def _live_accelerator() -> Mapping[str, Any]:

@@ -66,6 +66,12 @@ _MODEL_ONLY = "--model-only continues from the model, with a new optimizer"
 _AFFORDABLE = 4_000_000_000
 
 
+_SKIPS_OPTIMIZER = (
+    "Accelerate will not load the optimizer with FSDP1 and SHARDED_STATE_DICT, because a new optimizer holds no states "
+    "yet; use FULL_STATE_DICT in the new run"
+)
+
+
 def say_on_stderr(line: str) -> None:
     """Print an escaped line on stderr."""
     print(printable(line), file=sys.stderr, flush=True)
@@ -158,7 +164,7 @@ def resume(
     layout = Layout(
         CASTABLE[precision] if precision else None, world_size=world_size or now.world_size, options=options
     )
-    format = format or now.format
+    format = registry.get(format).name if format else now.format
     requested = {"path": path, "tag": tag, "config": config, "format": format, "dtype": precision, **options}
     requested |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
     with the_callers() as group:
@@ -195,6 +201,8 @@ def resume(
             group.gather(None)  # the first process has moved it into place
         if source is not None:
             _clear(path, found, None if tag or ANY_STEP.fullmatch(path.name) else source.state.step, say)
+            if now.skips_optimizer and format == now.format and has_optimizer(source):
+                say(f"note: {_SKIPS_OPTIMIZER}")
             say(f"resuming from {found.place}, {found.why}")
         _check_seen_by_all(found, group)
         return found.place
