@@ -1,7 +1,7 @@
-"""False claims from `push`, `mount` and `load_into`.
+"""False claims from `push`, `mount`, `StorageReader` and `load_into`.
 
-`push` says that the files on the Hub were verified. A mounted file that can be read says that it has the source's
-bits. `load_into` returns the names that it did not fill.
+`push` says that the files on the Hub were verified. A mounted file that can be read, and a state dict that torch loads
+without an error, say that they have the source's bits. `load_into` returns the names that it did not fill.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckpt
 from ckpt.commands.push import push as hub
@@ -28,9 +30,10 @@ from tests.faults.claims import Lie, Maker
 from tests.faults.comparisons import FILES
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change, is_changeable, tensors_in
+from tests.support.engines import raw
 from tests.support.hub_server import TOKEN, File, HubServer
 
-PUSHED, READS, FILLS = "verified on the Hub", "a mounted file", "filled"
+PUSHED, READS, LOADS, FILLS = "verified on the Hub", "a mounted file", "a loaded state dict", "filled"
 _FORMATS = ("hf", "peft", "full", "dcp", "zero3", "universal")
 _REPO = "org/name"
 
@@ -145,6 +148,35 @@ def changed_sources(sample: Sample, random: Random) -> Lie | None:
     )
 
 
+# -- StorageReader -----------------------------------------------------------------------------------------------------
+def changed_while_loading(sample: Sample, random: Random) -> Lie | None:
+    """Change a source file between torch's plan and its reads."""
+    names, checkpoint = _names(sample), ckpt.open(sample.path)
+    if not names or checkpoint.is_adapter:
+        return None
+    kind, name, seed = random.choice([*FILES]), random.choice(names), random.randrange(1 << 30)
+    expected = {fqn: checkpoint[fqn][...] for fqn, role in checkpoint.tensors if role == WEIGHT}
+
+    def loaded(run: Path) -> Iterator[tuple[str, str]]:
+        is_false = (run / "a lie").exists()
+        (run / "a lie").unlink(missing_ok=True)
+        state, reader = {fqn: torch.empty_like(one) for fqn, one in expected.items()}, ckpt.StorageReader(run)
+        read_data = reader.read_data
+
+        def read(*arguments: Any) -> Any:
+            FILES[kind](run / name, Random(seed))
+            return read_data(*arguments)
+
+        changed = mock.patch.object(reader, "read_data", read) if is_false else nullcontext()
+        with suppress(dcp.CheckpointException), warnings.catch_warnings(action="ignore"), changed:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+            if not (is_false and all(raw(state[fqn]) == raw(one) for fqn, one in expected.items())):
+                yield LOADS, f"{len(state)} tensors"
+
+    what = f"{name}: {kind}"
+    return Lie(what, lambda run: (run / "a lie").touch(), (LOADS,), kind=kind, claims=loaded)
+
+
 # -- load_into ---------------------------------------------------------------------------------------------------------
 def _renamed(tensors: Tensors, name: str) -> Tensors:
     return {f"{key}_" if key == name else key: value for key, value in tensors.items()}
@@ -212,5 +244,6 @@ def _module(sample: Sample) -> torch.nn.Module:
 CLASSES: dict[str, tuple[Maker, float]] = {
     "other uploads": (other_uploads, 0.01),
     "sources that change under a mount": (changed_sources, 0.02),
+    "sources that change under torch's loader": (changed_while_loading, 0.01),
     "unfilled models": (unfilled_models, 0.02),
 }
