@@ -109,9 +109,7 @@ def say_result(report: dict[str, Any], outcome: Outcome) -> None:
 
     where = shown(json.dumps(report, indent=2)) if outcome.as_json else printable(report["destination"])
     print(where, flush=True)
-    if not outcome.quiet or (
-        report["loads"] and report["loads"]["can"] is False
-    ):  # success needs a folder that something can load
+    if not outcome.quiet or (report["loads"] and not report["loads"]["can"]):  # success needs a proof that it loads
         say(*load_lines(report))
 
 

@@ -238,26 +238,54 @@ def _proof(
     Raise LossError or UsageError if the config's architecture has other names.
     """
     if (config := checkpoint.config) is None:
-        return [], NO_CONFIG
+        return _not_compared(checkpoint, layout, NO_CONFIG)
     from converters.names.hub import loading
-    from converters.names.hub.proof import names_architecture, proof_notes, prove
+    from converters.names.hub.proof import (
+        UNKNOWN_ARCHITECTURE,
+        names_architecture,
+        not_compared,
+        proof_notes,
+        prove,
+        ways_to_compare,
+    )
 
     weights = quantized_weights(checkpoint)
     shapes = weights.in_place({name: choice.tensor.shape for name, choice in chosen.items()})
     if checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
-        return [], loading.unproved(config, shapes)
+        return _not_compared(checkpoint, layout, loading.unproved(config, shapes))
     if layout.read(NameOptions).names == OWN_NAMES:
         told = "--names own: the names are not compared with the config's architecture"
         return [told], LoadCheck(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
-    saved = prove(config, shapes, checkpoint.path)
+    try:
+        saved = prove(config, shapes, checkpoint.path)
+    except UsageError as error:
+        if error.code != UNKNOWN_ARCHITECTURE:
+            raise
+        loads = loading.unproved(config, shapes, weights.unproved or "the names were not compared with its class")
+        return _not_compared(checkpoint, layout, loads, not_compared(config), ways_to_compare())
     if saved is None:
         told = "config.json names no class (`architectures`), so the names are not compared with a class"
-        return [told], loading.unproved(config, shapes)
+        return _not_compared(checkpoint, layout, loading.unproved(config, shapes), told)
     files = {file.name: file.literals[0][1] for file in beside}
     loads = loading.with_files(loading.accepted(loading.proved(saved.cls), config), files, parts)
     if why := weights.unproved or weights.unread:
         loads = LoadCheck(None if weights.unproved else False, loads.call, why)
     return [*proof_notes(saved, shapes, loads=not why)], loads
+
+
+def _not_compared(
+    checkpoint: Checkpoint, layout: Layout, loads: LoadCheck, why: str = "", hint: str = ""
+) -> tuple[list[str], LoadCheck]:
+    """Return a note and `loads` for names without a comparison. Raise UsageError if the user wants a comparison."""
+    options = layout.read(NameOptions)
+    if options.strict and options.names != OWN_NAMES:
+        raise UsageError(
+            "--strict: the names can't be compared with the model's architecture",
+            path=checkpoint.path,
+            found=why or loads.why,
+            hint="; ".join(filter(None, [hint or loads.hint, "leave --strict out to write the names uncompared"])),
+        )
+    return ["; ".join(filter(None, [why, hint]))] if why else [], loads
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:

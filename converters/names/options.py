@@ -1,4 +1,4 @@
-"""Option `--names`, shared by several formats: the namespace to write, and its nesting."""
+"""Options for names, shared by several formats: the namespace to write, its proof, and its nesting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ HUB, OWN, TORCHTITAN = "hub", "own", "torchtitan"
 
 @dataclass(frozen=True, slots=True)
 class NameOptions:
-    """Options for names. `names` None uses the format's default. `flat_optimizer` is only for `dcp`."""
+    """Options for names. `names` None uses the format's default. `strict` is for `hf`, `flat_optimizer` for `dcp`."""
 
     names: str | None = option(
         "hf: hub (default) writes only names and shapes known to the config's architecture; own keeps all "
         "other names unchanged (value heads, added modules, custom code). dcp: torchtitan writes torchtitan's "
         "names and layout.",
         choices=(HUB, OWN, TORCHTITAN),
+    )
+    strict: bool = option(
+        "hf: refuse names that can't be compared with the config's architecture, instead of writing a note.",
+        default=False,
     )
     flat_optimizer: bool = option(
         "dcp: write the optimizer in the form of StateDictOptions(flatten_optimizer_state_dict=True): every "

@@ -163,24 +163,48 @@ def test_the_proof_of_a_known_architecture_imports_neither_torch_nor_transformer
     assert done.stdout.strip() == "[]"
 
 
-def test_an_architecture_that_nothing_here_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        config.update(model_type="nobodys", architectures=["NobodysForCausalLM"], auto_map={"AutoModel": "m.M"})
+def unknown(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    config.update(model_type="nobodys", architectures=["NobodysForCausalLM"], auto_map={"AutoModel": "m.M"})
 
+
+@pytest.mark.parametrize("has_transformers", [True, False])
+def test_an_unknown_architecture_is_written_with_its_own_names_and_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_transformers: bool
+) -> None:
+    monkeypatch.setattr(installed, "is_available", lambda: has_transformers)
     folder = run(tmp_path / "run", unknown)
-    with pytest.raises(UsageError, match=r"model_type 'nobodys', NobodysForCausalLM\n\nhint: names='own'"):
-        convert(folder)
-    assert len(load_file(convert(folder, names="own") / "model.safetensors")) == 21
-    monkeypatch.setattr(installed, "is_available", lambda: False)
-    other = run(tmp_path / "vision", lambda tensors, config: config.update(model_type="llava", architectures=["X"]))
-    with pytest.raises(UsageError, match="pip install 'transformers>=5' torch"):
-        convert(other)
+    target = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target
+    how = "load the output with the model's own code" if has_transformers else "pip install 'transformers>=5' torch"
+    note = f"not compared with NobodysForCausalLM: its files are unknown to ckpt; {how} to compare them"
+    assert [one for one in target.notes if one.endswith(note)]
+    assert target.loads is not None and target.loads.can is None and "not compared" in target.loads.why
+    truth = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    written = load_file(convert(folder) / "model.safetensors")
+    assert written.keys() == truth.keys()
+    assert all(torch.equal(written[name], truth[name]) for name in truth)
+
+
+def without_class(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    config.clear()
+
+
+@pytest.mark.parametrize(("change", "why"), [(unknown, "NobodysForCausalLM"), (without_class, "no model_type")])
+def test_strict_refuses_names_that_nothing_compares(tmp_path: Path, change: Change, why: str) -> None:
+    folder = run(tmp_path / "run", change)
+    with pytest.raises(UsageError, match=f"can't be compared(?s:.*){why}(?s:.*)leave strict=True out"):
+        convert(folder, strict=True)
+    assert not (tmp_path / "run-hf").exists()
+    assert len(load_file(convert(folder, strict=True, names="own") / "model.safetensors")) == 21
+
+
+def test_strict_writes_names_that_were_compared(tmp_path: Path) -> None:
+    assert len(load_file(convert(run(tmp_path / "run"), strict=True) / "model.safetensors")) == 21
 
 
 def test_a_class_of_another_architecture(tmp_path: Path) -> None:
     """The config contradicts itself: no transformers class has these names."""
     folder = run(tmp_path / "run", lambda tensors, config: config.update(architectures=["Qwen2ForCausalLM"]))
-    with pytest.raises(UsageError, match="model_type 'llama', Qwen2ForCausalLM"):
+    with pytest.raises(UsageError, match=r"a class of another model_type(?s:.*)model_type 'llama', Qwen2ForCausalLM"):
         convert(folder)
 
 

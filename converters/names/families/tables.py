@@ -1080,3 +1080,9 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
         return None
     named = architectures(config)
     return family.saved(config, named[0] if named else family.stem + family.causal)
+
+
+def knows_class(cls: str) -> bool:
+    """Return True if a table has the class `cls`."""
+    heads = ("ForSequenceClassification", "Model")
+    return any(cls in (one.stem + head for head in (one.causal, *heads)) for one in FAMILIES.values())

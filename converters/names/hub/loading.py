@@ -26,8 +26,8 @@ _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 _DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
-def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> LoadCheck:
-    """Return the answer for weights with unproved names: no architecture, or `--names own`."""
+def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = OWN_NAMES) -> LoadCheck:
+    """Return the answer for weights with unproved names. `why` is the reason if the config names a class."""
     if not names_architecture(config):
         if "_class_name" in config:
             call = f"{config['_class_name']}.from_pretrained"
@@ -40,7 +40,7 @@ def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> LoadChec
         return LoadCheck(False, why=differ[0])
     if not config.get("architectures"):
         return LoadCheck(None, why="config.json names no class (architectures)")
-    return LoadCheck(None, why=OWN_NAMES)
+    return LoadCheck(None, why=why)
 
 
 def proved(cls: str) -> LoadCheck:

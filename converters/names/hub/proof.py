@@ -25,6 +25,8 @@ from converters.names.transformers.tables import declared
 from converters.quantized.parts import UNKNOWN_SHAPE
 
 OWN_NAMES = "--names own keeps every tensor's own name"
+#: Error code for names that nothing can prove or disprove.
+UNKNOWN_ARCHITECTURE = "unknown-architecture"
 #: TRL's value head beside a model: TRL reads it, and `from_pretrained` skips it.
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 #: Name prefix in PEFT-wrapped models.
@@ -64,7 +66,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
 
     None if the config names no class, and the names belong to another class than its model's default. `shapes` has
     quantized weights by their plain names (`QuantizedWeights.in_place`). `path` is for messages. Raise LossError if the
-    tensors differ, UsageError if the architecture is unknown.
+    tensors differ, UsageError if the class belongs to another model type or is unknown (`UNKNOWN_ARCHITECTURE`).
     """
     known: Saved | None = None
     for ask in chain(_TABLES, [save_pretrained.saved]):
@@ -78,7 +80,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
             return saved
         known = saved or known
     if known is None:
-        raise _unknown(config, path)
+        raise _other_class(config, path) if _is_class_of_another_model(config) else _unknown(config, path)
     differ = compare(known, shapes, config)
     if not _names_class(config) and not differ.shapes and _shares_names(known, shapes):
         return None
@@ -236,17 +238,50 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
-    named = architectures(config)
     is_available = save_pretrained.is_available()
     return UsageError(
         "the names can't be proved: this architecture's files are unknown to ckpt",
         path=path,
         expected="an architecture known to ckpt" + (" or to transformers" if is_available else ""),
-        found=f"model_type {config.get('model_type')!r}" + (f", {named[0]}" if named else ""),
-        hint=f"{OWN_NAMES}"
-        if is_available
-        else f"pip install 'transformers>=5' torch to know more architectures; {OWN_NAMES}",
+        found=_described(config),
+        hint=f"{ways_to_compare()}; {OWN_NAMES}",
+        code=UNKNOWN_ARCHITECTURE,
     )
+
+
+def _other_class(config: Mapping[str, Any], path: str) -> UsageError:
+    return UsageError(
+        "the names can't be proved: config.json names a class of another model_type",
+        path=path,
+        expected=f"a class of {config.get('model_type')!r}",
+        found=_described(config),
+        hint=f"does the config belong to this checkpoint? {OWN_NAMES}",
+    )
+
+
+def _described(config: Mapping[str, Any]) -> str:
+    return ", ".join([f"model_type {config.get('model_type')!r}", *architectures(config)[:1]])
+
+
+def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
+    """Return True if the config's class is known, but not for its `model_type`."""
+    named = architectures(config)
+    if not named or not config.get("model_type"):
+        return False
+    return families.knows_class(named[0]) or save_pretrained.knows_class(named[0])
+
+
+def ways_to_compare() -> str:
+    """Return advice for an unknown architecture."""
+    if save_pretrained.is_available():
+        return "load the output with the model's own code to compare them"
+    return "pip install 'transformers>=5' torch to compare them"
+
+
+def not_compared(config: Mapping[str, Any]) -> str:
+    """Return a note for names of an unknown architecture."""
+    cls = next(iter(architectures(config)), f"the model type {config.get('model_type')!r}")
+    return f"the names are the run's own, not compared with {cls}: its files are unknown to ckpt"
 
 
 def _hint(shapes: Mapping[str, Shape], differ: Differences) -> str:

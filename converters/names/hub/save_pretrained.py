@@ -78,6 +78,15 @@ def refusal(config: Mapping[str, Any], cls: str) -> str | None:
     return ""
 
 
+def knows_class(cls: str) -> bool:
+    """Return True if the installed transformers has the model class `cls`."""
+    if not is_available():
+        return False
+    import transformers
+
+    return hasattr(getattr(transformers, cls, None), "config_class")
+
+
 def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Return the shapes of tensors saved by a model's `save_pretrained`, and of all its other tensors.
 
