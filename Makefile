@@ -47,6 +47,9 @@ test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engi
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
 
+test-portable: env  ## the same without Linux's own calls, as on macOS
+	CKPT_TEST_PORTABLE=1 $(BIN)/python -m pytest
+
 $(FRAMEWORKS)/.installed: pyproject.toml tests/frameworks/requirements.txt
 	$(PYTHON312) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet -r tests/frameworks/requirements.txt -e .

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests.support import portable
+
 if TYPE_CHECKING:
     from tests.support import slurm
+
+if os.environ.get(portable.VARIABLE):
+    portable.remove_linux_calls()
 
 # Before deepspeed or torch is imported: probe no accelerator, share the cores, and compute on the CPU even if there are
 # GPUs.

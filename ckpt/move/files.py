@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from datetime import datetime
 from io import FileIO
 from itertools import accumulate, islice
@@ -40,8 +40,10 @@ _BROKEN = "replace the link by the file, or remove it"
 REPLACED = ".ckpt-old"
 _OPEN_FILES = 64  # source descriptors kept open per thread
 
-#: errno values from filesystems without fsync for a file or folder.
-_NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+#: macOS: flush the drive's cache as well. fsync leaves data in it.
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
+#: errno values from filesystems without a call that makes a file or folder durable.
+_NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
@@ -452,11 +454,21 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
 
 def sync(descriptor: int) -> None:
     """Make a file or folder durable if the filesystem supports it."""
+    if _FULL_SYNC is None or not _is_done(
+        fcntl.fcntl, descriptor, _FULL_SYNC
+    ):  # macOS's network folders have fsync only
+        _is_done(os.fsync, descriptor)
+
+
+def _is_done(call: Callable[..., object], *arguments: int) -> bool:
+    """Call a function and return True, or False if the filesystem doesn't support it. Raise any other OSError."""
     try:
-        os.fsync(descriptor)
+        call(*arguments)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
+        return False
+    return True
 
 
 def sync_folder(path: Path) -> None:

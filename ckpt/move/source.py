@@ -18,6 +18,8 @@ from ckpt.plan.tensors import ZEROS
 GAP = 32 << 10
 #: Minimum size for fetching a store's range directly, without caching.
 DIRECT = 2 << 20
+#: Flag to open stand-ins. Without Linux's O_PATH, O_APPEND marks their descriptors: no other reader sets it.
+STANDIN = getattr(os, "O_PATH", os.O_APPEND)
 #: errno values for impossible file names: too long, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
 
@@ -82,7 +84,7 @@ def open_file(path: str) -> int:
     """
     try:
         # Without O_NONBLOCK, opening a named pipe would wait.
-        flags = os.O_PATH if is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
+        flags = STANDIN if is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
         fd = os.open(path, flags | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError("no such file", path=path) from None

@@ -267,7 +267,7 @@ class Workers:
         for path, offset, size in batch.reads():
             if is_standin(path):
                 return False
-            if size >= _ASKED:
+            if size >= _ASKED and hasattr(os, "posix_fadvise"):  # macOS lacks it
                 with contextlib.suppress(OSError):  # only advice
                     os.posix_fadvise(blocks.descriptor_of(self._asked, path), offset, size, os.POSIX_FADV_WILLNEED)
         return True

@@ -1,8 +1,8 @@
 """Stand-in files for objects in a store: they have names and sizes, and their bytes are fetched.
 
 Code that looks at names, sizes and times sees ordinary files, in a temporary folder that ends with the process.
-`ckpt.move.source` opens a stand-in as an `O_PATH` descriptor, without read access in the kernel, and fetches its bytes.
-Any other open would read a hole of zeros, so an audit hook forbids it in Python.
+`ckpt.move.source` opens a stand-in with the flag `STANDIN` and fetches its bytes. On Linux the flag is `O_PATH`, without
+read access in the kernel. Any other open would read a hole of zeros, so an audit hook forbids it in Python.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import fcntl
 import os
 import shutil
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base import errors
 from ckpt.base.errors import UsageError
 from ckpt.base.text import scheme_of
+from ckpt.move.source import STANDIN
 
 if TYPE_CHECKING:
     from ckpt.stores.ranges import Ranges
 
+#: File mode of stand-ins: only `O_PATH` opens a file without any permission.
+_MODE = 0o000 if hasattr(os, "O_PATH") else stat.S_IRUSR
 #: Folder for all stand-ins, with a final `/`. Empty before the first one.
 _root = ""
 _remote_objects: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
@@ -74,7 +78,7 @@ def url_of(path: str | os.PathLike[str]) -> str | None:
 def create(path: Path, mtime_ns: int, remote_object: Ranges) -> None:
     """Create or replace the stand-in at `path`. Its parent folder must exist."""
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o000)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     try:
         os.ftruncate(descriptor, remote_object.size)
         os.utime(descriptor, ns=(mtime_ns, mtime_ns))
@@ -86,7 +90,7 @@ def create(path: Path, mtime_ns: int, remote_object: Ranges) -> None:
 
 def remote_object(descriptor: int) -> Ranges | None:
     """Return the object for an open stand-in. None for an ordinary file, even one that reuses a stand-in's inode."""
-    if not _remote_objects or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
+    if not _remote_objects or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & STANDIN:
         return None
     info = os.fstat(descriptor)
     return _remote_objects.get((info.st_dev, info.st_ino))
@@ -112,5 +116,5 @@ def _remove(folder: str, process: int) -> None:
 def _refuse_holes(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
         path, _, flags = arguments
-        if is_standin(os.fspath(path)) and not flags & (os.O_PATH | os.O_CREAT | os.O_DIRECTORY):
+        if is_standin(os.fspath(path)) and not flags & (STANDIN | os.O_CREAT | os.O_DIRECTORY):
             raise RuntimeError(f"{url_of(path)} was to be opened as if it were a local file")

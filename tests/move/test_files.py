@@ -328,6 +328,25 @@ class TestLesserFilesystems:
         write(tmp_path / "out")
         assert contents(tmp_path / "out") == NEW
 
+    @pytest.mark.parametrize("code", [None, errno.EIO, errno.ENOTTY])
+    def test_macos_flushes_the_drive_or_falls_back_to_fsync(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+    ) -> None:
+        calls = []
+
+        def full(descriptor: int, command: int) -> int:
+            calls.append(command)
+            if code is not None:
+                raise OSError(code, os.strerror(code))
+            return 0
+
+        monkeypatch.setattr(files, "_FULL_SYNC", 51)
+        monkeypatch.setattr(files.fcntl, "fcntl", full)
+        monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(0))
+        with pytest.raises(OSError, match="Input/output") if code == errno.EIO else contextlib.nullcontext():
+            sync_folder(tmp_path)
+        assert calls == ([51, 0] if code == errno.ENOTTY else [51])
+
     def test_a_folder_that_cannot_be_synced_for_another_reason_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -271,6 +271,8 @@ def test_a_file_that_stands_for_an_object_is_no_hole(store: ObjectStore) -> None
     for look in (path.read_bytes, lambda: os.open(path, os.O_RDONLY), lambda: shutil.copyfile(path, "/dev/null")):
         with pytest.raises(RuntimeError, match="s3://runs/hole/latest was to be opened as if it were a local file"):
             look()
+    if not hasattr(os, "O_PATH"):
+        return
     descriptor = os.open(path, os.O_PATH)
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
