@@ -1,7 +1,7 @@
 """Stand-in files for objects in a store: they have names and sizes, and their bytes are fetched.
 
 Code that looks at names, sizes and times sees ordinary files, in a temporary folder that ends with the process.
-`ckpt.move.source` opens a stand-in with the flag `STANDIN` and fetches its bytes. On Linux the flag is `O_PATH`, without
+`ckpt.move.source` opens a stand-in with the flag `STANDIN`, and fetches its bytes. On Linux it is `O_PATH`, without
 read access in the kernel. Any other open would read a hole of zeros, so an audit hook forbids it in Python.
 """
 
