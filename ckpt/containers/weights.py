@@ -188,13 +188,13 @@ def weight_files(
     return files, {one.name: file.name for file, members in zip(files, packed, strict=True) for one in members}
 
 
-def model_weights(chosen: Mapping[str, Choice], max_size: int, **totals: int) -> list[TargetFile]:
-    """Return transformers' `model.safetensors`, or shards and an index with the total size and `totals`."""
-    files, weight_map = weight_files(chosen, "model", {"format": "pt"}, max_size)
+def model_weights(chosen: Mapping[str, Choice], max_size: int, stem: str = "model", **totals: int) -> list[TargetFile]:
+    """Return one file named `stem`, or shards and an index with the total size and `totals`."""
+    files, weight_map = weight_files(chosen, stem, {"format": "pt"}, max_size)
     if len(files) == 1:
         return files
     size = sum(slot.extent.nbytes for file in files for slot in file.slots)
-    return [*files, index_file(INDEX, weight_map, total_size=size, **totals)]
+    return [*files, index_file(f"{stem}.safetensors.index.json", weight_map, total_size=size, **totals)]
 
 
 def index_file(name: str, weight_map: Mapping[str, str], **totals: int) -> TargetFile:

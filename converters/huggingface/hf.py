@@ -43,6 +43,7 @@ from ckpt.runs.model_files import read_config
 from ckpt.runs.omitted_content import run_files_left_out, training_left_out
 from ckpt.runs.sentence_modules import module_folders
 from ckpt.runs.trainer_files import model_files
+from converters.names.hub.diffusers_models import TRANSFORMERS_STEM, class_name, file_stem
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import kept_names, tied_names
@@ -122,7 +123,9 @@ class HuggingFace(Format):
         ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
         parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
         model, *parts = _by_module(ordered, module_folders(checkpoint.folders))
-        files = model_weights(model[1], layout.max_shard_size, total_parameters=parameters)
+        stem = file_stem(checkpoint.config)
+        totals = {"total_parameters": parameters} if stem == TRANSFORMERS_STEM else {}
+        files = model_weights(model[1], layout.max_shard_size, stem, **totals)
         for place, part in parts:
             files += weight_files(part, f"{place}/model", {"format": "pt"}, layout.max_shard_size)[0]
         quantized = quantized_weights(checkpoint).parts
@@ -262,12 +265,14 @@ def _proof(
         if error.code != UNKNOWN_ARCHITECTURE:
             raise
         loads = loading.unproved(config, shapes, weights.unproved or "the names were not compared with its class")
-        return _not_compared(checkpoint, layout, loads, not_compared(config), ways_to_compare())
+        return _not_compared(checkpoint, layout, loads, not_compared(config), ways_to_compare(config))
     if saved is None:
         told = "config.json names no class (`architectures`), so the names are not compared with a class"
         return _not_compared(checkpoint, layout, loading.unproved(config, shapes), told)
     files = {file.name: file.literals[0][1] for file in beside}
-    loads = loading.with_files(loading.accepted(loading.proved(saved.cls), config), files, parts)
+    loads = loading.proved(saved.cls)
+    if class_name(config) is None:
+        loads = loading.with_files(loading.accepted(loads, config), files, parts)
     if why := weights.unproved or weights.unread:
         loads = LoadCheck(None if weights.unproved else False, loads.call, why)
     return [*proof_notes(saved, shapes, loads=not why)], loads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -366,3 +367,50 @@ def test_a_config_without_a_class_judges_no_names(tmp_path: Path) -> None:
         prove(config.to_dict() | {"d_model": 32}, shapes, "")
     with pytest.raises(LossError, match="too many"):
         prove(config.to_dict(), {f"other.{name}": shape for name, shape in shapes.items()}, "")
+
+
+# -- diffusers -------------------------------------------------------------------------------------------------
+_DIFFUSERS = """
+import torch
+class ModelMixin(torch.nn.Linear):
+    @classmethod
+    def from_config(cls, config):
+        return cls(config["width"], 2)
+class TinyModel(ModelMixin): ...
+"""
+
+
+def diffusion_run(folder: Path, **entries: Any) -> Path:
+    folder.mkdir()
+    torch.save({"weight": torch.rand(2, 3), "bias": torch.rand(2)}, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps({"_class_name": "TinyModel", "width": 3, **entries}))
+    return folder
+
+
+def test_a_diffusers_model_gets_the_file_names_of_diffusers(tmp_path: Path) -> None:
+    folder = diffusion_run(tmp_path / "run")
+    target = ckpt.plan(ckpt.open(folder), "hf").plan.target
+    assert [file.name for file in target.files] == ["diffusion_pytorch_model.safetensors", "config.json"]
+    assert any("not compared with TinyModel" in note for note in target.notes)
+    assert target.loads is not None and target.loads.can is None
+    with pytest.raises(UsageError, match="pip install diffusers"):
+        convert(folder, strict=True)
+    out = convert(folder, max_shard_size=24)
+    index = json.loads((out / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 32}
+    assert index["weight_map"]["weight"] == "diffusion_pytorch_model-00002-of-00002.safetensors"
+
+
+def test_the_installed_diffusers_proves_names_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "diffusers.py").write_text(_DIFFUSERS)
+    spec = importlib.util.spec_from_file_location("diffusers", tmp_path / "diffusers.py")
+    assert spec is not None and spec.loader is not None
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    monkeypatch.setitem(sys.modules, "diffusers", library)
+    loads = ckpt.plan(ckpt.open(diffusion_run(tmp_path / "run")), "hf", Layout(strict=True)).plan.target.loads
+    assert loads is not None and loads.can and loads.call == "TinyModel.from_pretrained"
+    with pytest.raises(LossError, match=r"weight \[2, 3\] instead of \[2, 4\]"):
+        convert(diffusion_run(tmp_path / "wider", width=4))
+    with pytest.raises(UsageError, match=r"OtherModel(?s:.*)the model's own code"):
+        convert(diffusion_run(tmp_path / "other", _class_name="OtherModel"), strict=True)

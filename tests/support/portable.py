@@ -24,4 +24,4 @@ if __name__ == "__main__":
     remove_linux_calls()
     from ckpt.__main__ import main
 
-    sys.exit(main())
+    main()

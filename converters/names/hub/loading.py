@@ -1,6 +1,6 @@
 """Proof whether transformers, diffusers or sentence-transformers can load a written folder.
 
-Facts: transformers 5.23 (`modeling_utils.py`, `from_pretrained`), diffusers 0.35 (`utils/constants.py`),
+Facts: transformers 5.23 (`modeling_utils.py`, `from_pretrained`), diffusers 0.42 (`utils/constants.py`),
 sentence-transformers 5 (`SentenceTransformer.py`, `_load_sbert_model`).
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.tensors import Shape
 from converters.names.hub.config_values import unknown_values
+from converters.names.hub.diffusers_models import class_name
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
 from converters.names.hub.save_pretrained import is_available, refusal
 
@@ -23,21 +24,19 @@ _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece
 #: sentence-transformers' modules without files, and modules with weights beside their config.
 _WITHOUT_FILES = ("Normalize",)
 _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
-_DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
 def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = OWN_NAMES) -> LoadCheck:
     """Return the answer for weights with unproved names. `why` is the reason if the config names a class."""
     if not names_architecture(config):
-        if "_class_name" in config:
-            call = f"{config['_class_name']}.from_pretrained"
-            return LoadCheck(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {WEIGHTS} to {_DIFFUSERS}")
         why = "config.json has no model_type and no architectures"
         return LoadCheck(False, why=why, hint="--config ORG/NAME takes the trained model's config")
     if any(name.startswith(PEFT) for name in shapes):
         return LoadCheck(False, why="the names belong to a model with PEFT adapters")
     if differ := tables_differ(config, shapes):
         return LoadCheck(False, why=differ[0])
+    if cls := class_name(config):
+        return LoadCheck(None, f"{cls}.from_pretrained", why)
     if not config.get("architectures"):
         return LoadCheck(None, why="config.json names no class (architectures)")
     return LoadCheck(None, why=why)

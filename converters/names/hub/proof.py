@@ -20,7 +20,7 @@ from converters.names.families import composites
 from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
-from converters.names.hub import save_pretrained
+from converters.names.hub import diffusers_models, save_pretrained
 from converters.names.transformers.tables import declared
 from converters.quantized.parts import UNKNOWN_SHAPE
 
@@ -31,6 +31,7 @@ UNKNOWN_ARCHITECTURE = "unknown-architecture"
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 #: Name prefix in PEFT-wrapped models.
 PEFT = "base_model.model."
+_TRANSFORMERS = "'transformers>=5'"
 _SHOWN = 2
 
 
@@ -58,7 +59,7 @@ def _sample_names(names: Sequence[str]) -> str:
 
 def names_architecture(config: Mapping[str, Any]) -> bool:
     """Return True if the config names its model's architecture."""
-    return bool(config.get("model_type") or config.get("architectures"))
+    return bool(config.get("model_type") or config.get("architectures") or diffusers_models.class_name(config))
 
 
 def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved | None:
@@ -69,7 +70,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     tensors differ, UsageError if the class belongs to another model type or is unknown (`UNKNOWN_ARCHITECTURE`).
     """
     known: Saved | None = None
-    for ask in chain(_TABLES, [save_pretrained.saved]):
+    for ask in chain(_TABLES, [save_pretrained.saved, diffusers_models.saved]):
         try:
             saved = ask(config)
         except CkptError:
@@ -95,7 +96,13 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
 
 
 def _names_class(config: Mapping[str, Any]) -> bool:
-    return bool(architectures(config))
+    return bool(_classes(config))
+
+
+def _classes(config: Mapping[str, Any]) -> list[str]:
+    """Return the class names in a transformers or diffusers config."""
+    own = diffusers_models.class_name(config)
+    return architectures(config) if own is None else [own]
 
 
 def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
@@ -238,13 +245,13 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
-    is_available = save_pretrained.is_available()
+    library, is_available = _library(config)
     return UsageError(
         "the names can't be proved: this architecture's files are unknown to ckpt",
         path=path,
-        expected="an architecture known to ckpt" + (" or to transformers" if is_available else ""),
+        expected="an architecture known to ckpt" + (f" or to {library}" if is_available else ""),
         found=_described(config),
-        hint=f"{ways_to_compare()}; {OWN_NAMES}",
+        hint=f"{ways_to_compare(config)}; {OWN_NAMES}",
         code=UNKNOWN_ARCHITECTURE,
     )
 
@@ -260,7 +267,8 @@ def _other_class(config: Mapping[str, Any], path: str) -> UsageError:
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    return ", ".join([f"model_type {config.get('model_type')!r}", *architectures(config)[:1]])
+    kind = [] if diffusers_models.class_name(config) else [f"model_type {config.get('model_type')!r}"]
+    return ", ".join([*kind, *_classes(config)[:1]])
 
 
 def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
@@ -271,16 +279,24 @@ def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
     return families.knows_class(named[0]) or save_pretrained.knows_class(named[0])
 
 
-def ways_to_compare() -> str:
+def _library(config: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the library of a config's class, and True if it is installed."""
+    if diffusers_models.class_name(config):
+        return "diffusers", diffusers_models.is_available()
+    return "transformers", save_pretrained.is_available()
+
+
+def ways_to_compare(config: Mapping[str, Any]) -> str:
     """Return advice for an unknown architecture."""
-    if save_pretrained.is_available():
+    library, is_available = _library(config)
+    if is_available:
         return "load the output with the model's own code to compare them"
-    return "pip install 'transformers>=5' torch to compare them"
+    return f"pip install {'diffusers' if library == 'diffusers' else _TRANSFORMERS} torch to compare them"
 
 
 def not_compared(config: Mapping[str, Any]) -> str:
     """Return a note for names of an unknown architecture."""
-    cls = next(iter(architectures(config)), f"the model type {config.get('model_type')!r}")
+    cls = next(iter(_classes(config)), f"the model type {config.get('model_type')!r}")
     return f"the names are the run's own, not compared with {cls}: its files are unknown to ckpt"
 
 
