@@ -5,6 +5,7 @@ Facts: diffusers 0.42 (`models/modeling_utils.py`, `save_pretrained`; `utils/con
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,11 +45,11 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
     diffusers: Any = import_module("diffusers")
     cls: Any = getattr(diffusers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+    if not inspect.isclass(cls) or not issubclass(cls, diffusers.ModelMixin):
         return None
     try:
         with torch.device("meta"):
-            model = cls.from_config(dict(config))
+            model = vars(diffusers)[name].from_config(dict(config))
     except Exception as error:  # the library raises any error
         raise CorruptError(f"diffusers does not accept the model's config: {error}") from error
     return Saved(name, {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()})
