@@ -271,9 +271,9 @@ def _attention_sizes(config: Config) -> dict[str, int]:
     head = config.size("head_dim", default=hidden // heads)
     ffn = config.size("intermediate_size", "n_inner", default=4 * hidden)
     dims = {"h": hidden, "a": heads * head, "k": groups * head, "d": head, "f": ffn, "v": config.size("vocab_size")}
-    return {**dims, "heads": heads, "groups": groups, "labels": _labels(config)}
+    return {**dims, "heads": heads, "groups": groups, "labels": num_labels(config)}
 
 
-def _labels(config: Config) -> int:
+def num_labels(config: Config, default: int = 2) -> int:
     """Return the number of labels. transformers writes `id2label`, but not `num_labels`."""
-    return len(config.mapping("id2label")) or config.size("num_labels", default=2)
+    return len(config.mapping("id2label")) or config.size("num_labels", default=default)

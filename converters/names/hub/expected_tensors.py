@@ -17,7 +17,7 @@ from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape
 from ckpt.state.naming import as_hub
-from converters.names.families import composites, tables
+from converters.names.families import composites, encoders, tables
 from converters.names.hub.proof import PEFT, extra, missing
 from converters.quantized.parts import is_part_name, quantized_weights
 
@@ -68,7 +68,7 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
     """Return the shapes of the architecture's plain tensors, or an empty mapping if no table has it."""
-    for table in (tables.saved, composites.saved):
+    for table in (tables.saved, encoders.saved, composites.saved):
         with suppress(CkptError):
             if config and (saved := table(config)) is not None:
                 return saved.required

@@ -13,6 +13,7 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
+from converters.names.families import encoders
 from converters.names.families import tables as families
 from converters.names.hub import save_pretrained
 from converters.names.transformers import relation as transformers
@@ -67,7 +68,7 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
 def _table_names(config: Mapping[str, Any]) -> Collection[str]:
     """Return the architecture's names from its table, or else in memory. Only experts' names differ."""
     try:
-        table = families.saved(config)
+        table = families.saved(config) or encoders.saved(config)
         return save_pretrained.names_in_memory(config) if table is None else table.required
     except CkptError:
         return ()  # code that needs the config reports its fault

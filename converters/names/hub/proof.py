@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import Brief, pluralize
 from ckpt.plan.tensors import Shape
-from converters.names.families import composites
+from converters.names.families import composites, encoders
 from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
@@ -31,6 +31,13 @@ UNKNOWN_ARCHITECTURE = "unknown-architecture"
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 #: Name prefix in PEFT-wrapped models.
 PEFT = "base_model.model."
+#: Suffixes in old files, and their current form (transformers 5.23, `conversion_mapping.py`, `legacy`).
+_OLD_NAMES = {
+    "LayerNorm.gamma": "LayerNorm.weight",
+    "LayerNorm.beta": "LayerNorm.bias",
+    ".weight_g": ".parametrizations.weight.original0",
+    ".weight_v": ".parametrizations.weight.original1",
+}
 _TRANSFORMERS = "'transformers>=5'"
 _SHOWN = 2
 
@@ -111,7 +118,7 @@ def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
 
 
 #: Sources for models without transformers, in search order.
-_TABLES: Sequence[Callable[[Mapping[str, Any]], Saved | None]] = (families.saved, composites.saved)
+_TABLES: Sequence[Callable[[Mapping[str, Any]], Saved | None]] = (families.saved, encoders.saved, composites.saved)
 
 
 def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
@@ -185,8 +192,19 @@ def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]
         if not (differences := _compare(saved, prefixed)):
             return differences
     differences = _compare(saved, shapes)
+    current = {_current_name(name): shape for name, shape in shapes.items()} if differences else shapes
+    if len(current) == len(shapes) and current.keys() != shapes.keys() and not _compare(saved, current):
+        return _compare(saved, current)
     renamed = _renamed(shapes, differences, config) if differences else None
     return differences if renamed is None else _compare(saved, renamed)
+
+
+def _current_name(name: str) -> str:
+    """Return a name from an old release under its current name. Every `from_pretrained` renames these."""
+    for old, new in _OLD_NAMES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _renamed(
@@ -276,7 +294,7 @@ def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
     named = architectures(config)
     if not named or not config.get("model_type"):
         return False
-    return families.knows_class(named[0]) or save_pretrained.knows_class(named[0])
+    return families.knows_class(named[0]) or encoders.knows_class(named[0]) or save_pretrained.knows_class(named[0])
 
 
 def _library(config: Mapping[str, Any]) -> tuple[str, bool]:
