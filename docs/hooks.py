@@ -135,11 +135,13 @@ def section(title: str) -> str:
 def architectures() -> str:
     """Return a table of all known model types, and their support in Megatron's formats."""
     from converters.names.families.composites import COMPOSITES
+    from converters.names.families.encoders import ENCODERS
     from converters.names.families.tables import FAMILIES
     from converters.names.megatron.relation import architectures as placed_by_megatron
 
     placed = placed_by_megatron()
     classes: dict[str, str] = {name: family.stem + family.causal for name, family in FAMILIES.items()}
+    classes |= {name: encoder.stem + next(iter(encoder.heads)) for name, encoder in ENCODERS.items()}
     classes |= {name: composite.cls for name, composite in COMPOSITES.items()}
     rows = []
     for name in sorted({*classes, *placed}):

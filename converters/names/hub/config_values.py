@@ -33,8 +33,17 @@ _NAMES: Mapping[tuple[str, ...], str] = {
         time_step_rank tokens_per_second topk_group type_vocab_size v_head_dim video_end_token_id
         video_start_token_id video_token_id video_token_index vision_end_token_id vision_start_token_id
         vocab_size window_size
+        classifier_proj_size d_ff d_kv decoder_attention_heads decoder_ffn_dim decoder_layers
+        decoder_start_token_id dim embedding_size encoder_attention_heads encoder_ffn_dim encoder_layers
+        hidden_dim local_attention mask_feature_length mask_feature_min_masks mask_time_length
+        mask_time_min_masks max_relative_positions max_source_positions max_target_positions
+        median_filter_width num_mel_bins relative_attention_max_distance relative_attention_num_buckets
+        pooler_hidden_size position_buckets sparse_pred_ignore_index
     """,
     (BOOL,): """
+        apply_spec_augment classifier_bias decoder_bias deterministic_flash_attn legacy norm_bias
+        position_biased_input relative_attention share_encoder_decoder_embeddings sinusoidal_pos_embds
+        is_gated_act scale_decoder_outputs sparse_prediction use_weighted_layer_sum
         add_cross_attention alibi apply_residual_connection_post_layernorm attention_bias attention_out_bias
         attention_softmax_in_fp32 attn_temperature_tuning attn_uses_sequence_id enable_moe_fp32_combine
         is_decoder is_encoder_decoder learned_pos_emb lm_head_bias mamba_proj_bias mlp_bias
@@ -51,26 +60,29 @@ _NAMES: Mapping[tuple[str, ...], str] = {
         embd_pdrop embed_dropout embedding_dropout embedding_multiplier full_attn_alpha_factor
         full_attn_beta_factor hidden_dropout hidden_dropout_prob layerdrop linear_attn_alpha_factor
         linear_attn_beta_factor logits_scaling mlp_alpha_factor mlp_beta_factor projection_dropout
-        resid_dropout resid_pdrop residual_dropout residual_multiplier summary_first_dropout
+        resid_dropout resid_pdrop residual_dropout residual_multiplier summary_first_dropout dropout
+        dropout_rate mask_feature_prob mask_time_prob mlp_dropout pooler_dropout qa_dropout
+        seq_classif_dropout summary_last_dropout
     """,
     (FLOAT,): """
         attention_dropout attn_scale downsample_ratio embedding_fraction initializer_factor
         initializer_range input_jitter_noise layer_norm_eps layer_norm_epsilon layer_scale_init_value
         logit_scale norm_eps norm_epsilon rms_norm_eps routed_scaling_factor router_aux_loss_coef
         router_jitter_noise router_scaling_factor swiglu_alpha swiglu_limit time_step_floor time_step_max
-        time_step_min time_step_scale
+        time_step_min time_step_scale decoder_layerdrop encoder_layerdrop init_std initializer_cutoff_factor
     """,
     (INT, NULL): """
         attention_chunk_size boi_token_index eoi_token_index mm_tokens_per_image moe_k moe_latent_size
         moe_layer_end_index moe_layer_interval moe_layer_start_index n_inner pad_token_id q_lora_rank
-        sliding_window_pattern
+        sliding_window_pattern cls_token_id decoder_vocab_size num_decoder_layers sep_token_id
     """,
     (FLOAT, NULL): """
         attn_logit_softcapping clip_qkv embedding_initializer_range final_logit_softcapping moe_norm_min
         softmax_scale
     """,
     (NULL,): """
-        attention_types attn_config image_grid_pinpoints summary_activation topk_method
+        attention_types attn_config image_grid_pinpoints summary_activation topk_method pos_att_type
+        problem_type suppress_tokens
     """,
     (INTS, INT): """
         image_size patch_size temporal_patch_size vision_feature_layer
@@ -79,13 +91,16 @@ _NAMES: Mapping[tuple[str, ...], str] = {
         output_hidden_states return_dict use_bidirectional_attention
     """,
     (INTS, NULL): """
-        mlp_only_layers moe_layers no_rope_layers
+        begin_suppress_tokens mlp_only_layers moe_layers no_rope_layers
     """,
     (INTS,): """
         deepstack_visual_indexes fullatt_block_indexes
     """,
     (INTS, INT, NULL): """
         eos_token_id
+    """,
+    (INT, INTS, NULL): """
+        forced_eos_token_id
     """,
     (FLOATS,): """
         time_step_limit
@@ -117,11 +132,26 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-_ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "projector_hidden_act")
+_ACTIVATION = (
+    *("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "projector_hidden_act"),
+    *("activation", "classifier_activation", "dense_act_fn", "pooler_hidden_act"),
+)
+#: Known words by entry.
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "classifier_pooling": ("cls", "mean"),
+    "feed_forward_proj": ("relu", "gated-gelu", "gated-silu"),
+    "norm_rel_ebd": ("none", "layer_norm"),
+    "position_embedding_type": ("absolute",),
+    "summary_type": ("first", "last", "mean"),
+}
+#: Negative values that stand for a default.
+_NEGATIVE = {"max_relative_positions": -1, "position_buckets": -1, "sparse_pred_ignore_index": -100}
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Entries that may be null, and the architectures that forbid it.
 NULL_EXCEPT: Mapping[str, tuple[str, ...]] = {
     "bos_token_id": ("cwm",),
+    "classifier_dropout": ("gpt_neo", "gpt_neox", "modernbert", "mt5", "t5"),
+    "summary_activation": ("electra",),
     "sliding_window": ("cwm", "exaone_moe", "flint"),
 }
 #: Entries only recorded by transformers, or compared by other code here.
@@ -129,7 +159,10 @@ _RECORDS = ("architectures", "model_type", "transformers_version", "_name_or_pat
 _PARTS = ("text_config", "vision_config")
 #: Numbers in older releases.
 _OLD_NUMBERS = ("rope_theta", "pretraining_tp", "max_window_layers")
-_HEADS = (("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("num_attention_heads", "num_key_value_heads"))
+_HEADS = (
+    *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("num_attention_heads", "num_key_value_heads")),
+    *(("d_model", "encoder_attention_heads"), ("d_model", "decoder_attention_heads"), ("dim", "n_heads")),
+)
 
 
 def unknown_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -149,6 +182,12 @@ def _is_known(key: str, value: Any, config: Mapping[str, Any]) -> bool:
     if key in _RECORDS:
         return True
     if key in _ACTIVATION:
+        return isinstance(value, str) and value in ACTIVATIONS
+    if key in WORDS:
+        return value in WORDS[key]
+    if key in _NEGATIVE and value == _NEGATIVE[key]:
+        return True
+    if key == "summary_activation" and value is not None:
         return isinstance(value, str) and value in ACTIVATIONS
     if key in ("dtype", "torch_dtype"):
         return value is None or (isinstance(value, str) and value.removeprefix("torch.") in _DTYPES)
