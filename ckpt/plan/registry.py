@@ -50,7 +50,8 @@ OPTIONS = {
     "megatron-dist": f"{_MEGATRON} converters.names.megatron.options:DistOptions "
     "converters.megatron.dist.options:SlotOptions",
     "megatron-deepspeed": _MEGATRON,
-    **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
+    "hf": "converters.names.options:NameOptions converters.names.options:ProofOptions",
+    "dcp": "converters.names.options:NameOptions",
     "universal": "converters.deepspeed.options:UniversalOptions",
     **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",

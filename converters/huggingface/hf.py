@@ -45,7 +45,7 @@ from ckpt.runs.sentence_modules import module_folders
 from ckpt.runs.trainer_files import model_files
 from converters.names.hub.diffusers_models import TRANSFORMERS_STEM, class_name, file_stem
 from converters.names.options import OWN as OWN_NAMES
-from converters.names.options import NameOptions
+from converters.names.options import NameOptions, ProofOptions
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.quantized.parts import quantized_weights
 
@@ -282,8 +282,7 @@ def _not_compared(
     checkpoint: Checkpoint, layout: Layout, loads: LoadCheck, why: str = "", hint: str = ""
 ) -> tuple[list[str], LoadCheck]:
     """Return a note and `loads` for names without a comparison. Raise UsageError if the user wants a comparison."""
-    options = layout.read(NameOptions)
-    if options.strict and options.names != OWN_NAMES:
+    if layout.read(ProofOptions).strict and layout.read(NameOptions).names != OWN_NAMES:
         raise UsageError(
             "--strict: the names can't be compared with the model's architecture",
             path=checkpoint.path,

@@ -11,7 +11,7 @@ HUB, OWN, TORCHTITAN = "hub", "own", "torchtitan"
 
 @dataclass(frozen=True, slots=True)
 class NameOptions:
-    """Options for names. `names` None uses the format's default. `strict` is for `hf`, `flat_optimizer` for `dcp`."""
+    """Options for names. `names` None uses the format's default. `flat_optimizer` is only for `dcp`."""
 
     names: str | None = option(
         "hf: hub (default) writes only names and shapes known to the config's architecture; own keeps all "
@@ -19,12 +19,18 @@ class NameOptions:
         "names and layout.",
         choices=(HUB, OWN, TORCHTITAN),
     )
-    strict: bool = option(
-        "hf: refuse names that can't be compared with the config's architecture, instead of writing a note.",
-        default=False,
-    )
     flat_optimizer: bool = option(
         "dcp: write the optimizer in the form of StateDictOptions(flatten_optimizer_state_dict=True): every "
         "parameter repeats its param group's options (state.FQN.NAME, param_groups.FQN.NAME).",
+        default=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProofOptions:
+    """Option for the proof of names in `hf` files."""
+
+    strict: bool = option(
+        "Refuse names that can't be compared with the config's architecture, instead of writing a note.",
         default=False,
     )
