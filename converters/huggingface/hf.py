@@ -56,6 +56,7 @@ _MAY_COMPUTE_IN_LESS = Brief(
     "16-bit weights"
 )
 
+_CONFIG = "--config ORG/NAME takes the trained model's config"
 NO_CONFIG = LoadCheck(
     False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
 )
@@ -287,7 +288,7 @@ def _not_compared(
             "--strict: the names can't be compared with the model's architecture",
             path=checkpoint.path,
             found=why or loads.why,
-            hint="; ".join(filter(None, [hint or loads.hint, "leave --strict out to write the names uncompared"])),
+            hint=f"{hint or _CONFIG}; leave --strict out to write the names uncompared",
         )
     return ["; ".join(filter(None, [why, hint]))] if why else [], loads
 

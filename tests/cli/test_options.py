@@ -201,18 +201,7 @@ VALUES: dict[str, Any] = {
     "mesh_device": "npu",
 }
 #: Options some sources already satisfy, for example plain states.
-HOLDS = {
-    "optimizer_dtype",
-    "names",
-    "fsdp_version",
-    "etp",
-    "tp",
-    "pp",
-    "world_size",
-    "transformer_impl",
-    "ep_size",
-    "strict",
-}
+HOLDS = {"optimizer_dtype", "names", "fsdp_version", "etp", "tp", "pp", "world_size", "transformer_impl", "ep_size"}
 HOLDS |= {"flat_optimizer", "strict", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"}
 #: Options a format declares with others but refuses.
 OF_OTHERS = {"hf": {"flat_optimizer"}, "megatron-deepspeed": {"ep", "vpp", "etp", "transformer_impl"}}
