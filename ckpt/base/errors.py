@@ -134,6 +134,12 @@ class SeveralRunsError(UsageError):
         self.runs = tuple(os.fspath(run) for run in runs)
 
 
+class UnknownArchitectureError(UsageError):
+    """No table or library knows the model's tensors, so nothing can prove or disprove their names."""
+
+    code = "unknown-architecture"
+
+
 class NotFoundError(CkptError):
     exit_code = 3
     code = "not-found"

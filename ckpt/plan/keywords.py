@@ -180,8 +180,8 @@ class FormatKeywords(TypedDict, total=False):
     make_vocab_size_divisible_by: int | None
     ckpt_format: Literal["torch_dist", "torch_dcp", "fsdp_dtensor", "nemo"] | None
     names: Literal["hub", "own", "torchtitan"] | None
-    strict: bool | None
     flat_optimizer: bool | None
+    strict: bool | None
     step_folder: bool | None
     ep_size: int | None
     fsdp_version: int | None

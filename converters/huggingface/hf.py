@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ckpt.base.errors import NotFoundError, UsageError
+from ckpt.base.errors import NotFoundError, UnknownArchitectureError, UsageError
 from ckpt.base.text import Brief
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import (
@@ -244,14 +244,7 @@ def _proof(
     if (config := checkpoint.config) is None:
         return _not_compared(checkpoint, layout, NO_CONFIG)
     from converters.names.hub import loading
-    from converters.names.hub.proof import (
-        UNKNOWN_ARCHITECTURE,
-        names_architecture,
-        not_compared,
-        proof_notes,
-        prove,
-        ways_to_compare,
-    )
+    from converters.names.hub.proof import names_architecture, not_compared, proof_notes, prove, ways_to_compare
 
     weights = quantized_weights(checkpoint)
     shapes = weights.in_place({name: choice.tensor.shape for name, choice in chosen.items()})
@@ -262,9 +255,7 @@ def _proof(
         return [told], LoadCheck(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
     try:
         saved = prove(config, shapes, checkpoint.path)
-    except UsageError as error:
-        if error.code != UNKNOWN_ARCHITECTURE:
-            raise
+    except UnknownArchitectureError:
         loads = loading.unproved(config, shapes, weights.unproved or "the names were not compared with its class")
         return _not_compared(checkpoint, layout, loads, not_compared(config), ways_to_compare(config))
     if saved is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ckpt.base.errors import CkptError, LossError, UsageError
+from ckpt.base.errors import CkptError, LossError, UnknownArchitectureError, UsageError
 from ckpt.base.text import Brief, pluralize
 from ckpt.plan.tensors import Shape
 from converters.names.families import composites, encoders
@@ -25,8 +25,6 @@ from converters.names.transformers.tables import declared
 from converters.quantized.parts import UNKNOWN_SHAPE
 
 OWN_NAMES = "--names own keeps every tensor's own name"
-#: Error code for names that nothing can prove or disprove.
-UNKNOWN_ARCHITECTURE = "unknown-architecture"
 #: TRL's value head beside a model: TRL reads it, and `from_pretrained` skips it.
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 #: Name prefix in PEFT-wrapped models.
@@ -74,7 +72,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
 
     None if the config names no class, and the names belong to another class than its model's default. `shapes` has
     quantized weights by their plain names (`QuantizedWeights.in_place`). `path` is for messages. Raise LossError if the
-    tensors differ, UsageError if the class belongs to another model type or is unknown (`UNKNOWN_ARCHITECTURE`).
+    tensors differ, UsageError if the class belongs to another model type, UnknownArchitectureError if it is unknown.
     """
     known: Saved | None = None
     for ask in chain(_TABLES, [save_pretrained.saved, diffusers_models.saved]):
@@ -262,15 +260,14 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True
         yield Brief(f"from_pretrained finds every tensor: names and shapes match {saved.cls}")
 
 
-def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
+def _unknown(config: Mapping[str, Any], path: str) -> UnknownArchitectureError:
     library, is_available = _library(config)
-    return UsageError(
+    return UnknownArchitectureError(
         "the names can't be proved: this architecture's files are unknown to ckpt",
         path=path,
         expected="an architecture known to ckpt" + (f" or to {library}" if is_available else ""),
         found=_described(config),
         hint=f"{ways_to_compare(config)}; {OWN_NAMES}",
-        code=UNKNOWN_ARCHITECTURE,
     )
 
 
