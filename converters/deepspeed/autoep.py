@@ -1,15 +1,14 @@
 """DeepSpeed's AutoEP: experts in a transformers model's MoE blocks, spread over expert-parallel ranks.
 
-    layer_L_expert_E_mp_rank_00_model_states.pt
+layer_L_expert_E_mp_rank_00_model_states.pt
 
-A rank holds its experts of a layer in three tensors, `{module}.experts.w1` to `w3`, with shape [experts, ...]. The
-model files record these experts per layer and tensor in `ds_autoep_layers`, in AutoTP's form
-(`converters.deepspeed.autotp`). Under stages 0 to 2 each expert has its own file, with E counting over all ranks. The
-optimizer has one flat buffer per expert-parallel rank, shared by data-parallel ranks like with DeepSpeed-MoE
-(`converters.deepspeed.sharing`). Stage 3 has no such files, and each rank's optimizer file records the ranks that share
-a buffer in `ds_zero_partition_groups`.
+A rank holds a layer's experts in `{module}.experts.w1` to `w3`, with shape [experts, ...]. `ds_autoep_layers` in the
+model files records them in AutoTP's form (`converters.deepspeed.autotp`). Under stages 0 to 2 each expert has its own
+file, with E counting over all ranks, and each expert-parallel rank a flat buffer (`converters.deepspeed.sharing`).
+Stage 3 has no such files: `ds_zero_partition_groups` in each rank's optimizer file records the ranks that share a
+buffer.
 
-The module also holds each layer's router a second time, under the name used by transformers' block.
+The module also holds each layer's router under its name in transformers' block.
 
 Format facts: deepspeed 0.19.8, runtime/engine.py (`_save_moe_checkpoint`), checkpoint/autoep_affine.py,
 runtime/zero/stage3.py (`_zero3_partition_group_metadata`).
@@ -37,7 +36,7 @@ _MATRICES = ("w1", "w2", "w3")
 
 
 def routers(model: RankFile, module: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Map second entries of a router in the module dict to their names in `router`."""
+    """Map a router's second names in the module dict to its names in `router`."""
     found: dict[str, str] = {}
     for layer in model.content.get(AUTOEP) or ():
         path = layer["module_path"] + "."
@@ -55,11 +54,7 @@ def routers(model: RankFile, module: Mapping[str, StoredTensor]) -> dict[str, st
 
 
 def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """Return the sharing of experts, AutoEP's or a DeepSpeed MoE layer's, and the tensors in `files`.
-
-    `files` are the expert files in a step folder. Raise NotFoundError for an unsupported AutoEP form, IncompleteError
-    if an expert's file is missing, CorruptError if a file holds something else.
-    """
+    """Return the sharing of experts, AutoEP's or DeepSpeed-MoE's, and the tensors in the expert `files`."""
     if not model.content.get(AUTOEP):
         return read_experts(files, model, sources)
     sharing = recorded(model)
@@ -103,11 +98,7 @@ def _expert_fragment(stored: Any, expert: int, shape: Shape, fqn: str, path: str
 
 
 def recorded(model: RankFile) -> Sharing:
-    """Return the recorded sharing of each expert tensor over expert-parallel ranks, in layer order.
-
-    Raise NotFoundError if ranks don't hold consecutive experts, or some layers don't use AutoEP. Raise CorruptError if
-    a layer's records disagree.
-    """
+    """Return the recorded sharing of expert tensors, in layer order."""
     layers: Sequence[Mapping[str, Any]] = model.need(AUTOEP)
     if "folding" in model.content:
         raise experts_unsupported(model.path, " (AutoEP) with tensor parallelism")
@@ -139,7 +130,6 @@ def recorded(model: RankFile) -> Sharing:
 
 
 def _check_in_order(fqn: str, known: Cut, num_experts: int, num_ranks: int, model: RankFile) -> None:
-    """Raise NotFoundError unless the recorded order is the files' order: experts counted from rank to rank."""
     each, rest = divmod(num_experts, num_ranks)
     sizes = (each, *known.shape[1:])
     boxes = tuple((Box((rank * each, *(0,) * (len(sizes) - 1)), sizes),) for rank in range(num_ranks))
@@ -148,7 +138,7 @@ def _check_in_order(fqn: str, known: Cut, num_experts: int, num_ranks: int, mode
 
 
 def sharing_under_stage3(models: Sequence[RankFile], inners: Sequence[RankFile]) -> Sharing:
-    """Return the sharing of experts recorded in the model files. Nothing is shared without AutoEP."""
+    """Return the recorded sharing of experts. Nothing is shared without AutoEP."""
     file = models[0]
     if not file.content.get(AUTOEP):
         if inners[0].content.get("ds_zero_partition_groups"):
@@ -169,10 +159,7 @@ def sharers_under_stage3(
     number: int,
     shapes: Mapping[str, Shape],
 ) -> list[tuple[int, ...]]:
-    """Return the ranks that share a sub-group's buffers: one tuple with all ranks, or one per expert-parallel rank.
-
-    Raise CorruptError if the ranks' records disagree.
-    """
+    """Return the ranks that share a sub-group's buffers: one tuple with all ranks, or one per expert-parallel rank."""
     world = tuple(range(len(inners)))
     if not sharing.cuts:
         return [world]

@@ -1,12 +1,12 @@
 """DeepSpeed's AutoTP: tensor-parallel ranks without a pipeline, each with its own ZeRO files.
 
-    mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
+mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
     [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt, none without ZeRO
 
-Each tensor-parallel rank writes its shards like a separate run. Its model file records how shards form each parameter,
-by name, in `universal_checkpoint_info.affine_map`: pieces of the whole tensor, with their place in the rank's shard
-(deepspeed 0.19.8, checkpoint/affine.py, `ParamAffineMap`; module_inject/layers.py,
-`collect_autotp_universal_checkpoint_info`). Tensors missing from the map, such as buffers, are whole on every rank.
+Each rank writes its shards like a separate run. `universal_checkpoint_info.affine_map` in its model file records each
+parameter's pieces: their places in the whole tensor and in the shard (deepspeed 0.19.8, checkpoint/affine.py,
+`ParamAffineMap`; module_inject/layers.py, `collect_autotp_universal_checkpoint_info`). Tensors missing from the map,
+such as buffers, are whole on every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAP_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """One tensor-parallel rank's shards, described like a model, with its model file."""
+    """One tensor-parallel rank's shards, described like a model."""
 
     checkpoint: Checkpoint
     file: RankFile
@@ -44,10 +44,10 @@ class RankSlice:
 def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
     """Return how the `ranks` with files share tensors. `file` is one of their model files.
 
-    GPT-NeoX's files follow its own rule, with the Hub's config from `folders`; other files follow AutoTP's records.
+    GPT-NeoX's files follow its own rule, with the Hub's config from `folders`.
     """
     if "args" in file.content:  # GPT-NeoX's, or a user's entry
-        from converters.deepspeed.neox import known_by_name  # late: it needs pipelines and Megatron's names
+        from converters.deepspeed.neox import known_by_name  # late: needs pipelines and Megatron's names
 
         if known := known_by_name(file, ranks, folders):
             return known
@@ -55,17 +55,13 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
 
 
 def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> Checkpoint:
-    """Join the tensor-parallel ranks' shards to the whole model. `sources` knows the storages of all their files.
-
-    Raise NotFoundError for a tensor missing from `sharing`, CorruptError if a shard differs from it or two files are
-    equal.
-    """
+    """Join the tensor-parallel ranks' shards to the whole model. `sources` knows the storages of all their files."""
     first = slices[0].checkpoint
     for other in slices[1:]:
         _check_alike(slices[0], other)
     check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
     dp = first.world_size or 1
-    # In the engine's mesh, one tensor-parallel rank's data-parallel ranks are tp apart.
+    # One tensor-parallel rank's data-parallel ranks are tp apart in the engine's mesh.
     ranks = [range(tp, dp * len(slices), len(slices)) for tp in range(len(slices))]
     computed: dict[str, Callable[[], memoryview]] = {}
     unread = Unread()
@@ -107,7 +103,6 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
 
 
 def _check_alike(first: RankSlice, other: RankSlice) -> None:
-    """Raise CorruptError unless ranks have the same tensors, param groups and steps."""
     a, b = first.checkpoint, other.checkpoint
     told = (
         ("tensors", a.tensors.keys(), {key for key in b.tensors if key[0] not in a.ties}),  # only rank 0 records ties
@@ -134,7 +129,6 @@ def _check_distinct(slices: Sequence[RankSlice], sharing: Sharing, sources: Sour
 
 
 def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cut:
-    """Return the recorded cut of a tensor. Buffers are whole on every rank."""
     fqn, role = key
     if role == BUFFER:
         shape = slices[0].checkpoint.tensors[key].shape
@@ -145,10 +139,7 @@ def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cu
 
 
 def recorded(file: RankFile, ranks: Sequence[int]) -> Sharing:
-    """Return how `ranks` share each parameter, recorded in the first rank's model file.
-
-    Raise NotFoundError if there is no record, or a rank's shard is not a cut.
-    """
+    """Return how `ranks` share each parameter, recorded in the first rank's model file."""
     info = file.content.get(UNIVERSAL_INFO)
     affine = info.get("affine_map") if isinstance(info, Mapping) else None
     if not isinstance(affine, Mapping) or affine.get("version") != _MAP_VERSION:
@@ -167,10 +158,7 @@ def cut_of(
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError] = tensor_parallel,
 ) -> Cut:
-    """Return the recorded cut of a parameter among the ranks `found`.
-
-    Raise CorruptError if other ranks share it, and `unsupported` if a rank's shard is not a cut.
-    """
+    """Return the recorded cut of a parameter among the ranks `found`. Raise `unsupported` if a shard is not a cut."""
     shape = tuple(entry["logical_shape"])
     ranks = {int(rank): one for rank, one in entry["ranks"].items()}
     if sorted(ranks) != list(found) or len(found) != found[-1] + 1:
@@ -194,7 +182,7 @@ def _boxes(
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError],
 ) -> tuple[Box, ...]:
-    """Return a rank's pieces as boxes of the whole tensor. They must lie end to end in the rank's shard."""
+    """Return a rank's pieces as boxes. They must lie end to end in the rank's shard."""
     found, at, strides = [], 0, contiguous_strides(shape)
     for piece in pieces:
         sizes, (start, steps) = tuple(piece["shape"]), piece["source"]

@@ -7,19 +7,17 @@ from typing import Any
 
 
 def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the options in a section, or {} if it is missing."""
     options = config.get(name)
     return dict(options) if isinstance(options, Mapping) else {}
 
 
 def is_enabled(config: Mapping[str, Any], name: str) -> bool:
-    """Return True if `bf16` or `fp16` is enabled in a DeepSpeed config."""
     names = (name, "bfloat16") if name == "bf16" else (name,)
     return any(section(config, one).get("enabled") for one in names)
 
 
 def is_bf16_optimizer(config: Mapping[str, Any]) -> bool:
-    """Return True if the engine uses BF16_Optimizer, which neither deals nor aligns parameters.
+    """Return True for BF16_Optimizer, which neither deals nor aligns parameters.
 
     engine.py, `_do_optimizer_sanity_check`: bf16 with float32 gradients under stage 1 without offload, or without ZeRO.
     """

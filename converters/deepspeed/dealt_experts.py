@@ -1,8 +1,8 @@
 """Files and param groups for experts in DeepSpeed MoE layers, loaded by a ZeRO-1 or 2 engine.
 
-Any number of ranks and any `ep_size` is supported, but all layers need the same one. With several, DeepSpeed orders the
-optimizer's groups by a set of strings, and the order differs in each process (deepspeed 0.19.8, moe/utils.py,
-`split_params_into_different_moe_groups_for_optimizer`). `converters.deepspeed.sharing` gives each rank's experts.
+All layers need the same `ep_size`. With several, the order of the optimizer's groups differs in each process, because
+DeepSpeed sorts them by a set of strings (deepspeed 0.19.8, moe/utils.py,
+`split_params_into_different_moe_groups_for_optimizer`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.model import DeepSpeedModel, refuse_experts
 from converters.deepspeed.sharing import Sharing
 
-#: Maximum elements in an expert param group, before it is split (moe/utils.py).
+#: Maximum elements in an expert group before it is split (moe/utils.py).
 MAX_GROUP_SIZE = 178956971
 _PREFIX = "ep_size_"
 
 
 def notes(sharing: Sharing) -> Iterator[str]:
-    """Yield notes for the user about the experts."""
     if sharing.counts:
         layers, size = len(sharing.counts), sharing.num_ranks
         yield f"the experts in {layers} MoE layers are for ep_size {size}: build the model with it"
 
 
 def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
-    """Yield an expert-parallel rank's param groups, like an engine with this `ep_size`."""
+    """Yield an expert-parallel rank's param groups."""
     is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's engine made the same groups
     for group in model.groups if is_kept else _whole_groups(model, sharing):
         if not sharing.is_shared(group.fqns[0]):
@@ -45,7 +44,6 @@ def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[Param
 
 
 def files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each expert's file name and its part of the module's state dict."""
     for layer, (begin, count) in enumerate(sharing.counts.items()):
         for number in range(count):
             own = {fqn: tensor for fqn, tensor in module.items() if fqn.startswith(f"{begin}{number}.")}
@@ -73,7 +71,7 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
-    """Return the whole model's groups. Groups split by another `ep_size` are joined."""
+    """Return the whole model's groups, joining groups split by another `ep_size`."""
     found: list[ParamGroup] = []
     seen: dict[str, int] = {}
     for group in model.groups:
@@ -139,7 +137,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:
-    """Return the number of experts per layer, keyed by the layer's name prefix, in layer order."""
+    """Return the number of experts by the layer's name prefix, in layer order."""
     numbers: dict[str, int] = {}
     for fqn in names:
         if match := EXPERT.fullmatch(fqn):
@@ -148,7 +146,7 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
 
 
 def _recorded_sizes(model: DeepSpeedModel) -> set[int]:
-    """Return the `ep_size` values in the source's expert param groups.
+    """Return the `ep_size` values in the source's expert groups.
 
     Raise LossError for groups that mix experts with other parameters: no engine makes them.
     """

@@ -1,10 +1,10 @@
 """Experts in DeepSpeed's MoE layers (`deepspeed.moe.layer.MoE`), spread over expert-parallel ranks.
 
-    layer_L_expert_E_mp_rank_00_model_states.pt
+layer_L_expert_E_mp_rank_00_model_states.pt
 
-L counts the model's MoE layers, E the layer's experts. These files use whole-model names. Elsewhere a rank numbers only
-its own experts: expert-parallel rank e has experts `e * n` to `e * n + n - 1` in a layer, with n experts per rank
-(deepspeed 0.19.8, runtime/engine.py, `_save_moe_checkpoint`).
+L counts the MoE layers, E a layer's experts. These files use whole-model names. Elsewhere a rank numbers its own
+experts from 0: rank e has experts `e * n` to `e * n + n - 1`, with n per rank (deepspeed 0.19.8, runtime/engine.py,
+`_save_moe_checkpoint`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from converters.deepspeed import model_file
 from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.sharing import Sharing, numbered
 
-#: Expert files by layer number and expert number.
+#: Files by layer and expert number.
 Files = Mapping[tuple[int, int], str]
 
 
 def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """Return the sharing of experts, and the tensors in the expert `files`.
-
-    Raise IncompleteError if an expert's file is missing, CorruptError if a file holds something else.
-    """
+    """Return the sharing of experts, and the tensors in the expert `files`."""
     recorded, wanted = check_files(files, model)
     counts: dict[str, int] = {}
     stored: dict[str, StoredTensor] = {}
@@ -57,12 +54,12 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Shari
 
 
 def is_in_rows(config: Any) -> bool:
-    """Return True if data-parallel ranks with the same experts are consecutive, by the DeepSpeed config."""
+    """Return True if data-parallel ranks with the same experts are consecutive."""
     return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
 
 
 def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-    """Return the number of experts per layer, and (layer, expert) for each expert, after checking that all have files.
+    """Return the number of experts per layer, and (layer, expert) for each expert.
 
     Raise CorruptError for unexpected files, IncompleteError for missing ones.
     """
@@ -95,7 +92,7 @@ def entries_of(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
 
 
 def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
-    """Return the prefix of a name in an expert's file. Raise CorruptError unless it is one of the expert's tensors."""
+    """Return the prefix of a name in an expert's file."""
     match = EXPERT.fullmatch(name) if isinstance(name, str) else None
     if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
         raise CorruptError(

@@ -1,4 +1,4 @@
-"""Source facts used only by DeepSpeed's writers."""
+"""Source facts for DeepSpeed's writers, passed in `Checkpoint.facts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,5 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFacts:
-    """Facts passed from DeepSpeed's readers to its writers in `Checkpoint.facts`."""
-
     #: True if modules are not in the model's own order. Partitions follow the parameter order.
     own_module_order: bool = False

@@ -22,13 +22,12 @@ from ckpt.runs.finding import Steps, find_step, newest_first
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.steps import LATEST
 
-#: Aliases for all formats here.
 ALIASES = ("deepspeed", "ds")
 # Files from before DeepSpeed 0.3 have no underscore before "optim".
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-#: Suffix shared by every file with model parts: whole, per rank, per expert, per pipeline layer.
+#: Suffix of all files with model parts: whole, per rank, per expert, per pipeline layer.
 _MODEL_SUFFIX = "model_states.pt"
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -37,9 +36,9 @@ PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 @dataclass(frozen=True)
 class StepFolder:
-    """Files in one step folder: optimizer files and per-rank model files by data-parallel rank, in numeric order.
+    """Files in one step folder. Optimizer and per-rank model files are keyed by data-parallel rank, in numeric order.
 
-    `model` is the single model file in stages 0 to 2. `experts` are MoE expert files by layer and expert number.
+    `model` is the single model file in stages 0 to 2. `experts` are keyed by layer and expert number.
     `experts_optimizer` are expert-parallel ranks' optimizer files without ZeRO.
     """
 
@@ -54,7 +53,7 @@ class StepFolder:
     def stages(self) -> tuple[int, ...]:
         """ZeRO stages that fit the file names: stage 3 has a model file per rank, stages 1 and 2 have one in total.
 
-        If both kinds are present, left by an earlier run, or neither, only the optimizer files tell.
+        An earlier run may have left the other kind: then only the optimizer files tell.
         """
         if self.model is not None and not self.model_per_rank:
             return 1, 2
@@ -71,9 +70,9 @@ def is_step_folder(path: Path) -> bool:
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
-    """Find the step at `path` or `tag`, if its file names fit ZeRO's `stage`. No file is opened.
+    """Find the step at `path` or `tag`, if its file names fit ZeRO's `stage`.
 
-    Names don't distinguish stages 1 and 2: both accept the folder, and reading the files finds the stage.
+    Names don't distinguish stages 1 and 2; the reader finds the stage.
     """
     with naming_a_complete_step(path, check_names):
         folder = find_step(path, tag, _STEPS)
@@ -81,16 +80,13 @@ def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
 
 
 def zero_steps(path: Path) -> list[Path]:
-    """Return the step folders in `path`, newest first by the number in the name."""
+    """Return the step folders in `path`, newest first."""
     return newest_first(filter(is_step_folder, folders_in(path)))
 
 
 @contextlib.contextmanager
 def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Iterator[None]:
-    """Add a hint to errors about a step folder: the newest step in `path` that passes `check`.
-
-    `check` raises CkptError or OSError for an incomplete step.
-    """
+    """Add a hint to errors about a step folder: the newest step in `path` that passes `check`."""
     try:
         yield
     except CorruptError as error:
@@ -131,14 +127,12 @@ _STEPS = Steps(
 
 
 def tensor_parallel_ranks(path: Path) -> list[int]:
-    """Return the tensor-parallel ranks with files in a step folder."""
     patterns = ((OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (MODEL, 1))
     names = names_in(path)
     return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
 
 
 def tensor_parallel_rank(optimizer: str) -> int:
-    """Return the tensor parallel rank in the name of an optimizer's file."""
     match = OPTIMIZER.fullmatch(os.path.basename(optimizer))
     return int(match[2]) if match else 0
 
@@ -146,8 +140,7 @@ def tensor_parallel_rank(optimizer: str) -> int:
 def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
     """Sort the files in a step folder by kind. With `tp_rank`, keep only this tensor-parallel rank's files.
 
-    Raise CorruptError for two files of one rank, NotFoundError for model-parallel layouts and for expert files from
-    DeepSpeed before 0.5, UnsafeError for a link out of the folder.
+    Raise NotFoundError for model-parallel layouts and for expert files from before DeepSpeed 0.5.
     """
     optimizer: dict[int, str] = {}
     per_rank: dict[int, str] = {}
@@ -181,7 +174,7 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
 
 
 def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | None = None) -> None:
-    """Add a file under its key. Raise CorruptError if the key is taken."""
+    """Add a file. Raise CorruptError if the key is taken."""
     if key in files:
         raise CorruptError(
             "one rank has two files: one is left over from an earlier run",
@@ -194,17 +187,13 @@ def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | No
 
 
 def _is_requested_rank(tp_rank: int | None, found: int, path: str) -> bool:
-    """Return True if files of tensor-parallel rank `found` are wanted.
-
-    Raise NotFoundError for any rank but 0 if `tp_rank` is None.
-    """
+    """Return True if files of tensor-parallel rank `found` are wanted. Any rank but 0 needs a `tp_rank`."""
     if tp_rank is None and found != 0:
         raise tensor_parallel(path)
     return found == (tp_rank or 0)
 
 
 def tensor_parallel(path: str, what: str = "") -> NotFoundError:
-    """Return the error for tensor-parallel files without a record of the sharding."""
     return _unsupported(
         path,
         "tensor parallel parts (mp_rank other than 00) without pipeline layer files" + what,
@@ -214,7 +203,6 @@ def tensor_parallel(path: str, what: str = "") -> NotFoundError:
 
 
 def experts_unsupported(path: str, what: str = "") -> NotFoundError:
-    """Return the error for experts spread over ranks in an unsupported way."""
     return _unsupported(
         path,
         "experts spread over ranks by DeepSpeed-MoE" + what,
@@ -226,15 +214,13 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
 def check_has_model(step: Path) -> None:
     """Raise HalfError if a step has no file with a part of the model.
 
-    DeepSpeed writes the model's files before the optimizer's, so an interrupted save has them. If only some are
-    missing, the step is incomplete, not half, and its reader names the missing file.
+    DeepSpeed writes the model's files before the optimizer's, so an interrupted save has them.
     """
     if not any(name.endswith(_MODEL_SUFFIX) for name in names_in(step)):
         raise optimizer_alone(step, "the model's files, *_model_states.pt")
 
 
 def is_of_experts(name: str) -> bool:
-    """Return True for an expert's file, or an expert-parallel rank's optimizer file."""
     return bool(_EXPERT.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name))
 
 
@@ -244,19 +230,19 @@ def is_data_parallel_file(path: str) -> bool:
 
 
 def is_model_file(name: str) -> bool:
-    """Return True for a tensor-parallel rank's model file, shared by its data-parallel ranks."""
+    """Return True for a model file shared by data-parallel ranks."""
     return bool(MODEL.fullmatch(name))
 
 
 def refuse_unsupported(folder: Path) -> None:
-    """Raise NotFoundError for an unsupported step folder without ZeRO files: tensor-parallel ranks or DeepSpeed-MoE."""
+    """Raise NotFoundError for tensor-parallel ranks or DeepSpeed-MoE without ZeRO files."""
     if not folder.is_dir() or is_universal(folder) or has_name(folder, PIPELINE_LAYER):
         return
     list_step_folder(folder)
 
 
 def is_universal(folder: Path) -> bool:
-    """Return True for a universal checkpoint, which has model files beside the tensor folders."""
+    """Return True for a universal checkpoint. It has model files beside the tensor folders."""
     return (folder / "zero").is_dir()
 
 

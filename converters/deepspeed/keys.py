@@ -1,7 +1,8 @@
-"""Keys in DeepSpeed's files, shared by all readers and writers.
+"""Keys in DeepSpeed's files.
 
-From deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, runtime/zero/
-stage3.py and runtime/bf16_optimizer.py (`state_dict`), checkpoint/ds_to_universal.py (`_save_optimizer_state`).
+From deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py,
+runtime/zero/stage3.py and runtime/bf16_optimizer.py (`state_dict`), checkpoint/ds_to_universal.py
+(`_save_optimizer_state`).
 """
 
 from __future__ import annotations
@@ -9,29 +10,28 @@ from __future__ import annotations
 import re
 
 # fmt: off
-#: Training state with its own key in a model file.
+#: Training state in a model file.
 MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
-#: Training state with its own key in an optimizer file.
+#: Training state in an optimizer file.
 OPTIMIZER_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 #: Key of the client's information for universal checkpoints.
 UNIVERSAL_INFO = "universal_checkpoint_info"
-#: Key for AutoEP's expert records.
 AUTOEP = "ds_autoep_layers"
-#: DeepSpeed's own keys in a model file. All other keys are the user's client state.
+#: DeepSpeed's own keys in a model file. All others are the user's client state.
 MODEL_FILE = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", *MODEL_STATE, "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "num_experts", "ds_config", "ds_version", AUTOEP, UNIVERSAL_INFO,
 })
-#: Keys in an optimizer file, or a universal checkpoint's, that describe tensors or the schema. All other keys are
-#: training state.
+#: Keys in an optimizer file, or a universal checkpoint's, that describe tensors or the schema. All others are training
+#: state.
 OPTIMIZER_FILE = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "single_partition_of_fp32_groups",
     "fp32_flat_groups", "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "ds_version",
     "param_slice_mappings", "param_groups", "ds_zero_partition_groups", UNIVERSAL_INFO,
 })
 # fmt: on
-#: Keys in a model file that differ per slice: random states of Megatron-DeepSpeed and GPT-NeoX.
+#: Model file keys that differ per slice: random states of Megatron-DeepSpeed and GPT-NeoX.
 OF_SLICES = (
     "rng_state",
     "random_rng_state",
@@ -42,7 +42,7 @@ OF_SLICES = (
 )
 #: Key for facts to write a Megatron-DeepSpeed pipeline again.
 PIPELINE = "pipeline"
-#: Expert parameter in DeepSpeed's MoE layers: the prefix, the expert's number, and the rest.
+#: Expert parameter in MoE layers: prefix, number, rest.
 EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
-#: Experts in a layer under AutoEP.
+#: Experts under AutoEP.
 AUTOEP_EXPERTS = re.compile(r".*\.experts\.w[123]")

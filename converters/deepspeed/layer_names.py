@@ -1,9 +1,9 @@
-"""Names of layers that replace transformers' own: GPT-NeoX's, and those from DeepSpeed's AutoEP.
+"""Names of layers that replace transformers' own.
 
 GPT-NeoX without a pipeline (`pipe_parallel_size` 0) has `sequential.N.` plus layer N's own names. AutoEP replaces
 transformers' MoE block by its own layer:
 
-    mlp.experts.w1, w3     [experts, intermediate, hidden]: gate and up, one matrix `gate_up_proj` in transformers 5
+mlp.experts.w1, w3     [experts, intermediate, hidden]: gate and up, one matrix `gate_up_proj` in transformers 5
     mlp.experts.w2         [experts, hidden, intermediate]: `down_proj`
     mlp.router.gate.weight, again as mlp.gate.gate.weight: `mlp.gate.weight`
 
@@ -28,7 +28,7 @@ _ROUTER, _AGAIN = ".mlp.router.gate.weight", ".mlp.gate.gate.weight"
 
 
 def with_known_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename such layers to a namespace's names: GPT-NeoX's to Megatron's, AutoEP's to transformers'.
+    """Rename such layers: GPT-NeoX's to Megatron's names, AutoEP's to transformers'.
 
     Raise LossError for a tensor outside GPT-NeoX's layers.
     """

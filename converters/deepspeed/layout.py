@@ -1,6 +1,6 @@
-"""DeepSpeed's order and offsets of parameters in flat buffers, computed for any number of ranks.
+"""DeepSpeed's order and offsets of parameters in flat buffers, for any number of ranks.
 
-Pure arithmetic over element counts. `partitions` has the same rules for reading.
+Pure arithmetic. `partitions` has the same rules for reading.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class FlatPart:
 class FlatLayout:
     """Param group in stages 1 and 2: one flat buffer, cut evenly over the ranks.
 
-    `starts` and `numels` are per parameter. `paddings` are the elements that `parameter_alignment` adds after each.
-    `used` elements are in use, and every rank has `partition` elements.
+    `paddings` are the elements that `parameter_alignment` adds after each parameter. `used` elements are in use, and
+    every rank has `partition` elements.
     """
 
     starts: tuple[int, ...]
@@ -54,7 +54,6 @@ class FlatLayout:
         return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
 
     def parts(self, rank: int) -> Iterator[FlatPart]:
-        """Yield the rank's parts, in ascending order."""
         first, last = rank * self.partition, (rank + 1) * self.partition
         for index in range(max(0, bisect_right(self.starts, first) - 1), len(self.starts)):
             begin, end = self.starts[index], self.starts[index] + self.numels[index]
@@ -84,7 +83,7 @@ def flat_layout(numels: Sequence[int], num_ranks: int, alignment: int = 1) -> Fl
 
 
 def parameter_alignment(itemsize: int) -> int:
-    """Return the elements per alignment unit of `parameter_alignment`: 16 bytes in the model's dtype."""
+    """Return DeepSpeed's `parameter_alignment` in elements: 16 bytes in the model's dtype."""
     return 16 // gcd(16, itemsize)
 
 
@@ -98,7 +97,7 @@ class SlotLayout:
     num_ranks: int
 
     def parts(self, rank: int) -> Iterator[FlatPart]:
-        """Yield the rank's parts, in ascending order. The rest of its slots is padding."""
+        """Yield the rank's parts. The rest of its slots is padding."""
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             slot = slot_size(numel, self.num_ranks)
             start, stop = min(rank * slot, numel), min((rank + 1) * slot, numel)
@@ -140,6 +139,6 @@ def dealt(items: Sequence[T], num_ranks: int) -> list[T]:
 
 
 def before_dealing(items: Sequence[T], num_ranks: int) -> list[T]:
-    """Return the items in their order before `dealt`."""
+    """Undo `dealt`."""
     places = dealt(range(len(items)), num_ranks)
     return [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]

@@ -24,7 +24,7 @@ from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_
 #: Version written for sources from other frameworks.
 VERSION = "0.19.8"
 
-#: Training state fields with a place in DeepSpeed's files.
+#: Training state with a place in DeepSpeed's files.
 _FIELDS = (*MODEL_STATE, "loss_scaler", "ds_config", "client_state", "extra_state")
 
 
@@ -33,8 +33,8 @@ class DeepSpeedModel:
     """Model and optimizer in DeepSpeed's terms.
 
     `groups` are the optimizer's, in its order. `resumable` is False if the source does not record them; then there is
-    one per parameter. `weights` has every parameter, `masters` the trainable ones. `states` has the optimizer's tensors
-    by fqn and role, `scalars` its numbers by name and fqn.
+    one per parameter. `weights` has every parameter, `masters` the trainable ones. `states` has tensors by fqn and
+    role, `scalars` numbers by name and fqn.
     """
 
     checkpoint: Checkpoint
@@ -46,9 +46,9 @@ class DeepSpeedModel:
     buffers: Mapping[str, Tensor]
     left_out: Mapping[Key, str]
     notes: tuple[str, ...]
-    #: True to write states in the `elastic_checkpoint` form, without hyperparameters, because the source lacks them.
+    #: True for the `elastic_checkpoint` form, because the source lacks hyperparameters.
     is_elastic: bool = False
-    #: States, except steps, with different numbers inside a group, for example Adafactor's RMS.
+    #: Numbers, except steps, that differ inside a group, for example Adafactor's RMS.
     uneven_numbers: tuple[str, ...] = ()
 
     @property
@@ -92,16 +92,14 @@ class DeepSpeedModel:
 
     @property
     def is_deepspeed(self) -> bool:
-        """True if DeepSpeed wrote the source."""
         return _is_deepspeed(self.checkpoint)
 
     @property
     def version(self) -> str:
-        """DeepSpeed version, recorded in the source."""
         return str((self.state.engine_version if self.is_deepspeed else None) or VERSION)
 
     def roles(self, fqns: Iterable[str]) -> list[str]:
-        """Return the optimizer's tensor states that any of these parameters has."""
+        """Return the tensor states that any of these parameters has."""
         return list(dict.fromkeys(role for fqn in fqns for role in self.states.get(fqn, ())))
 
     def master_dtype(self, fqns: Sequence[str]) -> DType:
@@ -113,12 +111,12 @@ class DeepSpeedModel:
         return FLOAT32
 
     def state_dtype(self, fqns: Iterable[str], role: str) -> DType:
-        """Return the dtype for a flat buffer of states: the source's, or fp32 if the parameters differ."""
+        """Return the dtype for a flat buffer of states: fp32 if the parameters differ."""
         stored = {self.states[fqn][role].dtype for fqn in fqns if role in self.states.get(fqn, ())}
         return stored.pop() if len(stored) == 1 else FLOAT32
 
     def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
-        """Return states that are one number for all these parameters, such as Adam's step, without `uneven_numbers`.
+        """Return states that are one number for all these parameters, without `uneven_numbers`.
 
         Raise LossError if steps differ, because a flat buffer has only one.
         """
@@ -137,7 +135,7 @@ class DeepSpeedModel:
 
     @property
     def dropped(self) -> list[str]:
-        """Notes on optimizer states that are numbers and don't fit flat buffers."""
+        """Notes on numbers that don't fit flat buffers."""
         why = "parameters in one group have different values, and ZeRO's flat buffers store one"
         return [f"optimizer state {name}: {why}" for name in self.uneven_numbers]
 
@@ -196,10 +194,7 @@ def describe(
 
 
 def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native: bool = False) -> None:
-    """Raise UsageError if the model has experts that its engine would load from expert files.
-
-    `but_native` allows DeepSpeed's MoE layers.
-    """
+    """Raise UsageError for experts in expert files. `but_native` allows DeepSpeed's MoE layers."""
     auto = config.get("expert_parallel")
     is_auto = isinstance(auto, Mapping) and bool(auto.get("enabled"))
     if expert := next(
@@ -218,7 +213,7 @@ def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
-    """Return the config's dtype for a model trained with float32 weights, like FSDP's. None otherwise.
+    """Return the config's dtype for a model trained with float32 weights, like FSDP's.
 
     DeepSpeed's 16-bit models have their own weights beside float32 masters.
     """
@@ -261,7 +256,6 @@ def _kept_notes(kept: Mapping[str, Choice]) -> Iterator[str]:
 
 
 def _ties(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the aliases of existing tensors."""
     found = {fqn for fqn, _ in checkpoint.tensors}
     return {alias: owner for alias, owner in checkpoint.ties.items() if owner in found}
 
@@ -275,7 +269,7 @@ def _is_buffer(tensor: Tensor) -> bool:
 
 
 def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
-    """Return the optimizer's groups, and True if the source records them with hyperparameters."""
+    """Return the optimizer's groups, and True if they have hyperparameters."""
     known = _known_groups(checkpoint, weights)
     if known and all(group.options for group in known):
         return known, True
@@ -284,7 +278,7 @@ def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tupl
 
 
 def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
-    """Return the groups of a ZeRO run without recorded hyperparameters if all have the same states, else []."""
+    """Return the groups of a ZeRO run without hyperparameters if all have the same states."""
     known = _known_groups(checkpoint, weights) if _is_deepspeed(checkpoint) else []
     roles: dict[str, set[str]] = {}
     for fqn, role in checkpoint.tensors:
@@ -316,7 +310,7 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
 
 
 def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) -> ParamGroup:
-    """Return another framework's Adam group with the options that DeepSpeed's Adam requires."""
+    """Add the options that DeepSpeed's Adam requires to another framework's Adam group."""
     roles = {role for fqn in group.fqns for role in states.get(fqn, ())}
     if not adam.is_adam(group.options, roles):
         return group
@@ -363,7 +357,7 @@ def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
 def _states(
     checkpoint: Checkpoint, masters: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[Key, str]]:
-    """Return the optimizer's tensors by fqn and role, and the tensors left out for their shape, with the reason."""
+    """Return tensors by fqn and role, and the tensors left out for their shape, with the reason."""
     states: dict[str, dict[str, Tensor]] = {}
     misfits: list[Key] = []
     for (fqn, role), tensor in checkpoint.tensors.items():
@@ -391,7 +385,7 @@ def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Ite
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
-    """Yield notes on parameters without states, because they never had a gradient. DeepSpeed fills in zeros."""
+    """Yield notes on parameters without states. They never had a gradient; DeepSpeed fills in zeros."""
     gaps: dict[str, list[str]] = {}
     for group in groups:
         for role in dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ())):
@@ -406,7 +400,6 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
 
 
 def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the `zero_optimization` section in the source's DeepSpeed config."""
     options = (checkpoint.state.ds_config or {}).get("zero_optimization")
     return options if isinstance(options, Mapping) else {}
 
@@ -467,7 +460,6 @@ def loss_scaler(model: DeepSpeedModel, config: Mapping[str, Any]) -> Record:
 
 
 def optimizer_items(model: DeepSpeedModel) -> dict[str, Any]:
-    """Return the source's optimizer file entries other than tensors."""
     scaler = {} if model.state.loss_scaler is None else {"loss_scaler": model.state.loss_scaler}
     return scaler | dict(model.state.private.get("deepspeed", {}))
 

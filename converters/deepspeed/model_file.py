@@ -1,6 +1,6 @@
 """DeepSpeed's model files (`mp_rank_00_model_states.pt`, or one per rank in stage 3).
 
-Facts: see `converters.deepspeed.zero`; keys: `converters.deepspeed.keys`.
+Facts: see `converters.deepspeed.zero`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from converters.deepspeed.state_dict_names import StateDictNames, match
 
 
 def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
-    """Return the tensors of the module's state dict by parameter and buffer name.
-
-    Entries without a tensor (`_extra_state`) belong to `training_state`.
-    """
+    """Return the tensors of the module's state dict by parameter and buffer name."""
     return module_and_names(model, num_tensor_parallel)[0]
 
 
@@ -144,9 +141,9 @@ FROZEN_LEFT_OUT = (
 
 
 def frozen_saved(model: RankFile, stage: int) -> bool | None:
-    """Return True if frozen parameters were saved. Stages 2 and 3 then record a dict, maybe empty.
+    """Return True if frozen parameters were saved, None if it is unknown.
 
-    From deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`. None if it is unknown.
+    Stages 2 and 3 then record a dict, maybe empty (deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`).
     """
     if stage < 2 or "frozen_param_shapes" not in model.content:
         return None
@@ -189,7 +186,7 @@ def _fragment(model: RankFile, fqn: str) -> StoredTensor:
 
 
 def training_state(model: RankFile, optimizer: Mapping[str, Any], **fields: Any) -> TrainingState:
-    """Return DeepSpeed's training state, with the user's client state as one item. `fields` come from other files."""
+    """Return DeepSpeed's training state, with the user's client state as one item."""
     content = model.content
     found = {name: content[name] for name in (*MODEL_STATE, "ds_config") if content.get(name) is not None}
     found |= {name: value for name, value in optimizer.items() if name not in OPTIMIZER_FILE and value is not None}

@@ -1,11 +1,11 @@
 """GPT-NeoX without a pipeline (`pipe_parallel_size` 0): tensor-parallel ranks with separate files.
 
-The model is the pipeline's layers in a row, `sequential.N.` plus layer N's own parameter names (EleutherAI/gpt-neox:
+The model is the pipeline's layers in a row, `sequential.N.` plus layer N's own names (EleutherAI/gpt-neox:
 megatron/model/gpt2_model.py, `to_sequential`; megatron/model/utils.py, `SequentialWrapper`). The sharding is not
 recorded: it follows from the names, and the sizes in the run's arguments prove it (megatron/checkpointing.py,
 `save_ds_checkpoint`). With a parallel residual, the ranks' biases in row-parallel layers are summed
 (tools/ckpts/convert_neox_to_hf.py does the same); otherwise they are equal (megatron/model/transformer.py,
-`ParallelTransformerLayer.forward`). Only the Hub's config tells the two cases apart.
+`ParallelTransformerLayer.forward`). Only the Hub's config tells.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ _DIMS = {
     "linear_fc2.weight": "h f",
     "linear_fc2.bias": "h",
 }
-#: Row-parallel layers' biases: summed over ranks, or equal on all.
 _ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 
 
 def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing | None:
-    """Return how the `ranks` with files share tensors, if `file`, one rank's model file, is GPT-NeoX's; else None.
+    """Return how `ranks` share tensors if `file`, one rank's model file, is GPT-NeoX's; else None.
 
     `folders` may hold the Hub's config.
     """

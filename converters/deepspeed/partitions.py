@@ -1,6 +1,6 @@
 """ZeRO's rules for the place of a parameter's elements: one for stages 1 and 2, one for stage 3.
 
-Pure arithmetic over extents. A rule is stored per flat group (or slot offset), never per rank and tensor.
+A rule is stored per flat group (or slot offset), never per rank and tensor.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ckpt.plan.tensors import Extent, FlatRange, Fragment, Run, Shape, run_fragm
 class FlatGroup:
     """Flat buffer cut evenly: rank r holds the elements from `r*partition` on.
 
-    Extents may be shorter than `partition` (stripped padding) or have padding after the last parameter. `ranks` are the
-    ranks that share the buffer, in order; all by default.
+    Extents may be shorter than `partition` (stripped padding) or have padding at the end. `ranks` share the buffer, in
+    order; all by default.
     """
 
     extents: Sequence[Extent]
@@ -29,8 +29,8 @@ class FlatGroup:
 class InFlatGroup:
     """Rule for stages 1 and 2: a parameter starts at element `start` in a flat group, with `behind` padding after it.
 
-    deepspeed/runtime/zero/stage_1_and_2.py: parameters are laid end to end (with `parameter_alignment`, with padding in
-    between). The buffer is padded to a multiple of twice the world size and cut evenly.
+    deepspeed/runtime/zero/stage_1_and_2.py: parameters lie end to end (`parameter_alignment` pads between them). The
+    buffer is padded to a multiple of twice the world size and cut evenly.
     """
 
     group: FlatGroup
@@ -100,5 +100,4 @@ class InSlots:
 
 
 def slot_size(numel: int, num_ranks: int) -> int:
-    """Return the elements in a rank's stage 3 slot for a parameter with `numel` elements."""
     return -(-numel // num_ranks)

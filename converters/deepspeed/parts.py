@@ -1,5 +1,3 @@
-"""Tensors assembled from the ranks' parts, by arithmetic over boxes and extents."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -10,10 +8,9 @@ from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regi
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """One rank's part with its own `shape`: its elements, and their boxes in the whole tensor.
+    """One rank's part with its own `shape`. `boxes` lie end to end along the part's dim 0.
 
-    `boxes` lie end to end along the part's dim 0. `ranks` maps `source`'s data-parallel ranks to the run's ranks; None
-    if unknown.
+    `ranks` maps `source`'s data-parallel ranks to the run's ranks; None if unknown.
     """
 
     shape: Shape
@@ -22,7 +19,6 @@ class RankPart:
     ranks: Sequence[int] | None
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        """Yield the part's fragments in the whole tensor's `shape`."""
         for found in self.source.fragments(self.shape):
             fragment = found._replace(rank=self.ranks[found.rank or 0] if self.ranks else None)
             if isinstance(fragment.region, Box):  # a whole tensor in a layer's file
@@ -39,8 +35,6 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Source joining the parts on tensor-parallel or expert-parallel ranks."""
-
     parts: tuple[RankPart, ...]
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:

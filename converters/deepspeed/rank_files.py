@@ -1,6 +1,6 @@
 """One rank's DeepSpeed file, and the structure of ZeRO's optimizer files.
 
-Shared by the readers of formats with such files. Facts: see `converters.deepspeed.zero`.
+Facts: see `converters.deepspeed.zero`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def partition_counts(inner: RankFile) -> tuple[int, ...]:
 def in_group_order(inner: RankFile, counts: Sequence[int]) -> RankFile:
     """Return a rank's optimizer file with param groups in the order of `counts`, another rank's partition counts.
 
-    DeepSpeed-MoE builds expert groups from a set of names, and its order differs per process (deepspeed 0.19.8,
-    moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`). Groups with equal counts keep their order.
+    The order of expert groups differs per process (see `converters.deepspeed.dealt_experts`). Groups with equal counts
+    keep their order.
     """
     own = partition_counts(inner)
     if own == tuple(counts):
@@ -103,8 +103,8 @@ def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
 def partition_size(inners: list[RankFile], group: int) -> int:
     """Return the elements per rank in the group's flat buffer, padding included.
 
-    The size is rank 0's kept elements plus its recorded padding. Other ranks don't work: before DeepSpeed 0.16.4 the
-    last rank recorded all ranks' padding. BF16_Optimizer strips nothing.
+    The size is rank 0's kept elements plus its recorded padding. Before DeepSpeed 0.16.4 the last rank recorded all
+    ranks' padding. BF16_Optimizer strips nothing.
     """
     first = inners[0]
     size = flat_extent(first.need("single_partition_of_fp32_groups")[group], first).numel
@@ -155,12 +155,12 @@ def flat_extent(stored: Any, inner: RankFile) -> Extent:
 
 
 def base_groups(inner: RankFile) -> tuple[ParamGroup, ...]:
-    """Return the param groups of a rank's inner optimizer. They list flat buffers in place of parameters."""
+    """Return a rank's param groups. They list flat buffers in place of parameters."""
     return groups_of(inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict"), inner.path)
 
 
 def in_sub_groups(groups: Iterable[ParamGroup], sub_groups: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """Return the groups with their stage 3 sub-groups replaced by parameters."""
+    """Replace stage 3 sub-groups by their parameters."""
     return tuple(replace(group, fqns=tuple(fqn for i in group.fqns for fqn in sub_groups[int(i)])) for group in groups)
 
 

@@ -1,8 +1,6 @@
 """Sharing of a model's tensors over ranks: each rank's boxes of every tensor, by name.
 
-One class for all kinds of sharing, built in five ways:
-
-    autotp.recorded          tensor-parallel ranks, recorded by AutoTP
+autotp.recorded          tensor-parallel ranks, recorded by AutoTP
     neox.known_by_name       tensor-parallel ranks in GPT-NeoX, which records nothing
     autoep.recorded          expert-parallel ranks, recorded by AutoEP
     experts.read_experts     expert-parallel ranks in DeepSpeed's MoE layers, by the number of experts
@@ -32,7 +30,7 @@ from converters.deepspeed.parts import Joined, RankPart
 class Cut:
     """Sharded tensor with whole `shape`: each rank's boxes of it, laid end to end in the rank's shard.
 
-    `shards` are the shards' shapes. If `is_added`, each rank has a summand of the tensor instead.
+    If `is_added`, each rank has a summand of the tensor instead.
     """
 
     shape: Shape
@@ -46,7 +44,7 @@ class Cut:
         return all(boxes == (whole(self.shape),) for boxes in self.boxes)
 
     def check(self, whose: str, held: Sequence[Tensor | None], paths: Sequence[str]) -> list[Tensor]:
-        """Return the ranks' parts, read from `paths`. Raise CorruptError if one is missing or unlike its shard."""
+        """Return the ranks' parts. Raise CorruptError if one is missing or unlike its shard."""
         first = next(one for one in held if one is not None)
         found = []
         for one, shard, path in zip(held, self.shards, paths, strict=True):
@@ -62,7 +60,7 @@ class Cut:
         return found
 
     def joined(self, held: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> Tensor:
-        """Return the whole tensor made of the parts. `ranks` are the data-parallel ranks that have each part."""
+        """Join the parts. `ranks` are the data-parallel ranks that have each part."""
         if self.is_replicated and len(held) > 1:
             sources: list[Source] = [source for one in held for source in (one.source, *one.replicas)]
             return replace(held[0], replicas=tuple(sources[1:]))
@@ -75,18 +73,17 @@ class Cut:
 class Sharing:
     """Boxes of each tensor held by each of `num_ranks` ranks, by the tensor's whole-model name.
 
-    `cuts` has the tensors with boxes recorded or known by name. `counts` has the number of experts in each DeepSpeed
-    MoE layer, by name prefix; an expert is whole on one rank, which numbers its own from 0. Any other tensor is whole
-    on every rank. `path` is the file that records the sharing.
+    `cuts` has the tensors with recorded or inferred boxes. `counts` has the number of experts in each DeepSpeed MoE
+    layer, by name prefix; an expert is whole on one rank. Any other tensor is whole on every rank. `path` is the file
+    that records the sharing.
     """
 
     path: str
     num_ranks: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
-    #: `use_data_before_expert_parallelism`: data-parallel ranks with the same experts are consecutive.
     is_in_rows: bool = False
-    #: Description of the joining rule for notes, and client state for a run with whole tensors.
+    #: Joining rule for notes, and client state for a run with whole tensors.
     how: str = "by AutoTP's record"
     client: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,17 +97,15 @@ class Sharing:
         return int(match[2]) // (self._each(match) or 1) if match else None
 
     def name_on_rank(self, fqn: str) -> str:
-        """Return the name of an expert's tensor on its rank."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, int(match[2]) % self._each(match)) if match else fqn
 
     def name_in_model(self, fqn: str, rank: int) -> str:
-        """Return the whole-model name of the tensor that a rank calls `fqn`."""
+        """Return the whole-model name of a rank's `fqn`."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, rank * self._each(match) + int(match[2])) if match else fqn
 
     def _each(self, match: re.Match[str]) -> int:
-        """Return the number of experts per rank in a layer."""
         return self.counts[match[1]] // self.num_ranks
 
     def rank_shapes(self, rank: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -145,8 +140,7 @@ class Sharing:
     ) -> Iterator[tuple[range, dict[str, Shape]]]:
         """Yield the data-parallel ranks that share a param group's flat buffer, and its parameters by model name.
 
-        `shapes` are rank 0's records, and `count` ranks share a buffer. Yield one buffer shared by all ranks, or one
-        per expert-parallel rank.
+        `shapes` are rank 0's records, and `count` ranks share a buffer.
         """
         if count == world_size and not any(map(self.is_shared, shapes)):
             yield range(world_size), dict(shapes)
@@ -199,10 +193,7 @@ class Sharing:
                 )
 
     def together(self, parts: Sequence[Mapping[Key, Tensor]], ranks: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yield the tensors made of `parts` on expert-parallel ranks.
-
-        A part's fragments name their rank by its index in `ranks`.
-        """
+        """Yield the tensors made of `parts`. A part's fragments name their rank by its index in `ranks`."""
         every = [(key, tensor) for part in parts for key, tensor in part.items()]
         yield from (tensor for (fqn, _), tensor in every if fqn not in self.cuts)
         for key in dict.fromkeys(key for key, _ in every if key[0] in self.cuts):

@@ -1,10 +1,10 @@
 """DeepSpeed without ZeRO (stage 0): reader.
 
-One file, `mp_rank_00_model_states.pt`, has the module and the optimizer: torch's own in fp32, and under bf16 and fp16 a
-wrapper with float32 masters. Under AutoTP each tensor-parallel rank has such a file with its shards
-(`converters.deepspeed.autotp`). With MoE layers there is a file per expert, and a file per expert-parallel rank's
-optimizer, `expp_rank_E_mp_rank_00_optim_states.pt`. Format facts: deepspeed 0.19.8, runtime/engine.py
-(`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unfused_optimizer.py (`state_dict`).
+`mp_rank_00_model_states.pt` has the module and the optimizer: torch's own in fp32, and under bf16 and fp16 a wrapper
+with float32 masters. Under AutoTP each tensor-parallel rank has such a file (`converters.deepspeed.autotp`). With MoE
+layers there is a file per expert, and one per expert-parallel rank's optimizer,
+`expp_rank_E_mp_rank_00_optim_states.pt`. Format facts: deepspeed 0.19.8, runtime/engine.py (`_save_checkpoint`,
+`_save_moe_checkpoint`), runtime/fp16/unfused_optimizer.py (`state_dict`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from converters.deepspeed.sharing import Sharing
 from converters.optimizers.state_dicts import GROUPS, STATE, Optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 
-#: Name pattern for expert param groups.
+#: Name of an expert group.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
-#: Optimizer entries for tensors. Other entries are training state.
+#: Optimizer entries for tensors. All others are training state.
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", STATE, GROUPS)
 
 
@@ -68,10 +68,7 @@ class Stage0(Format):
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find the step folder: `path`, the one named by `tag`, or the one in `latest`.
-
-        Raise NotFoundError for unsupported DeepSpeed files.
-        """
+        """Find the step folder. Raise NotFoundError for unsupported DeepSpeed files."""
         found = find_step(path, tag, _STEPS)
         folders = [path, *candidate_folders(path, tag, _STEPS)] if found is None and path.is_dir() else []
         for folder in folders:
@@ -80,7 +77,7 @@ class Stage0(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step. Optimizer states get the names proven by their shapes, or are left out with a note."""
+        """Describe a step. States are named by their shapes, or left out with a note."""
         with known_structure(path):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
@@ -92,7 +89,7 @@ ZERO0 = Stage0()
 
 
 def _is_step(folder: Path) -> bool:
-    """Return True if the folder only has tensor-parallel model files, mostly one, without partitions or layers.
+    """Return True if the folder only has tensor-parallel model files, mostly one.
 
     A universal checkpoint from stage 1 or 2 has the same files.
     """
@@ -124,7 +121,7 @@ def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
 
 @dataclass(frozen=True)
 class _RankContent:
-    """One tensor-parallel rank's content, mostly the only rank's: module tensors and optimizer.
+    """One tensor-parallel rank's module tensors and optimizer.
 
     `optimizers` belong to expert-parallel ranks, by number. `named` is None if their names can't be proven.
     """
@@ -173,7 +170,7 @@ def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: in
 
 
 def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkpoint:
-    """Describe a tensor-parallel rank's content like a model, with the states of the `named` optimizers."""
+    """Describe a tensor-parallel rank like a model, with the states of the `named` optimizers."""
     file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
     if "optimizer" not in file.content:
@@ -211,10 +208,7 @@ def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkp
 
 
 def _missing_optimizer(file: RankFile) -> str | None:
-    """Return the reason why a ZeRO run's optimizer is missing, or None.
-
-    From stage 1 on the optimizer has its own files, and the model's file records the stage.
-    """
+    """Return the reason why a ZeRO run's optimizer is missing. From stage 1 on it has its own files."""
     options = (file.content.get("ds_config") or {}).get("zero_optimization")
     stage = options.get("stage") if isinstance(options, dict) else None
     if not stage or file.content.get("optimizer"):
@@ -239,10 +233,7 @@ def _read_states(optimizer: Optimizer, rank: int, held: _RankContent, states: Op
 
 
 def _optimizer(file: RankFile) -> Optimizer:
-    """Return the optimizer in a file, with masters among its parameters' states.
-
-    Raise CorruptError if it is not an optimizer's state, or has states without a parameter.
-    """
+    """Return the optimizer in a file, with masters among its parameters' states."""
     optimizer = file.content.get("optimizer") or {}
     if not isinstance(optimizer, Mapping):
         raise CorruptError("this is not an optimizer state", path=file.path, found=type(optimizer).__name__)
@@ -260,7 +251,6 @@ def _optimizer(file: RankFile) -> Optimizer:
 
 
 def _expert_parallel_sizes(optimizer: Optimizer) -> set[int]:
-    """Return the sizes in the names of expert groups."""
     names = [_EP_SIZE.fullmatch(str(group.options.get("name"))) for group in optimizer.groups if _is_of_experts(group)]
     return {int(match[1]) for match in names if match}
 
@@ -291,7 +281,7 @@ def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing
 
 
 def _groups(named: Sequence[Optimizer], sharing: Sharing) -> tuple[ParamGroup, ...]:
-    """Return the whole model's param groups, joining the ranks' parts."""
+    """Join the ranks' param groups."""
     every = zip(*(optimizer.groups for optimizer in named), strict=True)
     return tuple(
         replace(groups[0], fqns=sharing.in_order(fqn for group in groups for fqn in group.fqns)) for groups in every

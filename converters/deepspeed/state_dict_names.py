@@ -23,8 +23,7 @@ _Parts = tuple[str, ...]
 class StateDictNames:
     """State dict names matched with recorded names.
 
-    `renamed` maps a dict name to the recorded name. `unmatched` are entries that may be recorded parameters under names
-    without a visible relation.
+    `renamed` maps a dict name to the recorded name. `unmatched` may be recorded parameters without a visible relation.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +34,6 @@ class StateDictNames:
         return self.unmatched.union(fqn for fqn in self.renamed.values() if fqn in trained)
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence for each kind of entry."""
         if self.renamed:
             name, recorded = next(iter(self.renamed.items()))
             yield (
@@ -105,5 +103,4 @@ def _fits(shape: Shape, recorded: Shape | None) -> bool:
 
 
 def _is_expert(fqn: str) -> bool:
-    """Return True for a parameter stored in an expert file."""
     return bool(EXPERT.fullmatch(fqn) or AUTOEP_EXPERTS.fullmatch(fqn))

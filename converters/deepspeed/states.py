@@ -1,7 +1,7 @@
 """Optimizer states of one ZeRO flat buffer on all ranks.
 
-States come in three kinds: tensors with an element per buffer element, plain or quantized; numbers; and states of a
-rank's whole part, which belong to no parameter.
+Kinds: tensors with an element per buffer element, plain or quantized; numbers; and states of a rank's whole part, which
+belong to no parameter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Sizes = Collection[int]
 class GroupStates:
     """Optimizer states of one flat buffer, on all ranks.
 
-    `buffers` are the ranks' extents of elementwise states by name; `numbers` are single numbers. For a buffer in
-    `quantized`, the extents hold computed plain values, resolved by `in_blocks`. `left` describes every other state.
+    `buffers` are the ranks' extents of elementwise states by name. For a buffer in `quantized`, the extents hold
+    computed plain values. `left` describes states of no kind.
     """
 
     buffers: dict[str, list[Extent]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class GroupStates:
         return InBlocks(rule, paths) if paths else rule
 
     def add_to(self, found: OptimizerStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
-        """Add the numbers and quantized states for these parameters. `file` is one of the buffer's files.
+        """Add the numbers and quantized states for these parameters.
 
         Raise CorruptError if a parameter already has a different number; the message calls the holders `who`.
         """
@@ -92,7 +92,7 @@ def group_states(
 
 
 def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) -> GroupStates:
-    """Return a stage 1 or 2 group's states, padded like its partitions, or unpadded with `elastic_checkpoint`.
+    """Return a stage 1 or 2 group's states.
 
     DeepSpeed pads states only if they are elastic. Others it loads as they are, and the next step fails.
     """

@@ -4,10 +4,10 @@ Format facts: deepspeed 0.19.8. checkpoint/ds_to_universal.py writes it, `load_u
 (runtime/base_optimizer.py and checkpoint/universal_checkpoint.py for stages 1 and 2, runtime/zero/stage3.py for 3).
 There are two forms:
 
-    stages 1, 2   a dict {param, cat_dim} with the whole tensor; step.pt; mp_rank_00_model_states.pt
+stages 1, 2   a dict {param, cat_dim} with the whole tensor; step.pt; mp_rank_00_model_states.pt
     stage 3       the bare tensor, flat; the step in zero/optimizer_state.pt; zero_pp_rank_*_mp_rank_00_model_states.pt
 
-Stage 3 accepts the dict form, too. So a source without a stage is written in a form that every stage loads.
+Stage 3 accepts the dict form, too, so a source without a stage is written in it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FP32 = "fp32"
 STEP = "step"
 
 _OPTIMIZER_STATE = "optimizer_state.pt"
-#: States loaded by stage 3, by name (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
+#: States loaded by stage 3 (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
 _STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
 
 
@@ -81,7 +81,7 @@ class Universal(Format):
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find the folder with `zero/`: `path`, the one named by `tag`, or the one in `latest_universal`."""
+        """Find the folder with `zero/`, also by `latest_universal`."""
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
@@ -180,7 +180,7 @@ def _read_folder(path: Path) -> Checkpoint:
 
 
 def _stage_of(models: Sequence[RankFile]) -> int:
-    """Return the stage that wrote the model files: 3 has one per rank; for 1 and 2 the engine's config tells."""
+    """Return the stage of the model files: 3 has one per rank; for 1 and 2 the engine's config tells."""
     if is_data_parallel_file(models[0].path):
         return 3
     config = models[0].content.get("ds_config")
@@ -212,7 +212,6 @@ def _model_files(reading: _UniversalReading) -> list[RankFile]:
 
 
 def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: DType | None) -> None:
-    """Add the tensors in `zero/<fqn>/`: master, states, step."""
     folder = confined(reading.path / "zero", fqn)
     names = names_in(folder) if folder.is_dir() else []
     if f"{FP32}.pt" not in names:
@@ -237,7 +236,6 @@ def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: D
 
 
 def _param(value: Any, path: Path) -> StoredTensor:
-    """Return the tensor in a file in either form."""
     stored = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(stored, StoredTensor):
         raise CorruptError("the file has no tensor", path=path, expected="a tensor, or a dict with `param`")
@@ -303,7 +301,6 @@ def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str
 
 
 def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target:
-    """Lay out a run folder, or only the step folder if `is_step`."""
     model = zero_model.describe(checkpoint, layout.dtype)
     stage = _written_stage(checkpoint)
     num_ranks = checkpoint.world_size or 1
@@ -325,7 +322,7 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target
 
 
 def _written_stage(checkpoint: Checkpoint) -> int | None:
-    """Return the stage whose form is written: the source's, or its config's. None means the form for all stages."""
+    """Return the source's stage, or its config's. None means the form for all stages."""
     if checkpoint.state.zero_stage is not None:
         return checkpoint.state.zero_stage
     recorded = zero_model.zero_options(checkpoint).get("stage")
@@ -348,7 +345,7 @@ def _files(
 
 
 def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
-    """Yield a parameter's files. DeepSpeed has every state for every parameter: zeros if it never had a gradient."""
+    """Yield a parameter's files. States without a gradient are zeros."""
     master, states = model.masters[fqn], model.states.get(fqn, {})
     for role in roles:
         if role not in states:
@@ -362,7 +359,7 @@ def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, b
             fill = (FromSource(tensor.key, FlatRange(0, tensor.numel)),)
             yield path, NewTensor(dtype, (tensor.numel,), fill)
         else:
-            # DeepSpeed cuts every tensor along a dim and fails without one, so 0-dim tensors get one.
+            # DeepSpeed cuts every tensor along a dim, so 0-dim tensors get one.
             yield path, {"cat_dim": 0, "param": replace(copy_of(tensor, dtype), shape=tensor.shape or (1,))}
     step = model.checkpoint.state.scalars.get(STEP, {}).get(fqn)
     if not bare and step is not None:

@@ -1,14 +1,14 @@
 """DeepSpeed ZeRO stages 1, 2 and 3: writer for any number of ranks.
 
-The output equals a save by an engine with this number of ranks, so `load_checkpoint` loads it without options. Format
-facts: deepspeed 0.19.8, runtime/engine.py (`_common_checkpoint_state`, `_save_zero_checkpoint`, `_load_checkpoint`,
-`load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`, `load_state_dict`),
-runtime/bf16_optimizer.py (its engine also loads ZeRO-1's schema).
+`load_checkpoint` loads the output without options. Format facts: deepspeed 0.19.8, runtime/engine.py
+(`_common_checkpoint_state`, `_save_zero_checkpoint`, `_load_checkpoint`, `load_module_state_dict`),
+runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`, `load_state_dict`), runtime/bf16_optimizer.py (its engine
+also loads ZeRO-1's schema).
 
-With known hyperparameters the schema is the one without `elastic_checkpoint`, which an elastic engine also loads. The
-elastic schema can't hold hyperparameters, so it is only written for sources that use it. The output then has a step
-count: the elastic loader needs it, but its saver omits it with torch's optimizers. An engine without
-`elastic_checkpoint` would pad a 0-dim step like a partition (`_restore_base_optimizer_state`).
+An elastic engine also loads the schema without `elastic_checkpoint`. The elastic schema can't hold hyperparameters, so
+it is only written for sources that use it. The output then has a step count: the elastic loader needs it, but its saver
+omits it with torch's optimizers. An engine without `elastic_checkpoint` would pad a 0-dim step like a partition
+(`_restore_base_optimizer_state`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
 
 
 def master_notes(model: DeepSpeedModel) -> Iterator[str]:
-    """Yield notes on masters made from weights."""
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
         what = "have no master in the source: their weights became masters"
@@ -137,7 +136,7 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         yield f"ds_config: train_batch_size {batch} is not a multiple of {ranks}; resume with a multiple"
 
 
-# -- file names and shared content -------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 #: File name in the step folder, and the object for torch.load.
 File = tuple[str, Any]
@@ -156,7 +155,7 @@ def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any,
 def model_root(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
 ) -> dict[str, Any]:
-    """Return a model file's content with the module, on one rank without model parallelism."""
+    """Return a model file's content with the module, without model parallelism."""
     whole = stage < 3
     module = _module(model, whole)
     shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
@@ -187,7 +186,7 @@ def common_root(
     """Return a model file's common part without client state: engine.py, `_common_checkpoint_state`.
 
     `num_ranks` are the data-parallel ranks for each of the `tp` x `pp` model parts. `own` holds the file's module
-    entries, if any.
+    entries.
     """
     state = model.state
     root: dict[str, Any] = {
@@ -235,7 +234,7 @@ def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
 def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
     """Return shapes and elements of parameters outside the optimizer, whole or as this rank's slots.
 
-    Return None, None if the source leaves them out, like PEFT: the loader accepts None, but no incomplete dict.
+    Return None, None if the source leaves them out, like PEFT: the loader accepts no incomplete dict.
     """
     if not model.frozen and (model.state.frozen_saved is False or is_adapter(model.weights)):
         return None, None
@@ -254,8 +253,7 @@ def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | N
 class LocalParameter:
     """Part of a parameter in a tensor-parallel rank's module.
 
-    `name` is the module's name for it. `shape` is the part's shape, made of `boxes` of the whole tensor, laid end to
-    end.
+    `name` is the module's name. `boxes` of the whole tensor lie end to end in `shape`.
     """
 
     name: str
@@ -267,7 +265,6 @@ class LocalParameter:
         return prod(self.shape)
 
     def parts(self, tensor: Tensor, start: int, stop: int, at: int) -> Iterator[FromSource]:
-        """Yield elements `start:stop` of the part, placed from offset `at` on."""
         for region, offset in flat_regions(self.boxes, tensor.shape, start, stop):
             yield FromSource(tensor.key, region, at + offset - start)
 
@@ -280,10 +277,7 @@ def _flat(
     local: Sequence[LocalParameter | None] = (),
     **options: Any,
 ) -> NewTensor:
-    """Return a rank's 1-dim tensor: parts of source tensors, with zeros in the gaps and for missing tensors.
-
-    `local` gives the module's part of each tensor, if it is not the whole.
-    """
+    """Return a rank's 1-dim tensor: parts of source tensors, with zeros in the gaps and for missing tensors."""
     fill: list[FromSource] = []
     for place in places:
         tensor = tensors[place.index]
@@ -324,7 +318,7 @@ def scalar(value: Any) -> Any:
 
 
 def param_groups(model: DeepSpeedModel, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return the param groups in torch's form: hyperparameters, then the flat buffers' numbers."""
+    """Return the param groups in torch's form, with flat buffers' numbers."""
     return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
 
 
@@ -353,7 +347,6 @@ class FlattenedGroup:
         return [self.local.get(fqn) for fqn in self.fqns]
 
     def name(self, fqn: str) -> str:
-        """Return the parameter's name in the module."""
         return self.local[fqn].name if fqn in self.local else fqn
 
     def shapes(self, model: DeepSpeedModel) -> StoredDict:
@@ -381,7 +374,6 @@ def flat_group(
 
 
 def flat_groups(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> list[FlattenedGroup]:
-    """Flatten all groups. Every rank has a partition of each."""
     return [flat_group(model, config, group, num_ranks) for group in model.groups]
 
 
@@ -480,7 +472,7 @@ def _elastic(model: DeepSpeedModel, states: Mapping[int, Any]) -> dict[str, Any]
 def _slice_mapping(group: FlattenedGroup, rank: int) -> StoredDict:
     """Return the place of each parameter's elements in the rank's partition.
 
-    Correct with `round_robin_gradients`, too, where DeepSpeed itself records places from before the reordering.
+    With `round_robin_gradients`, DeepSpeed itself records places from before the reordering.
     """
     places = {group.fqns[place.index]: place for place in group.layout.parts(rank)}
     mapping = StoredDict("OrderedDict")
@@ -496,7 +488,7 @@ def _slice_mapping(group: FlattenedGroup, rank: int) -> StoredDict:
 
 @dataclass(frozen=True, slots=True)
 class _SubGroups:
-    """Sub-groups of all groups in a row: parameters and layout of each, and each group's sub-group numbers."""
+    """All groups' sub-groups in a row, and each group's sub-group numbers."""
 
     fqns: list[tuple[str, ...]]
     layouts: list[SlotLayout]
@@ -546,7 +538,6 @@ def stage3_items(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: in
 
 
 def _slots(model: DeepSpeedModel, groups: _SubGroups, rank: int) -> dict[str, Any]:
-    """Return a rank's flat buffers, one per sub-group."""
     masters, states = [], {}
     for index, (fqns, layout) in enumerate(zip(groups.fqns, groups.layouts, strict=True)):
         tensors = [model.masters[fqn] for fqn in fqns]

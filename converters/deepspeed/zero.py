@@ -100,7 +100,7 @@ class Zero(Format):
             return read(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        from converters.deepspeed.write import lay_out  # a late import, to start faster for reading
+        from converters.deepspeed.write import lay_out  # late, to start faster for reading
 
         return lay_out(checkpoint, layout, self.stage)
 
@@ -185,7 +185,7 @@ def _understand(reading: _ZeroReading) -> RankSlice:
     world_size = max(counts)
     there = sorted(rank for rank in folder.optimizer if rank < world_size)
     inners = [first if rank == first_rank else inner_file(reading.load(folder.optimizer[rank], rank)) for rank in there]
-    # Before checking for missing files: another run's file must not make ranks look missing.
+    # Check this before missing files: another run's file must not make ranks look missing.
     for inner in inners:
         if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(
@@ -211,7 +211,7 @@ def _without_model_file(path: Path, tp_rank: int) -> IncompleteError:
 
 
 def _layout_text(stage: int, counts: tuple[int, ...]) -> str:
-    """Describe the layout recorded in a file. Stage 3 counts partitions over all groups."""
+    """Describe the recorded layout. Stage 3 counts partitions over all groups."""
     groups = f", with {pluralize(len(counts), 'param group')}" if stage < 3 else ""
     return f"ZeRO-{stage} on {_listed(counts)} ranks{groups}"
 
@@ -292,7 +292,6 @@ def _read_flat_group(
     shapes: Mapping[str, Shape],
     natives: Mapping[str, DType],
 ) -> dict[Key, Tensor]:
-    """Return the masters and states in one flat buffer of a param group, shared by `ranks`."""
     partition = partition_size(inners, number)
     starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
     nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
@@ -349,7 +348,6 @@ def _read_sub_group(
     shapes: Mapping[str, Shape],
     natives: Mapping[str, DType],
 ) -> dict[Key, Tensor]:
-    """Return the masters and states in a sub-group, shared by the ranks of `inners`."""
     length = sum(slot_size(prod(shape), len(inners)) for shape in shapes.values())
     masters = [_offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners]
     sizes = [(length, master.numel) for master in masters]

@@ -17,14 +17,14 @@ _TP, _PP = ("tensor_model_parallel_size", "model_parallel_size"), ("pipeline_mod
 
 
 def attributes(args: Any) -> Mapping[str, Any]:
-    """Return the recorded arguments by name. Megatron-DeepSpeed saves a Namespace, GPT-NeoX a dict."""
+    """Return the recorded arguments. Megatron-DeepSpeed saves a Namespace, GPT-NeoX a dict."""
     if isinstance(args, Record):
         return args.attributes
     return args if isinstance(args, Mapping) else {}
 
 
 def current(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments, adding current names for renamed ones."""
+    """Add current names for renamed arguments."""
     found = dict(args)
     groups, heads = args.get("num_key_value_heads"), args.get("num_attention_heads")
     if isinstance(groups, int):
@@ -40,7 +40,7 @@ def current(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded(args: Any, sizes: Mapping[str, Any]) -> Any:
-    """Return the recorded object with the target's `sizes` in place of its own."""
+    """Replace the recorded sizes by the target's."""
     known = attributes(args)
     changed = {name: size for name, size in sizes.items() if name in known}
     changed |= {new: sizes[old] for old, new in (_TP, _PP) if new in known}
@@ -58,7 +58,7 @@ def of_neox(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def namespace(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> Record:
-    """Return Megatron-LM's arguments in Megatron-DeepSpeed's form, for a source that recorded only the former."""
+    """Return Megatron-LM's arguments in Megatron-DeepSpeed's form."""
     found = {**args, **sizes}
     if "num_attention_heads" in args:
         groups = args.get("num_query_groups") if args.get("group_query_attention") else None

@@ -1,7 +1,4 @@
-"""One step folder of a DeepSpeed pipeline: the layer, slice and partition of each file.
-
-Format facts: see `converters.deepspeed.pipeline.format`.
-"""
+"""One step folder of a DeepSpeed pipeline: the layer, slice and partition of each file."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class Folder:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Return True if `path` is a folder with pipeline layer files."""
     return has_name(path, PIPELINE_LAYER)
 
 

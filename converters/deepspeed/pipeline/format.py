@@ -1,6 +1,6 @@
 """Megatron-DeepSpeed: DeepSpeed's pipeline of tensor-parallel layers, with ZeRO-1 optimizer partitions.
 
-    <run>/latest                                                       "global_step100"
+<run>/latest                                                       "global_step100"
     <run>/global_step100/layer_LL-model_TT-model_states.pt             a layer's weights on a tensor-parallel rank
     <run>/global_step100/mp_rank_SS_model_states.pt                    training state; S = pp * TP + tp
     <run>/global_step100/[bf16_]zero_pp_rank_D_mp_rank_SS_optim_states.pt    masters and states on data rank D
@@ -10,7 +10,7 @@ one file, and is in the first and the last stage's optimizer.
 
 Format facts: deepspeed 0.19.8, runtime/pipe/module.py (`save_state_dict`, `ckpt_layer_path`), runtime/pipe/topology.py,
 runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py; for names
-`converters.deepspeed.pipeline.layers`. `converters.deepspeed.pipeline.read` describes the contents.
+`converters.deepspeed.pipeline.layers`.
 """
 
 from __future__ import annotations
@@ -55,17 +55,14 @@ class MegatronDeepSpeed(Format):
     takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find a step's folder: `path` itself, the one named by `tag`, or the one in `latest`."""
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe one step's checkpoint."""
         from converters.deepspeed.pipeline.checkpoint import read_step
 
         return read_step(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out a run folder; see `converters.deepspeed.pipeline.write`."""
         from converters.deepspeed.pipeline.write import lay_out
 
         return lay_out(checkpoint, layout)

@@ -1,8 +1,6 @@
 """Names of pipeline layers and their entries in Megatron-DeepSpeed and GPT-NeoX.
 
-Without a pipeline, GPT-NeoX's model has the same layers in a row: `sequential.3.` and the entry's name.
-
-Pure. The names in a layer show its kind, not its number. Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX have
+The names in a layer show its kind, not its number. Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX have
 different numbers of functions, which have no files, before the first transformer layer.
 
 Follows deepspeedai/Megatron-DeepSpeed, megatron/model/gpt_model.py (`GPTModelPipe`), language_model.py
@@ -47,7 +45,7 @@ _TRANSFORMER = {
     "mlp.dense_4h_to_h": "mlp.linear_fc2.",
 }
 _ATTENTION = re.compile(r"(?:self_)?attention\.")
-#: Frequencies of rotary positions, recomputed by every model.
+#: Rotary frequencies, recomputed by every model.
 _RECOMPUTED = re.compile(r"(?:self_)?attention\.rotary_emb\.inv_freq")
 #: Entry names in a transformer layer, in module order, by the rest of the whole-model name.
 _ENTRIES = {
@@ -56,7 +54,7 @@ _ENTRIES = {
     for parameter in ("weight", "bias")
 }
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
-#: Key used by both libraries to tie the embedding and the output layer.
+#: Both libraries' key for tying the embedding and the output layer.
 _TIE = "embed"
 _TIED = re.compile(r"tied_modules\.(?P<key>[^.]+)\.(?P<rest>.+)")
 _NUMBERED = re.compile(r"(?P<layer>\d+)\.(?P<rest>.+)")
@@ -69,7 +67,7 @@ def is_recomputed(name: str) -> bool:
 
 
 def sequential(fqn: str) -> tuple[int, str] | None:
-    """Return the layer number and the entry's name for GPT-NeoX without a pipeline, or None."""
+    """Return the layer number and entry name in GPT-NeoX without a pipeline."""
     match = _SEQUENTIAL.fullmatch(fqn)
     return (int(match[1]), match[2]) if match else None
 
@@ -80,7 +78,7 @@ def is_neox(names: Collection[str]) -> bool:
 
 
 def kind_of(names: Collection[str]) -> Kind | None:
-    """Return the kind of a layer with these entries. None if neither library has it."""
+    """Return the kind of a layer with these entries, or None if unknown."""
     if "word_embeddings.weight" in names:
         return Kind.EMBEDDING
     if any(_ATTENTION.match(name) for name in names):
@@ -92,10 +90,7 @@ def kind_of(names: Collection[str]) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Pipeline layers with parameters: kinds by pipeline number, ascending.
-
-    `neox` is True for GPT-NeoX's names.
-    """
+    """Pipeline layers with parameters: kinds by pipeline number, ascending. `neox` is True for GPT-NeoX's names."""
 
     kinds: Mapping[int, Kind]
     neox: bool = False
@@ -108,7 +103,7 @@ class Layers:
 
     @classmethod
     def of_neox(cls, num_layers: int, *, tied: bool) -> Layers:
-        """Return a model's layers with GPT-NeoX's numbers: a function before the transformer layers, and one after."""
+        """Return a model's layers with GPT-NeoX's numbers: a function before and after the transformer layers."""
         kinds = {0: Kind.EMBEDDING, **dict.fromkeys(range(2, num_layers + 2), Kind.TRANSFORMER)}
         kinds[num_layers + 3] = Kind.NORM
         return cls(kinds if tied else {**kinds, num_layers + 4: Kind.OUTPUT}, neox=True)
@@ -117,7 +112,7 @@ class Layers:
     def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
         """Return the layers with these entries.
 
-        Raise LossError for a layer that neither library has, CorruptError if a layer is missing between others.
+        Raise LossError for an unknown layer, CorruptError if a layer is missing between others.
         """
         kinds = {}
         for layer in sorted(names):
@@ -151,12 +146,10 @@ class Layers:
 
     @property
     def transformers(self) -> list[int]:
-        """Pipeline numbers of the transformer layers."""
         return [layer for layer, kind in self.kinds.items() if kind is Kind.TRANSFORMER]
 
     @property
     def tied(self) -> bool:
-        """True if the output layer is tied to the embedding."""
         return Kind.OUTPUT not in self.kinds.values()
 
     def canonical(self, layer: int, name: str) -> str | None:
@@ -174,14 +167,14 @@ class Layers:
         return tables[kind].get(name) if kind else None
 
     def of_parameter(self, name: str) -> str | None:
-        """Return the whole-model name of a pipeline parameter such as `3.mlp...` or `tied_modules.embed...`."""
+        """Return the whole-model name of a pipeline parameter: `3.mlp...` or `tied_modules.embed...`."""
         if match := _TIED.fullmatch(name):
             return _EMBEDDING.get(match["rest"])
         match = _NUMBERED.fullmatch(name)
         return self.canonical(int(match["layer"]), match["rest"]) if match else None
 
     def place(self, fqn: str) -> tuple[int, str] | None:
-        """Return a tensor's layer number in the pipeline and its entry's name: the inverse of `canonical`."""
+        """Invert `canonical`: return a tensor's layer number and entry name."""
         if match := _LAYER.fullmatch(fqn):
             transformers, layer = self.transformers, int(match["layer"])
             name = _ENTRIES.get(match["rest"])
@@ -196,12 +189,12 @@ class Layers:
         return None
 
     def parameter(self, fqn: str) -> str:
-        """Return the pipeline module's name for a tensor with a place: the inverse of `of_parameter`."""
+        """Invert `of_parameter`."""
         number, name = self._placed(fqn)
         return f"tied_modules.{_TIE}.{name}" if self._is_tied(number) else f"{number}.{name}"
 
     def order(self, fqn: str) -> tuple[int, int, int]:
-        """Return a sort key that puts a stage's tensors in module order.
+        """Return a sort key for module order.
 
         Tied modules come first (deepspeed, runtime/pipe/module.py, `__init__`).
         """

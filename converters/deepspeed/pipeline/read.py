@@ -1,7 +1,4 @@
-"""Reader for Megatron-DeepSpeed: maps bytes in layer and rank files to parts of tensors.
-
-Format facts: see `converters.deepspeed.pipeline.format`.
-"""
+"""Reader for Megatron-DeepSpeed: maps bytes in layer and rank files to parts of tensors."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ OTHER_ORDER = "the pipeline's parameter order differs from Megatron-DeepSpeed an
 
 @dataclass(frozen=True, slots=True)
 class _LayerPart:
-    """One rank's part of a tensor, before the other parts' ranks are known.
-
-    `layer` is the number of its layer file, or None for partitions, which belong to slices.
-    """
+    """One rank's part of a tensor. `layer` is its layer file's number, or None for partitions."""
 
     slice: int
     tp: int
@@ -67,7 +61,7 @@ class _LayerPart:
     layer: int | None = None
 
 
-#: Param group over all slices: its options, and its index among a slice's groups with equal options.
+#: A group's options, and its index among a slice's groups with equal options.
 _GroupKey = tuple[str, int]
 
 
@@ -97,7 +91,7 @@ class PipelineReading:
         return known_split(fqn, sections=GATED if self.gated.get(fqn) else (), path=path)
 
     def tensors(self) -> dict[Key, Tensor]:
-        """Return a tensor for every name and role, in the model's order. Parts on several ranks become replicas."""
+        """Return all tensors in the model's order. Parts on several ranks become replicas."""
         return {key: self._tensor(*key) for key in sorted(self.held, key=lambda key: registered(key[0]))}
 
     def _tensor(self, fqn: str, role: str) -> Tensor:
@@ -228,7 +222,7 @@ def check_neox(
 
 
 def read_slices(reading: PipelineReading) -> list[RankFile]:
-    """Return all slices' model files, with param shapes and training state but no weights."""
+    """Return all slices' model files: param shapes and training state, but no weights."""
     folder = reading.folder
     files = [reading.load(folder.slices[number], number) for number in range(len(folder.slices))]
     check_same("step", [(file, file.content.get("global_steps")) for file in files])
@@ -282,7 +276,6 @@ def _check_order(file: RankFile) -> None:
 
 
 def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
-    """Raise CorruptError unless every layer has its files and no file is left over."""
     recorded = attributes(files[0].content.get("args")).get("num_layers")
     found = len(reading.layers.transformers)
     if isinstance(recorded, int) and recorded != found:
@@ -314,7 +307,7 @@ def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
 
 
 def _stages_by_layer(reading: PipelineReading, files: Sequence[RankFile]) -> dict[int, int]:
-    """Return the pipeline stage of each layer listed by a slice. Tied layers are on the first and the last."""
+    """Return each layer's pipeline stage. Tied layers are on the first and the last."""
     found: dict[int, int] = {}
     tied: list[int] = []
     for file in files:
@@ -331,7 +324,7 @@ def _stages_by_layer(reading: PipelineReading, files: Sequence[RankFile]) -> dic
 
 
 def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> RankFile | None:
-    """Add all slices' masters and optimizer states. Return the first rank's optimizer, or None if there is none."""
+    """Add all slices' masters and states. Return the first rank's optimizer."""
     folder = reading.folder
     if not folder.partitions:
         reading.notes.append("there are no optimizer files: weights only")
@@ -360,7 +353,7 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
 
 
 def stage_sizes(reading: PipelineReading, slices: Sequence[RankFile]) -> list[int] | None:
-    """Return the number of transformer layers per pipeline stage. None if the files don't cover all layers."""
+    """Return the transformer layers per pipeline stage, or None if the files don't cover all layers."""
     transformers = set(reading.layers.transformers)
     stages = slices[:: reading.folder.tp]
     sizes = [len(transformers & {number for _, number in _parameters(file)}) for file in stages]
@@ -419,7 +412,6 @@ def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
 
 
 def _check_parameter_order(reading: PipelineReading, names: Iterable[str]) -> None:
-    """Note if a slice's optimizer orders its parameters differently from the known modules."""
     fqns = [fqn for name in names if (fqn := reading.layers.of_parameter(name)) is not None]
     if fqns != sorted(fqns, key=reading.layers.order) and not reading.own_module_order:
         reading.notes.append(OTHER_ORDER)
@@ -427,7 +419,6 @@ def _check_parameter_order(reading: PipelineReading, names: Iterable[str]) -> No
 
 
 def _check_partitions(inners: Sequence[RankFile]) -> None:
-    """Raise CorruptError unless the partitions are complete and share hyperparameters."""
     for inner in inners:
         counts = inner.need("partition_count")
         counts = counts if isinstance(counts, Sequence) else [counts]
@@ -442,7 +433,6 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
 
 
 def _check_shape(reading: PipelineReading, file: RankFile, fqn: str, shape: Shape) -> None:
-    """Raise CorruptError if a parameter's shape differs between the optimizer and the layer file."""
     weights = reading.held.get((fqn, WEIGHT))
     if not weights or weights[0].shape != shape:
         raise CorruptError(

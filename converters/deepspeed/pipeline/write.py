@@ -1,7 +1,7 @@
 """Writer for Megatron-DeepSpeed with any tensor, pipeline and data parallel sizes.
 
-The output equals a save by a run with this layout, so DeepSpeed's pipeline engine loads it with `load_checkpoint`.
-Partitions use ZeRO-1's schema, which BF16_Optimizer also loads.
+DeepSpeed's pipeline engine loads the output with `load_checkpoint`. Partitions use ZeRO-1's schema, which
+BF16_Optimizer also loads.
 
 Format facts: see `converters.deepspeed.pipeline.format`; for stages deepspeed 0.19.8, runtime/utils.py,
 `partition_balanced`.
@@ -80,10 +80,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """Source in DeepSpeed's terms, with the target layout.
-
-    `record` has the reader's facts about the source's own pipeline.
-    """
+    """Source in DeepSpeed's terms, with the target layout. `record` has facts about the source's own pipeline."""
 
     model: DeepSpeedModel
     layers: Layers
@@ -112,7 +109,7 @@ class _Pipeline:
 
     @cached_property
     def without_groups(self) -> dict[Key, str]:
-        """Masters and states that are dropped without param groups, with the reason."""
+        """Tensors dropped without param groups, with the reason."""
         if self.has_optimizer:
             return {}
         left = [key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER)]
@@ -120,7 +117,6 @@ class _Pipeline:
         return dict.fromkeys(left, f"{', '.join(sorted({role for _, role in left}))}: {why}")
 
     def stage_of(self, number: int) -> int:
-        """Return a layer's pipeline stage."""
         kind = self.layers.kinds[number]
         if kind is Kind.TRANSFORMER:
             return self.stages.place(self.layers.transformers.index(number))[0]
@@ -139,7 +135,6 @@ class _Pipeline:
         return [dict.fromkeys(sorted(names, key=self.layers.order)) for names in found]
 
     def local(self, fqn: str, tp: int) -> LocalParameter:
-        """Return a tensor-parallel rank's part of a tensor."""
         shape = self.tensors[fqn].tensor.shape
         split = known_split(fqn, sections=sections_of(fqn, self._shape))
         try:
@@ -157,7 +152,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     record = checkpoint.state.private.get("megatron-deepspeed", {}).get(PIPELINE)
     record = record if isinstance(record, Mapping) else {}
     args = checkpoint.state.args or {}
-    # The pipeline's own entries are written here, not by the code shared with ZeRO.
+    # The pipeline's own entries are written here, not by ZeRO's code.
     others = {name: value for name, value in checkpoint.state.private.items() if name != "megatron-deepspeed"}
     model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, private=others)), layout.dtype)
     layers = _layers(model, record, args)
@@ -196,7 +191,6 @@ def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str,
 
 
 def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
-    """Return the requested sizes, by default the source's."""
     options = layout.read(MegatronOptions)
     for name, value in vars(options).items():
         if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value not in (None, 1):
@@ -237,9 +231,9 @@ def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stage
 
 
 def balanced(num_layers: int, num_stages: int) -> list[int]:
-    """Return the layers per stage from `partition_balanced` with `type:transformer`: the remainder goes to the first.
+    """Return the layers per stage: the remainder goes to the first.
 
-    Both libraries use it by default.
+    Both libraries use `partition_balanced` with `type:transformer` by default.
     """
     each, rest = divmod(num_layers, num_stages)
     return [each + (stage < rest) for stage in range(num_stages)]
@@ -308,7 +302,6 @@ def _part(choice: Choice, local: LocalParameter) -> NewTensor:
 
 
 def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: int) -> Iterator[_File]:
-    """Yield a slice's model file and its partitions."""
     model, config, dp = pipeline.model, pipeline.config, pipeline.dp
     number = pp * pipeline.grid.tp + tp
     local = {fqn: pipeline.local(fqn, tp) for fqn in pipeline.members[pp]}
@@ -340,7 +333,7 @@ def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> I
 def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
     """Return Megatron-DeepSpeed's client entries for a model file, and notes on dropped state.
 
-    From other formats' training state, only entries with a place in DeepSpeed's files are kept.
+    From other formats, only entries with a place in DeepSpeed's files are kept.
     """
     model, checkpoint = pipeline.model, pipeline.checkpoint
     sizes = _sizes(pipeline)
@@ -368,7 +361,6 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
-    """Return the target's layout as Megatron's arguments."""
     grid = pipeline.grid
     return {
         "num_layers": len(pipeline.layers.transformers),
@@ -382,7 +374,6 @@ def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
 
 
 def _keeps_slices(pipeline: _Pipeline) -> bool:
-    """Return True if the target has the source's slices."""
     source = Grid.of_args(pipeline.checkpoint.state.args or {})
     return (source.tp, source.pp) == (pipeline.grid.tp, pipeline.grid.pp)
 
