@@ -1,11 +1,11 @@
 """Offsets of parameters in the distributed optimizer's flat buffers, as stored in `distrib_optim.pt`.
 
 A buffer holds a model chunk's parameters with the same dtype, in reverse model order. It is cut into padded buckets.
-The file has the buckets in a row without padding, and records neither bucket ends nor parameter positions.
+The file has the buckets without padding, and records neither bucket ends nor parameter positions.
 
-From megatron-core 0.16.1 (distributed/param_and_grad_buffer.py, distributed_data_parallel.py, optimizer/
-distrib_optimizer.py `get_parameter_state_dp_zero`) and Megatron-LM's history: parameters start at multiples of 64
-elements since July 2024; before that, without gaps.
+From megatron-core 0.16.1 (distributed/param_and_grad_buffer.py, distributed_data_parallel.py,
+optimizer/distrib_optimizer.py `get_parameter_state_dp_zero`) and Megatron-LM's history: parameters start at multiples
+of 64 elements since July 2024; before that, without gaps.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def stored_buffer(
 ) -> Buffer:
     """Lay out the buffer for parameters with `numels` elements, in model order.
 
-    `shared` marks an embedding held by two pipeline stages; it has its own bucket. `bucket_size` None means one bucket
-    for all others.
+    `shared` marks an embedding on two pipeline stages; it has its own bucket. `bucket_size` None means one bucket for
+    all others.
     """
     starts = [0] * len(numels)
-    stored = at = 0  # the bucket's start in the file, and its filled length
+    stored = at = 0  # bucket's start in the file, and its filled length
     for index in reversed(range(len(numels))):
         at += -at % alignment
         if shared[index] and at:
@@ -64,9 +64,9 @@ def stored_buffer(
 
 
 def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
-    """Return the buffers gathered by a rank, by number: the extents of masters and states.
+    """Return the buffers gathered by a rank, by number. Raise NotFoundError for the form of older versions.
 
-    `where` describes the file in errors. Raise NotFoundError for the form of older versions.
+    `where` describes the file in errors.
     """
     if not isinstance(state, Mapping):
         raise CorruptError("this is not a distributed optimizer's state", **where, found=type(state).__name__)
@@ -116,7 +116,7 @@ def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Itera
 def find_buffer(
     numels: Sequence[int], shared: Sequence[bool], sizes: Sequence[int | None], stored: int
 ) -> Buffer | None:
-    """Return the first buffer with `stored` elements over the bucket `sizes`, or None."""
+    """Return the first buffer with `stored` elements over the bucket `sizes`."""
     for alignment in (ALIGNMENT, 1):
         for size in sizes:
             buffer = stored_buffer(numels, shared, size, alignment)

@@ -1,7 +1,4 @@
-"""Description of a checkpoint in Megatron-LM's `torch` format, from the ranks' files.
-
-Format facts: see `converters.megatron.format`.
-"""
+"""Description of a checkpoint in Megatron-LM's `torch` format, from the ranks' files."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
 
 
 def _per_rank(reading: MegatronReading, files: Sequence[RankContent]) -> dict[str, dict[str, Any]]:
-    """Return the entries of single ranks, by their folders' names."""
     return {
         name: {folder_name(f.rank, reading.grid): f.content[name] for f in files if f.content.get(name) is not None}
         for name in OF_RANKS

@@ -1,7 +1,4 @@
-"""Megatron's model on its ranks: each chunk's tensors with their names and boxes.
-
-Shared by readers and writers of Megatron's formats. Pure: no I/O.
-"""
+"""Megatron's model on its ranks: each chunk's tensors with their names and boxes."""
 
 from __future__ import annotations
 
@@ -50,12 +47,11 @@ from converters.names.megatron.options import MegatronOptions
 
 #: Training state key for modules with their own state: Transformer Engine's FP8 scaling.
 EXTRA = "_extra_state"
-#: Buffers' name endings.
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")
 _NORM = re.compile(r"(?P<module>(?:.*\.)?(?<!\.mixer\.)(?<!lm_head\.)\w*norm)\.weight")
-#: Megatron-LM's default layer implementation.
+#: Megatron-LM's default layers.
 _ENGINE = "transformer_engine"
 
 
@@ -77,14 +73,14 @@ class ChunkPiece:
     strides: Shape
 
     def of(self, extent: Extent, rank: int) -> Fragment:
-        """Return the piece's fragment in a contiguous extent with the rank's tensor."""
+        """Return the piece's fragment in a contiguous extent."""
         offset = extent.offset + self.offset * extent.dtype.itemsize
         return Fragment(self.box, Extent(extent.path, offset, extent.dtype, self.box.sizes, self.strides), rank)
 
 
 @lru_cache(8192)  # thousands of experts share few shapes
 def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPiece, ...]:
-    """Return the pieces of a tensor with this `shape` on rank `rank` of `size`, in its contiguous tensor.
+    """Return the pieces of a tensor with this `shape` on rank `rank` of `size`.
 
     Raise UsageError if the tensor does not divide.
     """
@@ -97,10 +93,7 @@ def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPi
 
 @dataclass(frozen=True, slots=True)
 class ChunkTensor:
-    """Tensor of a chunk on one rank: its local name, its whole-model name, and its pieces.
-
-    `shared` marks a copy of the embedding kept equal on two stages.
-    """
+    """Tensor of a chunk on one rank. `shared` marks a copy of the embedding kept equal on two stages."""
 
     name: str
     fqn: str
@@ -136,7 +129,7 @@ class _Listed:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """Checkpoint as Megatron's model, with its layout: the source's or the target's."""
+    """Checkpoint as Megatron's model, with the source's or the target's layout."""
 
     checkpoint: Checkpoint
     args: Mapping[str, Any]
@@ -169,12 +162,10 @@ class MegatronModel:
 
     @property
     def name_in_files(self) -> Callable[[str], str]:
-        """Function that returns a tensor's name in the model's files."""
         return in_whole_model if self.sees else in_encoder if self.encodes else str
 
     @property
     def has_expert_optimizer(self) -> bool:
-        """True if experts, sharded over ranks, have their own optimizer."""
         return self.num_experts > 0 and are_experts_apart(self.grid, self.args)
 
     @cached_property
@@ -183,7 +174,7 @@ class MegatronModel:
 
     @cached_property
     def members(self) -> dict[tuple[int, int], list[str]]:
-        """Whole-model tensor names in every chunk, without copies of the embedding."""
+        """Tensor names in every chunk, without copies of the embedding."""
         found: dict[tuple[int, int], list[str]] = {place: [] for place in self._places}
         for name in (*self.chosen, *self.extra):
             found[self._home(name)].append(name)
@@ -206,11 +197,9 @@ class MegatronModel:
 
     @cached_property
     def _stage_of_layer(self) -> dict[str, tuple[int, int]]:
-        """Place of each decoder layer, by its number in names."""
         return {str(layer): place for place in self._places for layer in self.stages.layers(*place)}
 
     def _home(self, name: str) -> tuple[int, int]:
-        """Return a tensor's place."""
         if match := _LAYER.match(name):
             return self._stage_of_layer[match[1]]
         if name.startswith("embedding.") or is_outside_language_model(name):
@@ -245,7 +234,6 @@ class MegatronModel:
         return Chunk(vp, tuple(tensors), extra)
 
     def _list(self, pp: int, vp: int, ep: int) -> tuple[list[_Listed], tuple[str, ...]]:
-        """List a chunk's tensors in module order, and its extra states."""
         experts = expert_range(ep, self.grid, self.num_experts)
         first_layer = self.stages.layers(pp, vp).start
         listed, extra = [], []
@@ -292,7 +280,6 @@ class MegatronModel:
         return tuple(FromSource(key, inner, own.offsets[0] * each) for own, inner in parts)
 
     def sections(self, fqn: str) -> tuple[int, ...]:
-        """Return the sections of a tensor's rows: see `splits.sections_of`."""
         return sections_of(fqn, self._shape, gated=bool(self.args.get("swiglu")))
 
     def _shape(self, fqn: str) -> Shape | None:
@@ -300,7 +287,7 @@ class MegatronModel:
 
 
 def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str]:
-    """Yield the modules with an extra state in a model with these tensors, except the output layer.
+    """Yield the modules with an extra state, except the output layer.
 
     These are linear layers, and with Transformer Engine also attention and separate norms.
     """
@@ -318,17 +305,13 @@ def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str
 
 
 def _extra_name(module: str, spelling: Spelling) -> str:
-    """Return a module's entry. Grouped experts are one module."""
     if spelling.grouped:
         module = re.sub(r"\.local_experts\.\d+\.", ".", module)
     return f"{module}.{EXTRA}"
 
 
 def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
-    """Describe the source's tensors in the layout to write.
-
-    Raise UsageError if the layout does not fit the model.
-    """
+    """Describe the source's tensors in the layout to write. Raise UsageError if the layout does not fit the model."""
     args: dict[str, Any] = dict(checkpoint.state.args or {})
     if args.get("gpt_j_residual"):
         raise LossError(
@@ -348,7 +331,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
             raise LossError(f"the source lacks some {what}", expected=f"number {missing}")
     options = layout.read(MegatronOptions)
     grid = _grid(args, options)
-    if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses it, too
+    if grid.ep > 1 and not experts:  # as in megatron/core/transformer/transformer_config.py
         raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}", hint="--ep 1")
     stages = _stages(args, grid, options, len(layers))
     if options.transformer_impl:
@@ -402,7 +385,7 @@ def _check_packed(
         )
     mixer = next((name for name in chosen if ".mixer." in name), None)
     name = "linear_num_key_heads" if mixer is None else "mamba_num_groups"
-    if (count := args.get(name)) and count % grid.tp:  # the rows may divide even if these do not
+    if (count := args.get(name)) and count % grid.tp:  # the rows may divide anyway
         raise UsageError(
             "the tensor parallel size doesn't divide the packed layer's heads or groups",
             fqn=hybrid,
@@ -428,7 +411,6 @@ def _check_packed(
 
 
 def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
-    """Return the requested sizes, by default the source's."""
     source = Grid.of_args(args)
     tp, pp = options.tp or source.tp, options.pp or source.pp
     etp = options.etp or (tp if source.etp == source.tp else source.etp)
@@ -475,7 +457,6 @@ def _args(
     layout: Layout,
     chosen: Mapping[str, Choice],
 ) -> dict[str, Any]:
-    """Return the source's arguments with the target's layout."""
     result = {**args, **grid.args, "num_layers": stages.num_layers}
     even = grid.vpp > 1 and stages == replace(stages, first=None, last=None, embedding=False, loss=False, layout=None)
     result["num_layers_per_virtual_pipeline_stage"] = stages.num_layers // (grid.pp * grid.vpp) if even else None

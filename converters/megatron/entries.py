@@ -18,7 +18,7 @@ from converters.names.megatron.facts import MegatronFacts
 #: Per-rank entries. In `torch_dist`, the second is partly equal on all ranks.
 RANDOM, RERUN = "rng_state", "rerun_state_machine"
 OF_RANKS = (RANDOM, RERUN)
-#: Key for Transformer Engine's FP8 scales in the whole model: stored values by module name.
+#: Transformer Engine's FP8 scales by module name.
 FP8 = "fp8_state"
 #: Entries described elsewhere.
 _KNOWN = re.compile(r"optimizer|args|iteration|model\d*")
@@ -52,7 +52,7 @@ def read_state(
     fqns: Collection[str],
     per_rank: Mapping[str, Mapping[str, Any]],
 ) -> TrainingState:
-    """Return the training state from `content`, equal on all ranks, and the optimizers for parameters `fqns`."""
+    """Return the training state from `content`, equal on all ranks."""
     step = content.get("iteration")
     return TrainingState.of_entries(
         "megatron",

@@ -1,6 +1,6 @@
 """Megatron-LM's run folders: a folder per iteration, and a tracker file with the last one.
 
-    <run>/latest_checkpointed_iteration.txt    "100", or "release"
+<run>/latest_checkpointed_iteration.txt    "100", or "release"
     <run>/iter_0000100/, <run>/release/
 
 From Megatron-LM, August 2026, training/checkpointing.py: `get_checkpoint_tracker_filename`, `read_metadata`.
@@ -22,17 +22,14 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
 def iteration_folder(step: int | None) -> str:
-    """Return the iteration folder's name. A model without a step is a release."""
     return RELEASE if step is None else f"iter_{step:07d}"
 
 
 def is_iterations_name(name: str) -> bool:
-    """Return True for the name of an iteration folder in Megatron-LM."""
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
 def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], bool]) -> Path | None:
-    """Find an iteration's folder: `path` itself, the one named by `tag`, or the tracker's."""
     return find_step(path, tag, Steps(is_iteration, of_tag=_tag_folders, record=TRACKER, of_record=_recorded_folders))
 
 
@@ -45,7 +42,6 @@ def _recorded_folders(said: str) -> Sequence[str]:
 
 
 def rank_folders(folder: Path) -> list[str]:
-    """Return the rank folders' names in an iteration's folder, in numeric order."""
     found = [(m, name) for name in names_in(folder) if (m := RANK_FOLDER.fullmatch(name))]
     return [name for _, name in sorted(found, key=lambda item: [int(n or -1) for n in item[0].groups()])]
 

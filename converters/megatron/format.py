@@ -1,6 +1,6 @@
 """Megatron-LM's `torch` format: a file per tensor, pipeline and expert parallel rank.
 
-    <run>/latest_checkpointed_iteration.txt            "100", or "release"
+<run>/latest_checkpointed_iteration.txt            "100", or "release"
     <run>/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, distrib_optim.pt
 
 `_PPP` is present if PP > 1, `_EEE` if EP > 1, so `mp_rank_00_001` is ambiguous; the arguments in every file resolve it.
@@ -8,8 +8,7 @@ Layers are numbered within a model chunk, experts within a rank. One rank writes
 tensors are in every expert-parallel rank's file, and are compared.
 
 Format facts: megatron-core 0.16.1; Megatron-LM, August 2026, training/checkpointing.py (`get_checkpoint_name`,
-`generate_state_dict`, `save_checkpoint`, `load_checkpoint`). `converters.megatron.read`,
-`converters.megatron.optimizer_read` and `converters.megatron.write` describe the files' contents.
+`generate_state_dict`, `save_checkpoint`, `load_checkpoint`).
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ class Megatron(Format):
         return find_iteration(path, tag, is_iteration)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe one iteration's checkpoint."""
         from converters.megatron.checkpoint import read_iteration
 
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out a run folder; see `converters.megatron.write`. Raise UsageError for an adapter without a model."""
+        """Lay out a run folder. Raise UsageError for an adapter without a model."""
         if checkpoint.is_adapter:
             raise UsageError(
                 "Megatron-LM has no adapters in this format",

@@ -1,11 +1,11 @@
 """Megatron-core names for Megatron-LM's own model classes, from before megatron-core.
 
-    {"language_model": {"embedding": {"word_embeddings": {"weight"}, "position_embeddings": {"weight"}},
+{"language_model": {"embedding": {"word_embeddings": {"weight"}, "position_embeddings": {"weight"}},
                         "encoder": {"layers.0.self_attention.query_key_value.weight", ..., "final_layernorm.weight"},
                         "output_layer": {"weight"}},
      "word_embeddings_for_head": {"weight"}}
 
-Pure. From Megatron-LM core_v0.8.0, megatron/legacy/model (gpt_model.py, language_model.py, transformer.py: their
+From Megatron-LM core_v0.8.0, megatron/legacy/model (gpt_model.py, language_model.py, transformer.py: their
 `state_dict_for_save_checkpoint`) and, for earlier versions, `load_state_dict` in the same modules.
 """
 

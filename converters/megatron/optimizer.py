@@ -4,7 +4,7 @@ No file records the parameters in a group. They follow from Megatron's rule: ten
 decayed, and experts sharded over ranks are separate. Muon and Lion only step matrices. The embedding, the output layer
 and tensors with one dim go to another optimizer, named in its groups.
 
-    --optimizer adam                                        one optimizer, and one for separate experts
+--optimizer adam                                        one optimizer, and one for separate experts
     --optimizer muon                                        the same for muon and for adam, not distributed
     --optimizer muon, layer-wise (`--use-distributed-optimizer`)
         with `use_layer_wise_param_layout`                  muon's, with experts, and a distributed adam
@@ -39,7 +39,7 @@ _OVERRIDES = ("optimizer", "max_lr", "min_lr", "start_wd", "end_wd")
 ADAM = ("exp_avg", "exp_avg_sq")
 _EMBEDDINGS = ("embedding.word_embeddings.", "output_layer.")
 
-#: Optimizers (`--optimizer`) with known states, buffers and number: for all parameters, and only for matrices.
+#: Known optimizers (`--optimizer`): for all parameters, and only for matrices.
 ADAM_NAME = "adam"
 KINDS = (ADAM_NAME, "sgd")
 OF_MATRICES = ("muon", "lion")
@@ -51,12 +51,11 @@ def _kind(args: Mapping[str, Any]) -> str:
 
 
 def is_of_matrices(args: Mapping[str, Any]) -> bool:
-    """Return True if the run's optimizer only steps matrices."""
     return _kind(args) in OF_MATRICES
 
 
 def is_known(args: Mapping[str, Any]) -> bool:
-    """Return True if the run's optimizer is known: the parameters it steps, and its states."""
+    """Return True if the parameters and states of the run's optimizer are known."""
     return _kind(args) in (*KINDS, *OF_MATRICES)
 
 
@@ -67,7 +66,7 @@ def is_partly_distributed(args: Mapping[str, Any]) -> bool:
 
 
 def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] = KINDS) -> None:
-    """Raise NotFoundError unless the run's optimizer is in `kinds`, which have a known layout."""
+    """Raise NotFoundError unless the run's optimizer is in `kinds`."""
     if (kind := _kind(args)) not in kinds:
         raise NotFoundError(
             f"reading states from Megatron's optimizer {kind!r} in this layout is not supported",
@@ -154,8 +153,8 @@ def check_alike(
 ) -> None:
     """Raise CorruptError if a parameter lacks a state or master that others with its optimizer have.
 
-    `held` has every tensor's shape and dtype. Masters are compared between weights with one dtype. A parameter without
-    param group and states was frozen. Adam has both of its moments or, before its first step, none.
+    Masters are compared between weights with one dtype. A parameter without param group and states was frozen. Adam has
+    both of its moments or, before its first step, none.
     """
     if not is_known(args):
         return
@@ -189,7 +188,7 @@ def check_alike(
 
 
 def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
-    """Return a note on parameters without states, if others have some: no file records frozen parameters."""
+    """Note parameters without states, if others have some: no file records frozen parameters."""
     known: dict[str, set[str]] = {}
     for fqn, role in keys:
         if role != BUFFER:
@@ -212,10 +211,7 @@ Kind = tuple[bool, bool, bool, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Param group: its options, and the kind of its parameters.
-
-    `optimizer` steps them, if it is not the run's own.
-    """
+    """Param group: its options, and the kind of its parameters. `optimizer` None is the run's own."""
 
     options: Mapping[str, Any]
     expert: bool
@@ -229,7 +225,7 @@ class Group:
 
 
 class MegatronOptimizer:
-    """Source's optimizer in Megatron's form: masters and states, and Megatron's own param groups.
+    """Source's optimizer in Megatron's form, with Megatron's own param groups.
 
     Raise LossError if the distributed optimizer can't hold the states, or the run's optimizer is not in `kinds`.
     """
@@ -264,7 +260,6 @@ class MegatronOptimizer:
         return self.distributed or (optimizer is not None and is_partly_distributed(self.args))
 
     def has(self, fqn: str) -> str | None:
-        """Return the optimizer that steps a parameter: `Group.optimizer`."""
         return stepped_by(fqn, len(self.masters[fqn].shape), self.args)
 
     def _check_adam(self) -> None:
@@ -278,10 +273,7 @@ class MegatronOptimizer:
                 )
 
     def _groups(self) -> list[Group]:
-        """Return Megatron's own groups: with and without decay, and separate for experts with their own optimizer.
-
-        Options come from a source group with a parameter of this kind.
-        """
+        """Return Megatron's own groups. Options come from a source group with a parameter of this kind."""
         option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
         found: dict[Kind, Group] = {}
         for fqn, master in self.masters.items():
@@ -301,7 +293,7 @@ class MegatronOptimizer:
                 "is_decoupled_lr": decoupled,
                 "default_config": not decoupled,
             }
-            # Without it Megatron uses --lr. The group's current rate can't replace it, because it has already decayed.
+            # Without it Megatron uses --lr. The group's current rate can't replace it: it has already decayed.
             if "initial_lr" in options:
                 options["max_lr"] = options["initial_lr"]
         step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
@@ -310,7 +302,6 @@ class MegatronOptimizer:
         return options | {"is_expert_parallel": expert}
 
     def kind(self, name: str, fqn: str, ndim: int) -> Kind:
-        """Return the kind of a parameter's group (`Group.kind`)."""
         return (
             self.apart and is_expert(fqn),
             is_decayed(name, ndim, self.args),
@@ -320,7 +311,6 @@ class MegatronOptimizer:
 
     @property
     def chained(self) -> list[list[Group]]:
-        """Each optimizer's groups."""
         layer_wise = bool(self.args.get("use_layer_wise_distributed_optimizer"))
         found: dict[tuple[bool, bool], list[Group]] = {} if is_of_matrices(self.args) else {(False, False): []}
         if self.apart and not is_of_matrices(self.args):
@@ -331,6 +321,5 @@ class MegatronOptimizer:
 
     @property
     def scaler(self) -> dict[str, Any]:
-        """Loss scaler as an entry beside the groups."""
         scaler = self.model.checkpoint.state.grad_scaler
         return {} if scaler is None else {"grad_scaler": scaler}

@@ -1,10 +1,9 @@
 """Reader for the optimizer's state in Megatron-LM's `torch` format, in the model's file or in `distrib_optim.pt`.
 
-No file names a parameter. An optimizer orders parameters like the modules, and so like the model's entries in the same
-file. Their param groups follow from Megatron's rule: tensors with one dim and biases are not decayed. Everything is
+No file names a parameter. An optimizer orders parameters like the model's entries in the same file. Everything is
 checked against shapes and lengths.
 
-    plain        {"optimizer": {"state": {0: {...}}, "param_groups": [...]}, "fp32_from_fp16_params": [[...]]}
+plain        {"optimizer": {"state": {0: {...}}, "param_groups": [...]}, "fp32_from_fp16_params": [[...]]}
     fp32 model   {"state": ..., "param_groups": [...]}
     distributed  {"optimizer": {"param_groups": [...]}}, and in distrib_optim.pt
                  {"buckets_coalesced": True, 0: {(bfloat16, float32): {"param": ..., "exp_avg": ..., ...}}, 1: ...}
@@ -34,7 +33,7 @@ from converters.megatron.optimizer import Optimizers, belongs, check_alike, chec
 from converters.megatron.read import LocalTensor, MegatronReading, RankContent
 from converters.megatron.remainders import refuse_gathered
 
-#: Masters' key in distrib_optim.pt; all other keys are optimizer states.
+#: Masters' key in distrib_optim.pt; all others are optimizer states.
 _PARAM = "param"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
@@ -74,8 +73,6 @@ def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> O
 
 @dataclass(frozen=True)
 class _RankOptimizers:
-    """A rank's optimizers, read into `found`."""
-
     reading: MegatronReading
     found: Optimizers
     file: RankContent

@@ -1,7 +1,4 @@
-"""Writer for the optimizer's state in Megatron-LM's `torch` format, in the model's file or in `distrib_optim.pt`.
-
-`converters.megatron.optimizer_read` describes these files.
-"""
+"""Writer for the optimizer's state in Megatron-LM's `torch` format, described in `optimizer_read`."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class RankOptimizers(MegatronOptimizer):
     kinds = KINDS
 
     def _split(self, chunks: Sequence[Chunk]) -> list[tuple[list[Group], list[tuple[int, ChunkTensor]]]]:
-        """Return the groups and parameters of each of a rank's optimizers."""
         everything = [(c.vp, p) for c in chunks for p in c.tensors if p.fqn in self.masters]
         dense = [(vp, p) for vp, p in everything if not (self.apart and is_expert(p.fqn))]
         groups = [group for group in self.groups if not group.expert]
@@ -42,7 +38,6 @@ class RankOptimizers(MegatronOptimizer):
         return parts
 
     def of_rank(self, chunks: Sequence[Chunk]) -> Any:
-        """Return the `optimizer` entry in a rank's file."""
         contents: list[dict[str, Any]] = []
         for groups, members in self._split(chunks):
             if self.distributed:  # distrib_optimizer.py, `state_dict`
@@ -86,7 +81,6 @@ class RankOptimizers(MegatronOptimizer):
         return values | {role: self.new_tensor(one, (one.fqn, role), tensor.dtype) for role, tensor in states}
 
     def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
-        """Return the master or state to write for a rank's parameter."""
         return new_tensor(one, key, dtype)
 
     def distributed_state(self, rank: Rank, chunks: Sequence[Chunk]) -> Any:

@@ -1,7 +1,4 @@
-"""Reader for Megatron-LM's `torch` format: maps bytes in rank files to parts of tensors.
-
-Format facts: see `converters.megatron.format`.
-"""
+"""Reader for Megatron-LM's `torch` format: maps bytes in rank files to parts of tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ from converters.names.megatron.model.splits import (
     sections_of,
 )
 
-#: Reader's note that keeps the writer from assigning optimizer states to wrong parameters.
+#: Keeps the writer from assigning optimizer states to wrong parameters.
 OTHER_ORDER = "the model's modules are in a different order than in megatron-core 0.16"
 _WRAPPERS = re.compile(r"^(?:module\.)+")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -99,7 +96,6 @@ class LocalTensor:
 
     @property
     def fqns(self) -> list[str]:
-        """Whole-model tensors with a part in this tensor."""
         return [one.fqn for one in self.held]
 
 
@@ -133,12 +129,11 @@ class MegatronReading:
 
     @property
     def tied(self) -> bool:
-        """True if the output layer is the embedding."""
         return not self.args.get("untie_embeddings_and_output_weights")
 
     @cached_property
     def blocks(self) -> GateBlocks:
-        """Row blocks for gate and up on the ranks. Read it after the arguments."""
+        """Row blocks for gate and up. Read it after the arguments."""
         return GateBlocks.of_args(self.args, self.accepted)
 
     def load(self, path: Path) -> Mapping[Any, Any]:
@@ -148,7 +143,6 @@ class MegatronReading:
         return root  # type: ignore[return-value]
 
     def add(self, local: LocalTensor, role: str, extent: Extent, path: str, rank: Rank) -> None:
-        """Record the part held by a rank's tensor at `extent` in this role."""
         if not extent.is_contiguous:
             raise CorruptError("a rank's tensor is not contiguous", path=path, rank=rank.number, fqn=local.name)
         for held in local.held:
@@ -156,7 +150,7 @@ class MegatronReading:
             parts += [(held.shape, piece.of(extent, rank.number)) for piece in held.pieces]
 
     def tensors(self) -> dict[Key, Tensor]:
-        """Return a tensor for every name and role, in model order. Parts on several ranks become replicas."""
+        """Return all tensors, in model order. Parts on several ranks become replicas."""
         keys = sorted(self.parts, key=lambda key: registered(key[0]))
         return {key: assemble(*key, self.parts[key], self.natives.get(key[0])) for key in keys}
 
@@ -220,7 +214,7 @@ def refuse_two_blocks(names: Collection[str], path: Path) -> None:
 
 
 def check_encoder(names: Collection[str], path: Path) -> None:
-    """Raise NotFoundError for an encoder model, here complete, other than a BertModel with both heads."""
+    """Raise NotFoundError for an encoder model other than a BertModel with both heads."""
     found = next((name for name in names if name.startswith(ENCODER)), None)
     if found is not None and "binary_head.weight" not in names:
         raise NotFoundError(
@@ -428,7 +422,7 @@ def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys:
 
 
 def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a chunk's state dict entries under megatron-core's names, without wrappers' prefixes."""
+    """Return a chunk's entries under megatron-core's names, without wrappers' prefixes."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
     return {bare(_WRAPPERS.sub("", str(name))): value for name, value in state.items()}
@@ -458,7 +452,6 @@ class _Chunk:
 
     @cached_property
     def num_experts(self) -> int:
-        """Number of experts on this rank."""
         args = self.reading.args
         return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
@@ -501,7 +494,6 @@ class _Chunk:
             )
 
     def _canonical(self, name: str) -> str:
-        """Return the whole-model name for the chunk's `name`."""
         kind = self.kinds.get(split_layer(name)[0])
         return self.spelling.canonical(name, kind, self.layers.start, self.rank.ep * self.num_experts)
 

@@ -35,7 +35,6 @@ def are_gathered(args: Mapping[str, Any]) -> bool:
 
 
 def refuse_gathered(args: Mapping[str, Any], path: str | Path) -> None:
-    """Raise NotFoundError if gathered masters are remainders."""
     if are_gathered(args):
         raise NotFoundError(
             "only 16 bits per master are stored, in fp32; megatron-core itself can't load this",
@@ -81,7 +80,6 @@ def _blocks(shape: Shape) -> Iterator[Box]:
 
 
 def _master(weight: Tensor, remainder: Tensor, box: Box) -> memoryview:
-    """Compute a box's masters as fp32 bytes."""
     import numpy as np  # late: only needed to read data
 
     from ckpt.move.reading import read_box

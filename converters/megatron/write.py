@@ -1,7 +1,7 @@
 """Writer for Megatron-LM's `torch` format with any tensor, pipeline, expert and virtual pipeline sizes.
 
-The output equals a save by a run with this layout. It is loaded by megatron-core's `load_state_dict(strict=True)`,
-`optimizer.load_state_dict` and `load_parameter_state`. Format facts: see `converters.megatron.format`.
+megatron-core loads the output with `load_state_dict(strict=True)`, `optimizer.load_state_dict` and
+`load_parameter_state`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class ModelFiles:
     forms: dict[Any, TargetFile] = field(default_factory=dict)
 
     def file(self, name: str, chunks: Sequence[Chunk], own: dict[str, Any]) -> TargetFile:
-        """Return a rank's file with these chunks and its `own` entries."""
         if own or (self.optimizer is not None and not self.optimizer.distributed):
             return torch_file(name, self.root(chunks) | own)
         tensors = [(one, self.model.chosen[one.fqn]) for chunk in chunks for one in chunk.tensors]

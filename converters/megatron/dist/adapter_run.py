@@ -1,6 +1,6 @@
 """Adapters in Megatron's `torch_dist` format, saved by Megatron-Bridge, NeMo 2 and ms-swift.
 
-    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    only the adapter's tensors
+<run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    only the adapter's tensors
     <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, rank and alpha; `model`: axis sizes
     <run>/iter_0000100/train_state.pt, <run>/latest_train_state.pt, <run>/latest_checkpointed_iteration.txt
 
@@ -10,12 +10,12 @@ Tensors are stored whole, but the row order of `linear_fc1` depends on the tenso
   For a factor with both, this is the whole tensor's order. A factor with only one of them has its rows permuted.
 - DoRA's `weight_magnitude` is stored in rank order: each rank's gate, then its up.
 
-    <run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, axis sizes
+<run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, axis sizes
     <run>/checkpoint-100/iter_0000100/.metadata, ...    PEFT's factors of Megatron's modules, `lora_A.default.weight`
 
 ms-swift stores all rows in rank order.
 
-    <run>/weights/.metadata, ...    NeMo's adapter, with Megatron-Bridge's names and order
+<run>/weights/.metadata, ...    NeMo's adapter, with Megatron-Bridge's names and order
     <run>/weights/adapter_metadata.json    its base's folder: `model_ckpt_path`
     <run>/context/model.yaml    `model_transform`: the adapter's class, rank and alpha; `config`: axis sizes
 
@@ -57,9 +57,9 @@ from converters.names.megatron.settings import CHANGES, COMPARED, is_off
 
 #: Classes in megatron.bridge.peft, by module.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
-#: Setting for experts that share linear_fc1's first factor and linear_fc2's second factor.
+#: Experts share linear_fc1's first factor and linear_fc2's second factor.
 OUTER = "experts_shared_outer_loras"
-#: Other recorded adapter settings. A merge does not need them, or the tensors imply them.
+#: Other adapter settings. A merge does not need them, or the tensors imply them.
 _KNOWN = {
     *("_target_", "n_adapters", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
     *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
@@ -77,7 +77,6 @@ NEMOS_BASE = "adapter_metadata.json"
 
 
 def has_adapter(fqns: Iterable[str]) -> bool:
-    """Return True if some of the tensors belong to an adapter."""
     return any(_MARK in fqn or _PEFTS.search(fqn) or slots_in([fqn]) for fqn in fqns)
 
 
@@ -146,7 +145,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = Non
 
 
 def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
-    """Raise UsageError for adapters of experts: NeMo's were never compared with its model's results."""
+    """Refuse adapters of experts: NeMo's were never compared with its model's results."""
     for fqn, _ in checkpoint.tensors:
         if (parsed := parse_name(fqn)) is not None and parsed[0].is_expert:
             raise UsageError("NeMo's expert adapters are not supported", path=path, fqn=fqn)
@@ -165,10 +164,7 @@ def read_run(path: Path) -> _Read:
 
 
 def read_nemos_run(path: Path) -> _Read:
-    """Read the adapter and the model's settings from NeMo's `model.yaml`.
-
-    Raise UsageError for an unsupported class, CorruptError for a malformed file.
-    """
+    """Read the adapter and the model's settings from NeMo's `model.yaml`. Raise errors like `read_run`."""
     content = read_run_config(path)
     sections = {name: _section(content, name) for name in ("model_transform", "config")}
     beside = path.parents[1] / WEIGHTS / NEMOS_BASE
@@ -187,7 +183,7 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _run_of_class(
     path: Path, sections: Mapping[str, Mapping[str, Any]], package: str, kinds: Sequence[str], base: object
 ) -> AdapterRun:
-    """Return the adapter described by `sections`: first the adapter's, then the model's. Its class is in `package`."""
+    """Return the adapter described by `sections`: the adapter's, then the model's. Its class is in `package`."""
     (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
     classes = CLASSES | {MULTI: MULTIS_CLASS}
@@ -232,7 +228,7 @@ def _run_of_class(
     )
 
 
-#: Adapter settings in ms-swift's `args.json`, among the training's own.
+#: Adapter settings among the training's own in ms-swift's `args.json`.
 _OF_ADAPTERS = re.compile(r"lora|dora|adapter|tuner")
 #: Supported settings, and settings without effect on the adapter's result (ms-swift 3.5 to 4.5,
 #: megatron/arguments/megatron_args.py, arguments/tuner_args.py).
@@ -291,7 +287,7 @@ def read_swifts_run(path: Path) -> _Read:
         tp=fields.count("arguments", "tensor_model_parallel_size", 1),
         ep=fields.count("arguments", "expert_model_parallel_size", 1),
     )
-    # most entries are ms-swift's own, and unknown ones say nothing of the model
+    # Most entries are ms-swift's own, and unknown ones say nothing of the model.
     known = COMPARED | CHANGES.keys() | {"megatron_extra_kwargs"}
     return run, {name: value for name, value in content.items() if name in known}
 
@@ -370,7 +366,6 @@ def _row_parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
 
 
 def tp_of(name: ModuleName, run: AdapterRun) -> int:
-    """Return the number of ranks that share the layer."""
     return run.etp if name.is_expert else run.tp
 
 
@@ -410,7 +405,7 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
 
 
 def _halves(fqn: str, rows: int, size: int) -> RowRuns:
-    """Return the row order with the first halves of all ranks' parts first, then the second halves."""
+    """Return the row order with all ranks' first halves first, then the second halves."""
     if rows % (2 * size):
         raise UsageError(
             "the factor's rows do not divide among the tensor parallel ranks",
@@ -429,7 +424,6 @@ def _swapped(runs: RowRuns) -> RowRuns:
 
 
 def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
-    """Return `checkpoint` with all rows in whole-tensor order."""
     rows = dict(_exchanged(checkpoint, run))
     if not rows:
         return checkpoint

@@ -1,6 +1,6 @@
 """Slots of Megatron-Bridge's MultiLoRA, which trains several adapters of one model at once.
 
-    ....linear_qkv.adapters.1.linear_in.weight     slot 1's first factor: [dim, inputs], a row per rank
+....linear_qkv.adapters.1.linear_in.weight     slot 1's first factor: [dim, inputs], a row per rank
     ....linear_qkv.adapters.1.linear_out.weight    its second factor: [outputs, dim], a column per rank
 
 A slot is claimed with its own rank and alpha. Neither is saved: the run's config only has the largest rank, `dim`, and
@@ -31,7 +31,7 @@ _SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.(?=linear_(?:in|out)\.)")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlot:
-    """One of a run's adapters, with the rank and alpha given when it was claimed."""
+    """One of a run's adapters, with its claimed rank and alpha."""
 
     number: int
     rank: int
@@ -39,7 +39,7 @@ class AdapterSlot:
 
     @classmethod
     def parse(cls, text: str) -> AdapterSlot:
-        """Return the slot in `text`, such as `1:8:16` or `1:8:2.5`. Raise UsageError for any other text."""
+        """Return the slot in `text`: `1:8:16` or `1:8:2.5`. Raise UsageError for any other text."""
         if match := re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,9}(?:\.\d{1,9})?)", text, re.ASCII):
             number, rank, alpha = int(match[1]), int(match[2]), float(match[3])
             if rank and alpha:
@@ -52,12 +52,11 @@ class AdapterSlot:
 
 
 def slots_in(fqns: Iterable[str]) -> list[int]:
-    """Return the slot numbers in these tensor names, ascending."""
     return sorted({int(found["slot"]) for fqn in fqns if (found := _SLOT.search(fqn))})
 
 
 def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
-    """Return `checkpoint` with the tensors of the slot `requested` under a single adapter's names, and the slot.
+    """Return the tensors of the slot `requested` under a single adapter's names, and the slot.
 
     Raise UsageError, with all slots and their ranks, if no slot is requested or it is missing.
     """
@@ -134,7 +133,6 @@ def _axis(fqn: str) -> int:
 
 
 def _ranks(fqn: str, shape: Shape, start: int, stop: int) -> Box:
-    """Return the box of a factor's ranks from `start` to `stop`."""
     axis = _axis(fqn)
     offsets, sizes = [0] * len(shape), [*shape]
     offsets[axis], sizes[axis] = start, stop - start
@@ -149,12 +147,10 @@ def _factors(checkpoint: Checkpoint, number: int) -> list[Tensor]:
 
 
 def _rank(factors: Iterable[Tensor]) -> int:
-    """Return the highest rank with a nonzero value in the factors."""
     return max(map(_last, factors), default=0)
 
 
 def _described(number: int, factors: Iterable[Tensor]) -> str:
-    """Describe a slot by its factors."""
     held = [*factors]
     is_idle = not any(_last(one) for one in held if one.fqn.endswith(OUT))
     return f"slot {number}: rank {_rank(held)}" + (" (its second factors are zero: not trained)" if is_idle else "")
@@ -168,5 +164,5 @@ def _last(factor: Tensor) -> int:
 
     bits = read_box(factor, whole(factor.shape), {})
     others = tuple(dim for dim in range(bits.ndim) if dim != _axis(factor.fqn))
-    found = np.flatnonzero((bits << 1).any(axis=others))  # without the sign of -0.0
+    found = np.flatnonzero((bits << 1).any(axis=others))  # drops the sign of -0.0
     return int(found[-1]) + 1 if found.size else 0

@@ -1,8 +1,5 @@
 """Writer for adapters in Megatron's `torch_dist` format, loaded by Megatron-Bridge into its own modules.
 
-The folder follows `converters.megatron.dist.adapter_run`: the adapter's tensors, an empty extra state per linear layer,
-and the run's config with the adapter's class, rank and alpha.
-
 Format facts: see `converters.megatron.dist.adapter_run`.
 """
 
@@ -162,7 +159,6 @@ def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choi
 
 
 def _config(run: AdapterRun, chosen: Mapping[str, Choice]) -> dict[str, Any]:
-    """Return the config sections that describe the adapter."""
     names = {_parsed(fqn)[0] for fqn in chosen}
     peft = {"_target_": f"megatron.bridge.peft.{run.kind}.{CLASSES[run.kind]}", "dim": run.dim, "alpha": run.alpha}
     peft |= {"dropout": run.dropout, "target_modules": sorted({_target(name) for name in names})}

@@ -1,6 +1,6 @@
 """Megatron-Bridge runs in Megatron's `torch_dist` format: files other than tensors and optimizer.
 
-    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    like Megatron-LM's, without `args`
+<run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    like Megatron-LM's, without `args`
     <run>/iter_0000100/run_config.yaml    `model`, `optimizer`, `ddp`, `checkpoint`: class fields replacing args
     <run>/iter_0000100/train_state.pt     steps, sequences and a few flags: one-element tensors
     <run>/iter_0000100/tokenizer/         the tokenizer, saved by transformers
@@ -8,7 +8,7 @@
     <run>/latest_checkpointed_iteration.txt
 
 The fields are translated to Megatron-LM's equivalent arguments for the rest of the code. The output for such a run has
-these files, too: the config gets the target's axis sizes.
+these files, too, with the target's axis sizes.
 
 Format facts: megatron-bridge 0.3.1 and 0.6.2, training/checkpointing.py (`save_checkpoint`,
 `_load_checkpoint_from_path`), training/config.py, training/utils/config_utils.py (`to_yaml`), models/gpt_provider.py.
@@ -38,7 +38,7 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_o
 
 #: Fields for models whose layers differ in size.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-#: Model fields with another name as a Megatron-LM argument, and sizes of axes. Other fields keep their names.
+#: Model fields by Megatron-LM argument, if it has another name, and sizes of axes.
 _MODEL_FIELDS: Mapping[str, str] = {
     **{name: name for name in AXES.values()},
     "num_moe_experts": "num_experts",
@@ -52,7 +52,7 @@ _MODEL_FIELDS: Mapping[str, str] = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-#: Fields of other sections, with Megatron-LM's equivalent argument.
+#: Other sections' fields by Megatron-LM argument.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         name: name
@@ -85,7 +85,7 @@ _READ_APART = (
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: Fields required by Megatron-Bridge to load a run.
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-#: Function for layers from megatron-core alone, and functions whose layers follow from their arguments.
+#: Layers from megatron-core alone, and functions whose layers follow from their arguments.
 _LOCAL = "local_layer_spec"
 _USUAL = (_LOCAL, "default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec")
 _COUNTERS = {"step": "iteration", "consumed_train_samples": "consumed_train_samples"}
@@ -93,7 +93,7 @@ _COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train
 
 
 def read_bridge_run(folder: Path) -> BridgeRun | None:
-    """Read Megatron-Bridge's files in an iteration folder. None if there are none.
+    """Read Megatron-Bridge's files in an iteration folder.
 
     Raise NotFoundError if one of the two files is missing, CorruptError if one is malformed.
     """
@@ -120,7 +120,6 @@ def read_bridge_run(folder: Path) -> BridgeRun | None:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Return the run's counters, by their names in the file."""
     content = torchfile.read(path).root
     found = {}
     for name in _COUNTERS:
@@ -141,7 +140,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     """Return the run's settings as Megatron-LM arguments for `ranks` processes, whose number is not recorded.
 
     Raise CorruptError for a setting of the wrong type. If the files depend on stages (`by_stages`), raise CorruptError
-    if the stages are unknown, LossError if layers may order their modules differently.
+    for unknown stages, LossError if layers may order their modules differently.
     """
     path = Path(run.folder) / RUN_CONFIG
     model: Mapping[str, Any] = run.config["model"]
@@ -182,13 +181,13 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
 
 
 def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model's config under Megatron-LM's argument names."""
+    """Rename the fields of a model's config to Megatron-LM's arguments."""
     stated = {name: value for name, value in model.items() if value is not None and name not in _READ_APART}
     args = {name: _plain(value) for name, value in stated.items()}
     for (
         field,
         arg,
-    ) in _MODEL_FIELDS.items():  # two values of one setting keep their names, and are refused by the comparison
+    ) in _MODEL_FIELDS.items():  # two values of one setting keep their names; the comparison refuses them
         if field in args and args[field] == args.get(arg, args[field]):
             args[arg] = args.pop(field)
     layers = _target(model.get(_LAYERS))
@@ -219,13 +218,12 @@ def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
 
 
 def _layers(model: Mapping[str, Any]) -> str:
-    """Return the name of the function that builds the model's layers, by default the usual one."""
+    """Return the name of the function that builds the model's layers."""
     target = _target(model.get(_LAYERS))
     return _USUAL[1] if target is None else str(target).rpartition(".")[2]
 
 
 def _target(stated: Any) -> Any:
-    """Return the recorded name of a function or class."""
     return stated.get("_target_") if isinstance(stated, Mapping) else stated
 
 
@@ -276,7 +274,6 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
 
 
 def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of `model` implied by the tensors."""
     experts = {number for name in shapes if (number := expert_of(name)) is not None}
     if experts:
         yield "num_moe_experts", len(experts)
@@ -284,7 +281,7 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
     if EMBEDDING in shapes:
         yield "hidden_size", shapes[EMBEDDING][1]
     if _layers(model) not in _USUAL or any(model.get(name) for name in _UNEQUAL):
-        return  # layers may have different sizes, or no tensors
+        return  # layers may differ in size, or have no tensors
     layers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
     yield "num_layers", len(layers)
     proj = shapes.get("decoder.layers.0.self_attention.linear_proj.weight")
@@ -300,7 +297,7 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
 
 
 def note_on_config(run: BridgeRun) -> str | None:
-    """Return a note that the Hub may have the model's config.json, if the run names its base model."""
+    """Note that the Hub may have the model's config.json, if the run names its base model."""
     hub = run.config["model"].get("hf_model_id")
     if not isinstance(hub, str):
         return None

@@ -1,7 +1,4 @@
-"""Iteration folder in Megatron's `torch_dist` format, or Megatron-FSDP's, recognized by names.
-
-Format facts: see `converters.megatron.dist.format`.
-"""
+"""Iteration folder in Megatron's `torch_dist` format, or Megatron-FSDP's, recognized by names."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from ckpt.move.source import read_file
 from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST
 
 COMMON, BACKENDS = MEGATRONS_COMMON, MEGATRONS_LAST
-#: Files that Megatron-Bridge writes instead of arguments: the run's config, its counters, a copy of the last counters
-#: beside all iterations, the tokenizer's folder and, if requested, the model in the Hub's format.
+#: Megatron-Bridge's files: the run's config, its counters, a copy of the last counters beside all iterations, the
+#: tokenizer's folder and, if requested, the model in the Hub's format.
 RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
     "run_config.yaml",
     "train_state.pt",
@@ -22,19 +19,19 @@ RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
     "tokenizer",
     "hf",
 )
-#: Folders in a NeMo 2 checkpoint: megatron-core's files, and the model's description with its tokenizer.
+#: NeMo 2: megatron-core's files, and the model's description with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 #: NeMo 1: an unpacked `.nemo` archive's content, and its key prefix.
 WEIGHTS_1, CONFIG_1, MODULE_1 = "model_weights", "model_config.yaml", "model."
 #: In the context: the model's class and arguments, for people.
 MODEL = "model.yaml"
-#: NeMo 2's prefix for the model's keys: its wrapper module (nemo/lightning/megatron_parallel.py).
+#: NeMo 2's key prefix: its wrapper module (nemo/lightning/megatron_parallel.py).
 MODULE = "module."
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
 )
 _PLAIN_MARK = re.compile(rb"model\.decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.))")
-_MARKED = 1 << 20  # bytes of the metadata that contain the first keys
+_MARKED = 1 << 20  # covers the metadata's first keys
 
 
 def is_iteration(folder: Path) -> bool:
@@ -45,22 +42,22 @@ def is_iteration(folder: Path) -> bool:
 
 
 def is_nemo(folder: Path) -> bool:
-    """Return True if megatron-core wrote this folder for NeMo 2: `weights` beside `context`."""
+    """Return True for NeMo 2's folder: `weights` beside `context`."""
     return is_iteration(folder) and folder.name == WEIGHTS and (folder.parent / CONTEXT).is_dir()
 
 
 def is_nemo_1(folder: Path) -> bool:
-    """Return True for weights in an unpacked NeMo 1 archive: `model_weights` beside `model_config.yaml`."""
+    """Return True for an unpacked NeMo 1 archive: `model_weights` beside `model_config.yaml`."""
     return is_iteration(folder) and folder.name == WEIGHTS_1 and (folder.parent / CONFIG_1).is_file()
 
 
 def is_fsdp_iteration(folder: Path) -> bool:
-    """Return True for a GPT model's DCP folder under Megatron-FSDP, by the first names in its metadata."""
+    """Return True for Megatron-FSDP's DCP folder of a GPT model, by the first names in its metadata."""
     return _is_plain(folder, _MARK)
 
 
 def is_torch_dcp_iteration(folder: Path) -> bool:
-    """Return True for a megatron-core GPT model's DCP folder under torch's FSDP2, by the first names."""
+    """Return True for torch FSDP2's DCP folder of a megatron-core GPT model, by the first names."""
     return _is_plain(folder, _PLAIN_MARK)
 
 

@@ -1,19 +1,17 @@
 """Megatron's `torch_dist` format: PyTorch's distributed checkpoint with megatron-core's keys.
 
-    <run>/latest_checkpointed_iteration.txt    "100", or "release"
+<run>/latest_checkpointed_iteration.txt    "100", or "release"
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    described in `ckpt.containers.dcp`
     <run>/iter_0000100/metadata.json           the backends that wrote it
     <run>/iter_0000100/common.pt               arguments, param groups, and other common state of all ranks;
                                                since 0.19 an item `common_state/shard_0_1` in the data files
 
 Tensors are stored whole, cut arbitrarily among ranks, so nothing depends on tensor, pipeline or expert parallel sizes.
-`converters.megatron.dist.keys` describes the keys, `converters.megatron.dist.optimizer` the optimizer.
 
 NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and without Megatron-LM's
 arguments. Only the model is read; `converters.megatron.dist.nemo` writes it.
 
-`fsdp_dtensor` and `torch_dcp`, plain DCP without these files, are supported, too: see `converters.megatron.dist.fsdp`,
-`torch_dcp` and `plain_write`.
+`fsdp_dtensor` and `torch_dcp` are plain DCP without these files: see `converters.megatron.dist.fsdp` and `torch_dcp`.
 
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
 core.py); Megatron-LM, August 2026, training/checkpointing.py.
@@ -75,13 +73,11 @@ class MegatronDist(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe one iteration's checkpoint."""
         from converters.megatron.dist.checkpoint import read_iteration
 
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out a run folder; see `converters.megatron.dist.write`, and `adapter_write` for adapters."""
         from converters.megatron.dist import adapter_write, nemo, plain_write, write
 
         form = layout.read(DistOptions).ckpt_format or TORCH_DIST
@@ -100,7 +96,7 @@ MEGATRON_DIST = MegatronDist()
 
 
 def _nemos(path: Path) -> Path | None:
-    """Return the weights in a NeMo 2 checkpoint, or in a run's only one. Raise NotFoundError if there are several."""
+    """Return the weights in a NeMo 2 checkpoint, or in a run's only one."""
     known = [folder for folder in (path, path / WEIGHTS) if is_nemo(folder)]
     known += [folder for folder in (path, path / WEIGHTS_1) if is_nemo_1(folder)]
     found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]

@@ -1,9 +1,9 @@
 """Megatron's `fsdp_dtensor` format: PyTorch's distributed checkpoint of a model under Megatron-FSDP.
 
-    <run>/latest_checkpointed_iteration.txt
+<run>/latest_checkpointed_iteration.txt
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-    model.module.<name>                               parameters; in mixed precision only the fp32 masters (the
+model.module.<name>                               parameters; in mixed precision only the fp32 masters (the
                                                       ranks compute with rounded copies)
     model.module.<...linear_fc1.weight>_w, _v         gate and up rows of a SwiGLU MLP
     optimizer.state.module.module.module.<name>.exp_avg      (with `_w` and `_v`, too)
@@ -11,9 +11,8 @@
     args, iteration, checkpoint_version, opt_param_scheduler, rng_state.(0, 0), ...
 
 Names follow the in-memory modules, with one `module.` per wrapper, and experts numbered over the whole model (since
-0.16). Tensors are stored whole, cut among ranks at any row, so the number of ranks does not matter. The exception is a
-gated MLP other than SwiGLU (in 0.15, also one of experts). One tensor holds each tensor-parallel rank's gate rows, then
-its up rows.
+0.16). Tensors are stored whole, cut among ranks at any row. The exception is a gated MLP other than SwiGLU (in 0.15,
+also one of experts). One tensor holds each tensor-parallel rank's gate rows, then its up rows.
 
 States other than Adam's two are copied whole under `_w` and `_v`.
 
@@ -89,8 +88,8 @@ class _SavedState:
     """Saved state dict.
 
     `found` has the stored values by number in `metadata`. `parts` maps the first name of a path, or the optimizer's
-    first two, to these numbers. `options` has the param group options by parameter instead. `names` resolves parameter
-    names, `shapes` has the stored shapes, `masters` the parameters stored as fp32 copies.
+    first two, to these numbers. `options` has the param group options by parameter. `masters` are stored as fp32
+    copies.
     """
 
     reading: DistReading
@@ -148,7 +147,7 @@ class _SavedState:
 
 
 def _refuse_flat(metadata: Metadata) -> None:
-    """Raise NotFoundError for a flat state dict, written by Megatron-LM's tools/checkpoint/checkpoint_inspector.py."""
+    """Refuse a flat state dict, written by Megatron-LM's tools/checkpoint/checkpoint_inspector.py."""
     for path in metadata.steps:
         if len(path) == 1 and (key := str(path[0])).startswith(f"{_MODEL}."):
             raise NotFoundError(
@@ -247,7 +246,7 @@ def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
 
 
 def _by_halves(stored: _SavedState, tensor: ChunkedTensor, size: int) -> Iterator[tuple[Box, Extent]]:
-    """Reorder rows stored as gate and up of the first of `size` ranks, then of the second, and so on."""
+    """Reorder rows stored as gate and up rank by rank."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
         raise stored.unexpected_entry(tensor.entry.key, f"rows divisible by twice {size} tensor parallel ranks")
@@ -262,7 +261,6 @@ def _by_halves(stored: _SavedState, tensor: ChunkedTensor, size: int) -> Iterato
 
 
 def _recorded_number(reading: DistReading, name: str) -> int | None:
-    """Return a recorded numeric argument, or None."""
     value = reading.args.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise CorruptError(f"the recorded argument {name} is not a number", path=reading.folder, found=repr(value))

@@ -1,15 +1,15 @@
 """Keys in Megatron's `torch_dist` format, and their whole-model tensor names.
 
-    decoder.layers.<rest>            a tensor for all layers, [layers, ...], if the layers are alike
+decoder.layers.<rest>            a tensor for all layers, [layers, ...], if the layers are alike
     decoder.layers.3.<rest>          a single layer's, if they differ, or by choice
     ....mlp.experts.experts.linear_fc1.weight       all experts, [experts, ...] after the layer dim
     ....mlp.experts.experts.5.linear_fc1.weight_w   one expert; an MLP's gate rows, and `_v` its up rows
     ....self_attention.in_proj.weight.query         a section of a packed layer's rows (`splits.SECTIONS`)
 
 A key has no rank, stage or model chunk. megatron-core's own layers use Transformer Engine's names, except for latent
-attention. The norm before experts, which no linear layer holds, is still called `mlp.linear_fc1.layer_norm_weight`.
+attention. The norm before experts is still called `mlp.linear_fc1.layer_norm_weight`.
 
-Pure. From megatron-core 0.16.1: transformer/transformer_block.py, transformer_layer.py, mlp.py, moe/experts.py,
+From megatron-core 0.16.1: transformer/transformer_block.py, transformer_layer.py, mlp.py, moe/experts.py,
 multi_token_prediction.py (`sharded_state_dict` of each), models/gpt/gpt_layer_specs.py (`sharded_state_dict_keys_map`),
 optimizer/distrib_optimizer.py, optimizer/optimizer.py.
 """
@@ -44,13 +44,13 @@ _FACTOR_DIMS = 2
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<sizes>\d+(?:\.\d+)*)")
 
-#: Names of masters: from the distributed optimizer since 0.15, and from all others.
+#: Names of masters: the distributed optimizer's since 0.15, and all others'.
 MASTERS = ("param", "fp32_param")
 _FUSED, _UNFUSED = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
 def state_key(key: str) -> tuple[str, str] | None:
-    """Return (role, model tensor's key) for an optimizer key, else None. The state has the tensor's shape."""
+    """Return (role, model tensor's key) for an optimizer key."""
     match = _STATE.fullmatch(key)
     if match is None:
         return None
@@ -119,14 +119,14 @@ class TensorKey:
         return self.layers + self.experts
 
     def shape(self, shape: Shape) -> Shape:
-        """Return the shape of each model tensor in a key's tensor. There are `shape[: num_dims]` of them."""
+        """Return the shape of each model tensor in a key's tensor."""
         inner = shape[self.num_dims :]
         if self.rows is not None:
             return (self.rows[1], *inner[1:])
         return inner if self.half is None else (2 * inner[0], *inner[1:])
 
     def parts(self, shape: Shape, box: Box, extent: Extent) -> Iterator[tuple[str, Box, Extent]]:
-        """Yield the model tensors in box `box` of the key's tensor, stored at `extent`: name, box, extent."""
+        """Yield name, box and extent of the model tensors in box `box` of the key's tensor, stored at `extent`."""
         count = self.num_dims
         inner = Box(box.offsets[count:], box.sizes[count:]) if count else box
         if first := self.rows[0] if self.rows else shape[count] if self.half else 0:
@@ -142,11 +142,9 @@ class TensorKey:
             yield self.at(numbers), inner, place
 
     def names(self, shape: Shape) -> Iterator[str]:
-        """Yield every name covered by the key, whose tensor has this `shape`."""
         return map(self.at, product(*(range(n) for n in shape[: self.num_dims])))
 
     def at(self, index: Shape) -> str:
-        """Return the name for these layer and expert numbers."""
         name, numbers = self.name, list(index)
         for field, present in (("{layer}", self.layers), ("{expert}", self.experts)):
             if present:
@@ -155,10 +153,7 @@ class TensorKey:
 
 
 def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dict[str, TensorKey]:
-    """Return `keys` with row ranges for sections, from the key tensors' shapes.
-
-    Raise CorruptError if a packed layer lacks a section.
-    """
+    """Add row ranges for sections, from the key tensors' shapes. Raise CorruptError if a section is missing."""
     found, layers = dict(keys), dict[str, dict[str, str]]()
     for key, one in keys.items():
         if one.section is not None:
@@ -193,10 +188,7 @@ def canonical_names(names: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class KeyWriter:
-    """Writer of keys: `stacked` layers, and `local_spec` for megatron-core's own layers.
-
-    `name_in_files` converts a model name; `before` is the prefix of all keys.
-    """
+    """Writer of keys: `stacked` layers, and `local_spec` for megatron-core's own layers."""
 
     stacked: bool
     local_spec: bool

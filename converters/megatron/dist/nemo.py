@@ -1,14 +1,14 @@
 """Writer for NeMo 2: weights in megatron-core's form for NeMo, beside a copied `context`.
 
-    weights/    `torch_dist`, with `module.` before the model's keys; `common.pt` is Lightning's
+weights/    `torch_dist`, with `module.` before the model's keys; `common.pt` is Lightning's
     context/    `io.json`, the source of NeMo's Python objects; `model.yaml`, the same for people; the tokenizer
 
-`context` holds NeMo's classes with all arguments. It is copied from a NeMo checkpoint, for example made from the base
-by `llm.import_ckpt`, and checked against the model. NeMo restores a model from such a folder (`RestoreConfig`). It only
+`context` holds NeMo's classes with all arguments. It is copied from a NeMo checkpoint, for example made by
+`llm.import_ckpt`, and checked against the model. NeMo restores a model from such a folder (`RestoreConfig`). It only
 resumes an optimizer together with its trainer's loops, so none is written.
 
-Format facts: nemo_toolkit 2.5.0, nemo/lightning/ckpt_utils.py, io/pl.py, io/mixin.py, pytorch/strategies/
-megatron_strategy.py.
+Format facts: nemo_toolkit 2.5.0, nemo/lightning/ckpt_utils.py, io/pl.py, io/mixin.py,
+pytorch/strategies/megatron_strategy.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from converters.megatron.dist import write
 from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODEL, MODULE, WEIGHTS
 
 IO = "io.json"
-#: Megatron-LM's arguments by megatron-core's field name, also used in NeMo's model config.
+#: Megatron-LM's arguments by megatron-core's field name, also used by NeMo.
 _NAMES = {
     "num_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -96,7 +96,6 @@ def _context(checkpoint: Checkpoint) -> Path:
 
 
 def _refuse_others(model: MegatronModel, folder: Path) -> None:
-    """Raise LossError for another model's context."""
     config = read_run_config(confined(folder, MODEL)).get("config")
     stated = config if isinstance(config, Mapping) else {}
     known: dict[str, Any] = {name: model.args.get(ours) for name, ours in _NAMES.items()}

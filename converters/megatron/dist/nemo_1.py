@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-#: NeMo 1's defaults for settings missing from the file.
+#: NeMo 1's defaults for missing settings.
 _DEFAULTS: Mapping[str, Any] = {
     "activation": "gelu",
     "bias": True,

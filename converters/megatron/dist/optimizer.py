@@ -2,14 +2,14 @@
 
 Storage of the distributed optimizer's state, by the metadata's `distrib_optim_sharding_type`:
 
-    none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
+none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
     fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
     fully_sharded_model_space   the same with fp32_param, each rank's range of the flattened parameter (up to 0.15)
     dp_reshardable              optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
     dp_zero_gather_scatter      a value optimizer.distributed.dp_group_idx_0.param_state: content of distrib_optim.pt
 
-The last two store every model-parallel rank's buffers directly, without parameter names. The elements' owners follow
-from the model, the recorded axis sizes, and the lengths of buckets or buffers.
+The last two store every model-parallel rank's buffers without parameter names. The elements' owners follow from the
+model, the axis sizes, and the lengths of buckets or buffers.
 
 Shifted states: up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers without the padding after each bucket,
 using offsets from padded buffers. States in all buckets but the first are shifted, and some are lost. There are several
@@ -71,7 +71,7 @@ _BUCKET = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-#: Forms that Megatron-LM loads only on the same ranks, because their buckets depend on the world size.
+#: Megatron-LM loads these only on the same ranks: their buckets depend on the world size.
 OF_BUFFERS = ("dp_reshardable", "dp_zero_gather_scatter")
 _KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", *OF_BUFFERS)
 #: Elements compared between a parameter and its master.
@@ -79,7 +79,7 @@ _COMPARED = 64
 
 
 def read_optimizer(reading: DistReading) -> Optimizers:
-    """Return the param groups, and add `dp_reshardable`'s states to `reading`. Return nothing if states are shifted.
+    """Return the param groups, and add buffers' states to `reading`. Return nothing if states are shifted.
 
     Raise NotFoundError for an unsupported form, CorruptError if buckets do not fit the model.
     """
@@ -109,7 +109,6 @@ def read_optimizer(reading: DistReading) -> Optimizers:
 
 
 def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:
-    """Return the param groups in an optimizer's content, or ()."""
     inner = content.get("optimizer", content)
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
     return groups if isinstance(groups, list) else ()
@@ -130,12 +129,11 @@ def _contents(reading: DistReading) -> Iterator[Mapping[Any, Any]]:
 
 
 def is_optimizers(key: str) -> bool:
-    """Return True for an object of the distributed optimizer."""
     return _OBJECT.fullmatch(key) is not None
 
 
 def _refuse_transposed(reading: DistReading) -> None:
-    """Raise NotFoundError for the legacy grouped GEMM's transposed weights in `fully_sharded_model_space`."""
+    """Refuse the legacy grouped GEMM's transposed weights in `fully_sharded_model_space`."""
     args = reading.args
     legacy = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
     if args.get("moe_grouped_gemm") and legacy and reading.sharding == "fully_sharded_model_space":
@@ -203,7 +201,6 @@ class _StoredBuffer:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of elements per bucket."""
         states = [next(iter(self.buckets[number].values())) for number in sorted(self.buckets)]
         return [max((box.offsets[0] + box.sizes[0] for box, _ in placed), default=0) for placed in states]
 
@@ -219,7 +216,7 @@ class _Buffer:
     members: tuple[ChunkTensor, ...]
 
     def places(self, stored: _StoredBuffer, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
-        """Return each parameter's (bucket, first element). None if they do not fit."""
+        """Return each parameter's (bucket, first element), or None if they do not fit."""
         numels = [one.numel for one in self.members]
         if stored.apart:
             return bucket_places(numels, stored.lengths)
@@ -274,7 +271,6 @@ def _read_buffers(reading: DistReading) -> None:
 
 
 def _megatron_model(reading: DistReading) -> MegatronModel:
-    """Return the model on its original ranks."""
     tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
     state = TrainingState(args=dict(reading.args))
     facts = MegatronFacts(blocks=reading.blocks)
@@ -343,10 +339,7 @@ def _group(rank: Rank, grid: Grid, experts: bool) -> int:
 
 
 def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return each parameter's (bucket, first element) in buckets with these lengths, in model order.
-
-    None if they do not fit.
-    """
+    """Return each parameter's (bucket, first element), in model order, or None if they do not fit."""
     places = [(0, 0)] * len(numels)
     bucket = at = 0
     for index in reversed(range(len(numels))):
@@ -357,7 +350,7 @@ def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[i
         at += numels[index]
         if at > lengths[bucket]:
             return None
-        # A shared embedding ends the bucket before it, at the embedding's own place.
+        # A shared embedding ends the bucket before it, at its own place.
         if lengths[bucket] in (at, at + -at % ALIGNMENT):
             bucket, at = bucket + 1, 0
     return places if bucket == len(lengths) else None
@@ -437,7 +430,7 @@ def _leave_out(reading: DistReading, why: str) -> None:
 
 
 def _has_buckets(args: Mapping[str, Any]) -> bool:
-    """Return True if a rank may have had several buckets, judging by the arguments."""
+    """Return True if a rank may have had several buckets."""
     shared = not args.get("untie_embeddings_and_output_weights") or bool(args.get("mtp_num_layers"))
     return not args or args.get("overlap_grad_reduce") is not False or (shared and Grid.of_args(args).pp > 1)
 
@@ -459,7 +452,6 @@ def _is_rounded(reading: DistReading, fqn: str) -> bool:
 
 
 def _first(placed: Placed) -> Extent | None:
-    """Return the extent with a tensor's first element."""
     return next((extent for box, extent in placed if not any(box.offsets)), None)
 
 

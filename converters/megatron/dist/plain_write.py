@@ -1,11 +1,8 @@
 """Writer for Megatron's `torch_dcp` and `fsdp_dtensor`, read by `converters.megatron.dist.torch_dcp` and `fsdp`.
 
-Both are PyTorch's distributed checkpoint of a nested state dict: tensors are whole, and any number of ranks loads them.
 An engine requests each entry of its own state dict and fails if one is missing. So all possible options of its param
-groups are written, even if the source does not record them.
-
-Format facts: see `converters.megatron.dist.torch_dcp` and `converters.megatron.dist.fsdp`; for the requested entries
-megatron-core 0.19.2, training/checkpointing.py (`load_checkpoint`, `_load_base_checkpoint`).
+groups are written, even if the source does not record them (megatron-core 0.19.2, training/checkpointing.py,
+`load_checkpoint`, `_load_base_checkpoint`).
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from converters.names.megatron.model.splits import GATED
 from converters.names.megatron.options import FSDP_DTENSOR, TORCH_DCP
 
 _AXES = ("tp", "pp", "ep", "etp", "vpp")
-_ONLY = "shard_0.0_1.1"  # place of a single stage and tensor-parallel rank
+_ONLY = "shard_0.0_1.1"  # single stage and tensor-parallel rank
 _HALF = ("_w", "_v")
 _FC1 = re.compile(r".*\.mlp\.(?:(?:experts\.local_experts\.\d+|shared_experts)\.)?linear_fc1\.(?:weight|bias)")
 _GROUPED_FC1 = re.compile(r".*\.mlp\.experts\.linear_fc1\.(?:weight|bias)\d+")
@@ -211,13 +208,11 @@ def _halves(
 
 
 def _source(model: MegatronModel, key: Key, dtype: DType, shape: Shape, cut: bool = True) -> SourceTensor:
-    """Return a whole tensor, with its rows in the ranks' order."""
     in_blocks = model.blocks.of(key[0]) is not None
     return SourceTensor(key, dtype, shape, cut, partial(_rows, model, key, dtype, 0) if in_blocks else None)
 
 
 def _half(model: MegatronModel, tensor: SourceTensor, half: int) -> SourceTensor:
-    """Return the first or second half of the rows."""
     rows = tensor.shape[0] // 2
     part = partial(_rows, model, tensor.key, tensor.dtype, half * rows)
     return replace(tensor, shape=(rows, *tensor.shape[1:]), part=part)

@@ -1,7 +1,4 @@
-"""Reader for Megatron's `torch_dist` format: finds the model's tensors in a folder.
-
-Format facts: see `converters.megatron.dist.format`.
-"""
+"""Reader for Megatron's `torch_dist` format: finds the model's tensors in a folder."""
 
 from __future__ import annotations
 
@@ -55,9 +52,9 @@ _MAX_NAMES = 1 << 20
 class DistReading:
     """Parts of one iteration's folder read so far.
 
-    `objects` are non-tensor values, by key and place in their array. `flat` are the distributed optimizer's buffers,
-    without parameter names. `scales` are Transformer Engine's FP8 states by whole-model module name. `native` is the
-    model's dtype if its weights are not stored. `settings` are arguments missing from the common state.
+    `objects` are non-tensor values, by key and place in their array. `flat` are the distributed optimizer's buffers.
+    `scales` are Transformer Engine's FP8 states by module name. `native` is the model's dtype if its weights are not
+    stored. `settings` are arguments missing from the common state.
     """
 
     folder: Path
@@ -88,7 +85,7 @@ class DistReading:
 
     @property
     def sharding(self) -> str | None:
-        """Recorded form of the distributed optimizer's state, or None."""
+        """Recorded form of the distributed optimizer's state."""
         for content in (self.common.get("optimizer"), self.common.get("content_metadata")):
             for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
                 if isinstance(content, Mapping) and isinstance(content.get(name), str):
@@ -124,7 +121,7 @@ class DistReading:
         self.add(key, shape, dtype, placed, copy)
 
     def tensors(self) -> dict[Key, Tensor]:
-        """Return a tensor for every name and role, in model order."""
+        """Return all tensors, in model order."""
         found = {}
         order = {fqn: registered(fqn) for fqn in {fqn for fqn, _ in self.placed}}
         for key in sorted(self.placed, key=lambda key: order[key[0]]):
@@ -290,7 +287,6 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
 
 
 def is_models(key: str) -> bool:
-    """Return True if a key or name belongs to a model tensor. `bare` turns an encoder's name into a decoder's."""
     name = key.removeprefix(LANGUAGE)
     return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.", *HEADS)) or is_outside_language_model(
         name

@@ -1,9 +1,9 @@
 """Megatron's `torch_dcp` format: PyTorch's distributed checkpoint of a model under torch's FSDP2.
 
-    <run>/latest_checkpointed_iteration.txt
+<run>/latest_checkpointed_iteration.txt
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-    model.<name>                    parameters, in the model's dtype, under in-memory module names
+model.<name>                    parameters, in the model's dtype, under in-memory module names
     model.<module>._extra_state
     optimizer.fp32_from_fp16_params.0.3, optimizer.optimizer.state.3.exp_avg, ...      with numbers, no names
     args, iteration, checkpoint_version, opt_param_scheduler, rng_state.0, ...
@@ -138,7 +138,6 @@ def _note(reading: DistReading, found: Optimizers, fqn: str, role: str, value: A
 
 
 def _check_ranks(reading: DistReading) -> None:
-    """Raise LossError unless the arguments record a single tensor-parallel rank."""
     if not reading.args or (size := Grid.recorded(reading.args, reading.folder).tp) != 1:
         raise LossError(
             "torch_dcp may hold only one tensor parallel rank's parts: all ranks use the same names",

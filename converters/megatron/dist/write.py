@@ -1,13 +1,10 @@
 """Writer for Megatron's `torch_dist` format.
 
-megatron-core's `dist_checkpointing.load` loads the output at any tensor, pipeline and expert parallel sizes; only the
-recorded arguments contain them. The optimizer's state is stored as `fully_reshardable`, or as a non-distributed
-optimizer's if the arguments say so.
+megatron-core's `dist_checkpointing.load` loads the output at any sizes; only the recorded arguments contain them. The
+optimizer's state is stored as `fully_reshardable`, or as a non-distributed optimizer's if the arguments say so.
 
-An engine requests a module's extra state for every module that has one. So each gets an empty one: megatron-core's own
-layers, or also Transformer Engine's attention and norms.
-
-Format facts: see `converters.megatron.dist.format`.
+An engine requests an extra state for every module that has one. So each gets an empty one: megatron-core's own layers,
+or also Transformer Engine's attention and norms.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     args = dict(model.args, ckpt_format="torch_dist")
     args |= dict.fromkeys(args.keys() & {"use_torch_fsdp2", "use_megatron_fsdp"}, False)  # their files have other forms
     if RANDOM not in per_rank:
-        args["no_save_rng"] = True  # otherwise Megatron-LM requests them for each rank
+        args["no_save_rng"] = True  # otherwise Megatron-LM requests them per rank
     common = _common(model, tensors.keys, optimizer, kept, args)
     if bridge:
         del common["args"]
@@ -119,13 +116,11 @@ class ModelTensors:
             self.members.setdefault(key, {})[index] = fqn
 
     def add(self) -> None:
-        """Add the model's own tensors."""
         for key, members in self.members.items():
             chosen = {index: self.model.chosen[fqn] for index, fqn in members.items()}
             self._add(key, {index: one.key for index, one in chosen.items()}, {one.dtype for one in chosen.values()})
 
     def add_states(self, optimizer: MegatronOptimizer) -> None:
-        """Add the optimizer's masters and states."""
         for key, members in self.members.items():
             trained = {index: fqn for index, fqn in members.items() if fqn in optimizer.masters}
             if not trained:
@@ -146,7 +141,7 @@ class ModelTensors:
         self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
-        """Add `key` with the source's tensors for all layers and experts, stacked. Raise LossError if they differ.
+        """Add `key` with the source's tensors for all layers and experts, stacked.
 
         A packed layer has a key per row section.
         """
@@ -163,7 +158,7 @@ class ModelTensors:
         first = 0
         for name, rows in self._sections(key, next(iter(members.values()))[0], shape):
             section = (rows, *shape[1:]) if shape else shape
-            # Matrices are cut for tensor-parallel ranks, because an engine reads every box that it needs partly.
+            # Matrices are cut for tensor-parallel ranks: an engine reads every box that it needs partly.
             cut = dim0_boxes(section, self.model.grid.tp if len(shape) > 1 else 1)
             boxes = [  # equal sizes for all members
                 (box.offsets, (1,) * len(sizes) + box.sizes, _moved(box, first)) for box in cut
@@ -218,7 +213,7 @@ def _is_stacked(model: MegatronModel) -> bool:
 
 
 def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of modules' extra states: the source's FP8 scales, or None."""
+    """Yield modules' extra states: the source's FP8 scales, or None."""
     names = dict.fromkeys(f"{module}.{EXTRA}" for module in modules_with_extra(model.chosen, model.spelling))
     # MambaModel and BertModel request their output layer's extra state; GPTModel drops it.
     if "decoder.final_norm.weight" in model.chosen or model.encodes:
@@ -262,7 +257,6 @@ def _common(
 
 
 def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Return each optimizer's param groups."""
     contents: list[dict[str, Any]] = []
     has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
     for groups in optimizer.chained:
