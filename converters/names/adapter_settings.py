@@ -1,7 +1,4 @@
-"""Settings of an adapter: `adapter_config.json`, checked against the adapter's tensors.
-
-Every command that computes with an adapter reads its settings here, and `ckpt check` does, too.
-"""
+"""Settings of an adapter: `adapter_config.json`, checked against the adapter's tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def checked_settings(
 ) -> AdapterConfig:
     """Return the settings `raw`, read from `path`, after checking every entry and the adapter's tensors.
 
-    Unknown entries in `accepted` are ignored. Hints name the command's options for entries and for PEFT's release.
+    Unknown entries in `accepted` are ignored.
     """
     parse_config(raw, path)
     adapter_entries.check(raw, path, accepted, option=entry_option)
@@ -68,7 +65,7 @@ def _missing_modules(checkpoint: Checkpoint, config: AdapterConfig) -> list[str]
     modules = {name.module if name.kind == adapter.SAVED else name.module.rpartition(".")[0] for name in parsed}
     paths = {module[: match.start()] for module in modules for match in re.finditer(r"\.|$", module)}
     missing = {name for name in config.saved if not any(path.endswith(name) for path in paths)}
-    # PEFT adds every name of a head for the task, and a model has one of them
+    # PEFT adds every head name for the task, and a model has one of them
     return sorted(missing - _HEADS if _HEADS & {*config.saved} - missing else missing)
 
 
@@ -86,7 +83,6 @@ def _adapted(checkpoint: Checkpoint, config: AdapterConfig) -> set[str]:
 
 
 def _check_tensors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping[str, int]) -> None:
-    """Raise CorruptError if the tensors of an adapter contradict its settings."""
     targets.check(config, _adapted(checkpoint, config))
     shapes.check(config, checkpoint.shapes, checkpoint.path)
     if config.kind == LORA:
@@ -102,7 +98,6 @@ def _check_tensors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
 
 
 def _check_factors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping[str, int]) -> None:
-    """Raise CorruptError if the tensors of a LoRA adapter contradict its settings."""
     modules: dict[tuple[str | None, str], set[str]] = defaultdict(set)
     for name in (adapter.parse_name(fqn) for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
         modules[name.adapter, name.module].add(name.kind)
@@ -136,7 +131,7 @@ def _check_factors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
 
 
 def _blocks_of_b(config: AdapterConfig, module: str) -> int:
-    """Return the number of blocks in `lora_B` of `module`: BD-LoRA has several (peft `tuners/lora/variants.py`)."""
+    """Return the number of blocks in `lora_B`: BD-LoRA has several (peft `tuners/lora/variants.py`)."""
     settings = config.raw.get("use_bdlora")
     if not isinstance(settings, Mapping):
         return 1

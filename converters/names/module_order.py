@@ -1,7 +1,7 @@
 """Order in which a transformers model registers its parameters, used by optimizers to number them.
 
-Weight files don't show it: safetensors sorts names. For the architectures in `converters.names.megatron` it follows
-from their tables. For others, the installed transformers builds its own model without data.
+It follows from the tables in `converters.names.megatron`. For other architectures, the installed transformers builds
+its own model without data.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
 
 
 def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return a config's in-memory parameters in registration order, tied ones once.
-
-    Empty if they are unknown.
-    """
+    """Return a config's in-memory parameters in registration order, tied ones once. Empty if they are unknown."""
     model_type = str(config.get("model_type"))
     if model_type not in architectures() and find_spec("torch") is None:
         return {}

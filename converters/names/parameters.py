@@ -1,8 +1,7 @@
 """Parameters and shapes of the model in a config.json, in memory or on a Megatron rank.
 
 `in_memory` follows transformers 5, with all experts of a layer in one tensor; `megatron_stages` follows megatron-core.
-Both use the tables in `converters.names.families` and `converters.names.megatron`. A model type without a Megatron
-table is built by the installed transformers on the meta device.
+A model type without a Megatron table is built by the installed transformers on the meta device.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from converters.names.transformers import transformers_source
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
 VOCAB_MULTIPLE = 128
 
-#: Architectures with eager attention in transformers whose softmax uses the model's dtype.
+#: Eager attention in transformers whose softmax uses the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
-#: Architectures whose activations were compared with autograd's saved tensors, or with peaks.
+#: Activations were compared with autograd's saved tensors, or with peaks.
 _MEASURED = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
 )
@@ -222,14 +221,12 @@ def _megatron_parameters(table: Table, sizes: Sizes, padded: int) -> Iterator[Pa
 
 
 def _parameter_places(table: Table, sizes: Sizes) -> Iterator[RowPlace]:
-    """Yield the parameters' places, except the embedding and the output layer."""
     for place in table.places(sizes):
         if place.row.kind != PADDED and not place.megatron.endswith(megatron.BUFFERS):
             yield place
 
 
 def _kind_of_parameter(name: str, ndim: int) -> str:
-    """Return a parameter's kind from its Megatron name."""
     if ".local_experts." in name:
         return EXPERT
     if name.startswith("embedding."):
@@ -278,7 +275,6 @@ def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
 
 
 def _from_transformers(config: Mapping[str, Any]) -> Model:
-    """Return the parameters of transformers' own model, without activations."""
     model_type = config.get("model_type")
     if transformers_source.package() is None:
         raise UsageError(
@@ -309,6 +305,5 @@ def _from_transformers(config: Mapping[str, Any]) -> Model:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer number in a parameter's name, or None."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None

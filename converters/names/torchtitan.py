@@ -1,7 +1,7 @@
 """torchtitan's tensor names, related to the names in the Hub's files.
 
 Follows torchtitan 0.2.2 and 0.3.0 (`models/*/state_dict_adapter.py`). Some names differ between them: both are read,
-and the newer are written. torchtitan's Llama rotates pairs of neighbours, and transformers rotates halves of a head. So
+and the newer are written. torchtitan's Llama rotates pairs of neighbours, and transformers rotates halves of a head, so
 their query and key rows are ordered differently. A layer's experts are one tensor, [experts, out, in].
 """
 
@@ -26,8 +26,7 @@ from converters.names.torchtitan_run import check_run
 #: Model types whose adapters agree with the table. True if query and key rows are reordered.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
 
-#: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert; torchtitan stacks
-#: experts.
+#: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert.
 _NAMES = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
@@ -155,7 +154,6 @@ def _rotated_rows(hub: str, titan: str, shape: Shape, heads: int) -> Iterator[Li
 
 
 def recognizes(names: Collection[str]) -> bool:
-    """Return True if a model uses torchtitan's names."""
     return "tok_embeddings.weight" in names and any(
         name.startswith("layers.0.") and name.endswith(("attention_norm.weight", "ffn_norm.weight")) for name in names
     )

@@ -1,7 +1,6 @@
 """Vision-language models: tables of vision towers and projectors. `tables` has the text models.
 
-They follow transformers 5.23 (`modeling_*.py` of each model type). `tests/names/test_composites.py` compares each with
-models built and saved by transformers. A tower's rows are in registration order.
+They follow transformers 5.23 (`modeling_*.py` of each model type), also in registration order.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _layers(read: Config) -> dict[str, int]:
 
 
 def _internvl(read: Config) -> dict[str, int]:
-    """Return sizes for InternVL's tower, whose images and patches have a height and a width."""
+    """Return sizes for InternVL's tower. Images and patches have a height and a width."""
     (height, width), (p, p2) = _sides(read, "image_size"), _sides(read, "patch_size")
     return {**_layers(read), "p": p, "p2": p2, "n1": (height // p) * (width // p2) + 1}
 
@@ -85,7 +84,7 @@ def _qwen(read: Config) -> dict[str, int]:
     """Return sizes for Qwen's towers. `m` is the width after merging neighbouring patches, `o` the output width."""
     hidden, merged = read.size("hidden_size"), read.size("spatial_merge_size", default=2)
     sizes = {"f": read.size("intermediate_size"), "o": read.size("out_hidden_size")}
-    sizes |= {"c": read.size("in_chans", "in_channels")}  # the name in releases, and transformers 5's
+    sizes |= {"c": read.size("in_chans", "in_channels")}  # releases' name, and transformers 5's
     sizes |= {"p": read.size("patch_size"), "t": read.size("temporal_patch_size")}
     return {"h": hidden, "m": hidden * merged**2, **sizes}
 
@@ -139,13 +138,11 @@ class Tower:
         return found
 
     def rows(self) -> list[str]:
-        """Return its row names, with `{e}` for the layer number."""
         layer = [f"{self.layers}.{{e}}.{row.name}" for row in parse(self.layer)]
         before, behind = (row.name for row in parse(self.before)), (row.name for row in parse(self.behind))
         return [self.inside + name for name in (*before, *layer, *behind)]
 
     def has(self, name: str) -> bool:
-        """Return True if the tower has a tensor with this name."""
         return _row_and_number(self.rows(), name) is not None
 
 
@@ -337,7 +334,7 @@ _TOWERS = {
     ),
 }
 
-#: Defaults in the text model's class for sizes missing from a config, for example in LLaVA's releases.
+#: Text model defaults for sizes missing from a config, for example in LLaVA's releases.
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **more}
     for name, more in {
@@ -360,9 +357,9 @@ _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_mod
 class Composite:
     """Vision-language `model_type`. In projector rows, `t` is the text model's hidden size and `w` the tower's.
 
-    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `towers` are the
-    vision tower's model types, `texts` the text model's, with their tables. The tower's names begin with `tower`, the
-    text model's with `model`, its output layer's with `head`, all others with `base`.
+    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `towers` and
+    `texts` are the parts' model types; `texts` also has their tables. The tower's names begin with `tower`, the text
+    model's with `model`, its output layer's with `head`, all others with `base`.
     """
 
     cls: str
@@ -384,11 +381,9 @@ class Composite:
         return self.model + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
     def named(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return the text model's tensors under the whole model's names."""
         return {self.name(name): shape for name, shape in shapes.items()}
 
     def prefix(self, layer: int | str) -> str:
-        """Return the name prefix for a text model's layer."""
         return f"{self.model}layers.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
@@ -444,7 +439,6 @@ class Composite:
         return self.texts[kind], {**defaults, **stated, "model_type": kind, "tie_word_embeddings": tied}
 
     def non_text_shapes(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
-        """Return the tensors outside the text model."""
         vision = _config_inside(config, "vision_config")
         kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
         if kind not in self.towers or isinstance(config.get("vision_feature_layer"), list):
@@ -620,7 +614,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
         return None
     if any(text.get(name) is None for name in ("intermediate_size", "num_key_value_heads")):
-        return None  # a family's classes have different defaults for these
+        return None  # the family's classes have different defaults
     if str(text.get("model_type")) not in composite.texts or vision.get("model_type") not in composite.towers:
         return None
     try:
@@ -630,5 +624,5 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
             return None
         required = composite.non_text_shapes(config, Config(inner)) | composite.named(model.required)
     except CkptError:
-        return None  # the class has its own defaults for missing sizes
+        return None  # the class has its own defaults
     return Saved(composite.cls, required, composite.named(model.optional), DERIVED, composite.base)

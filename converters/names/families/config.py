@@ -11,14 +11,13 @@ from ckpt.base.errors import CorruptError
 
 _MAX_SIZE = 1 << 40
 _MAX_COUNT = 1 << 20
-#: Error message for a missing size.
 NO_SIZE = "the config does not state a size"
 #: Rotary parameters that older configs have outside the object of rotary parameters.
 _ROPE_BESIDE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
-#: Kinds of rotary positions that depend on the length of sequences before scaling.
+#: Rotary positions that depend on the original sequence length.
 _ROPE_OF_LENGTH = ("llama3", "yarn", "longrope")
-#: Older names of kinds of rotary positions, and their names in transformers 5. Sections for images are no scaling.
+#: Current names of older kinds. Sections for images are no scaling.
 _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 
 
@@ -80,7 +79,6 @@ class Config:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, counted in the list of layers if there is one."""
         for name in ("layers_block_type", "hybrid_override_pattern"):
             listed = self.get(name)
             if isinstance(listed, list | str) and listed:
@@ -94,13 +92,13 @@ class Config:
         beside = {name: self.get(name) for name in _ROPE_BESIDE}
         older = {name: value for name, value in beside.items() if value is not None}
         found = {**older, **stated, "rope_type": stated.get("rope_type", stated.get("type", "default"))}
-        if found["rope_type"] in _ROPE_OF_LENGTH:  # the order of transformers 5 (`standardize_rope_params`)
+        if found["rope_type"] in _ROPE_OF_LENGTH:  # like transformers 5 (`standardize_rope_params`)
             lengths = (self.get(_ORIGINAL), stated.get(_ORIGINAL), self.get("max_position_embeddings"))
             found[_ORIGINAL] = next((length for length in lengths if length is not None), None)
         return found
 
     def rope_contradictions(self) -> Iterator[dict[str, Any]]:
-        """Yield rotary parameters with two different values, by the names that they have in the config."""
+        """Yield rotary parameters with two different values, by their names in the config."""
         parts = {name: self.mapping(name) for name in ("rope_scaling", "rope_parameters") if self.mapping(name)}
         if any(isinstance(value, Mapping) for part in parts.values() for value in part.values()):
             return  # other parameters for each kind of layer
@@ -119,7 +117,6 @@ class Config:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """Return the kind of rotary positions, under its current name."""
     kind = rope.get("rope_type", rope.get("type")) or "default"
     return str(_ROPE_TYPES.get(kind, kind)) if isinstance(kind, str) else str(kind)
 

@@ -15,7 +15,7 @@ from converters.names.families.config import architectures
 from converters.names.hub.save_pretrained import belongs, in_memory, is_available
 from converters.names.transformers.relation import build_model
 
-#: Number of labels in a model built to find the tensors with a label dim: a prime, never a real size.
+#: A prime, never a real size: it marks the tensors with a label dim.
 _LABELS = 7919
 #: transformers' auto class tables by PEFT's `task_type`. A causal model has its base's head.
 _TABLES = {
@@ -44,7 +44,6 @@ class ModelClass:
         return None
 
     def shapes(self, num_labels: int | None) -> dict[str, Shape]:
-        """Return the shapes of the tensors saved by the class."""
         if num_labels is None:
             return dict(self.required)
         return {

@@ -1,6 +1,6 @@
 """Adapters trained by Megatron-Bridge, related to PEFT's.
 
-    decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_in.weight     q_proj, k_proj and v_proj.lora_A
+decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_in.weight     q_proj, k_proj and v_proj.lora_A
     decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_out.weight    their lora_B, by query group
     ....linear_qkv.adapter.adapter_[q|k|v].linear_[in|out].weight             one of them (canonical LoRA)
     ....linear_fc1.adapter.adapter_[gate|up].linear_[in|out].weight           gate_proj or up_proj
@@ -8,10 +8,10 @@
     ....mlp.experts.local_experts.{e}.linear_fc1.adapter....                  an expert's
     ....mlp.experts.linear_fc1.adapter....                                    one shared by all experts
 
-If one Megatron module is several on the Hub, these share the first factor, and PEFT repeats it for each. The rows of
-the second factor are divided like the weight's, by the architecture's table.
+If one Megatron module is several on the Hub, these share the first factor, and PEFT repeats it for each. The second
+factor's rows are divided like the weight's, by the architecture's table.
 
-Pure. Format facts: megatron-bridge 0.3.1, peft/ (utils.py, canonical_lora.py, dora_layers.py, adapter_wrapper.py);
+Format facts: megatron-bridge 0.3.1, peft/ (utils.py, canonical_lora.py, dora_layers.py, adapter_wrapper.py);
 Megatron-Bridge, August 2026, peft/utils.py.
 """
 
@@ -56,7 +56,6 @@ class ModuleName:
     part: str | None = None
 
     def of(self, kind: str) -> str:
-        """Return the name of this module's tensor, by kind."""
         return f"{self.module}.adapter.{f'adapter_{self.part}.' if self.part else ''}{kind}"
 
     @property
@@ -69,11 +68,9 @@ class ModuleName:
 
     @property
     def is_shared(self) -> bool:
-        """True if experts share it."""
         return _SHARED.fullmatch(self.module) is not None
 
     def of_expert(self, expert: int) -> ModuleName:
-        """Return one expert's module."""
         match = _SHARED.fullmatch(self.module)
         assert match is not None
         return ModuleName(f"{match['before']}local_experts.{expert}.{match['linear']}", self.part)
@@ -113,7 +110,7 @@ class Modules:
     hubs: Mapping[str, tuple[HubModule, ...]]
     #: Modules stored on the Hub in one tensor for all experts.
     stacked: frozenset[str]
-    #: True if the model is the text model inside a model with images.
+    #: True for the text model inside a model with images.
     sees: bool
 
     @classmethod
@@ -194,7 +191,6 @@ class Modules:
 
 
 def _in_memory(family: Composite | None, name: str) -> str:
-    """Return a Hub tensor's in-memory name, which differs for a text model inside a model with images."""
     if family is None or not name.startswith(family.model):
         return name
     return f"model.language_model.{name.removeprefix(family.model)}"
@@ -312,7 +308,6 @@ class _Pefts:
     _owners: dict[tuple[str, tuple[tuple[int, int, int], ...]], str] = field(default_factory=dict)
 
     def add(self, name: ModuleName, factors: Mapping[str, str]) -> None:
-        """Place the factors for a Megatron module, or for a part of it."""
         hubs, dim = self.modules.parts(name, self.run), self.run.dim_of(is_expert=name.is_expert)
         rows = sum(hub.shape[0] for hub in hubs)
         expected = {IN: (dim, hubs[0].shape[1]), OUT: (rows, dim), MAGNITUDE: (rows,)}
@@ -346,7 +341,6 @@ class _Pefts:
         ]
 
     def config(self) -> dict[str, Any]:
-        """Return the `adapter_config.json` for this adapter."""
         run = self.run
         patterns = {hub: rank for hub, rank in self.ranks.items() if rank != run.dim}
         return {
@@ -391,8 +385,8 @@ def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int)
 def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """Convert an adapter with PEFT's names to Megatron-Bridge's canonical LoRA: two factors per module.
 
-    Raise LossError for unsupported adapters: DoRA, biases, modules trained as a whole, differing ranks, or modules that
-    are neither a Megatron module nor a whole part of one.
+    Raise LossError for DoRA, biases, modules trained as a whole, differing ranks, or modules that are neither a
+    Megatron module nor a whole part of one.
     """
     recorded = parse_config(*settings_of(checkpoint))
     config = recorded if recorded.is_of_peft else adapter_settings(checkpoint)

@@ -1,6 +1,6 @@
 """Megatron-LM's arguments for the model in a config.json: parts shared by several tables.
 
-Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and argument_utils.py.
+Megatron-LM core_v0.16.1, megatron/training/arguments.py and argument_utils.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckpt.base.errors import LossError
 from converters.names.families.config import Config
 from converters.names.families.rows import Sizes
 
-#: Values fixed by Megatron-LM's option `--use-rope-scaling` (models/common/embeddings/rotary_pos_embedding.py).
+#: Fixed by Megatron-LM's `--use-rope-scaling` (models/common/embeddings/rotary_pos_embedding.py).
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -93,7 +93,7 @@ def gated(
 
 
 def dtype(config: Config) -> dict[str, Any]:
-    """Return the run's precision if the config has one that Megatron supports, else {}."""
+    """Return the run's precision if Megatron supports the config's."""
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated not in _DTYPES:
         return {}
@@ -101,7 +101,6 @@ def dtype(config: Config) -> dict[str, Any]:
 
 
 def silu(config: Config) -> None:
-    """Raise LossError for a gated MLP other than SwiGLU."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise LossError("Megatron does not support this gated activation", expected="hidden_act silu", found=activation)

@@ -1,6 +1,6 @@
 """Norms that Megatron stores less one, because `layernorm_zero_centered_gamma` applies to all of a model's norms.
 
-An example is a gated delta net's output norm, in models whose other norms are zero-centered in transformers, too.
+Example: a gated delta net's output norm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoin
 
 
 def shifting_notes(fqns: Collection[str]) -> list[str]:
-    """Return notes on these tensors, or none if there are no tensors."""
     if not fqns:
         return []
     return [
@@ -45,7 +44,7 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
 
 def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memoryview]]) -> memoryview:
     """Return a tensor's elements plus `by`, rounded in fp32 (or fp64) and then to its dtype, like torch."""
-    from ckpt.move.casts import cast_bits  # These import numpy, not needed to describe a checkpoint.
+    from ckpt.move.casts import cast_bits  # late: these import numpy
     from ckpt.move.reading import read_box
     from ckpt.plan.dtypes import FLOAT32, FLOAT64
 

@@ -1,7 +1,6 @@
 """Comparison of a config.json with the arguments recorded by a Megatron run: both must describe one model.
 
-Tensor shapes show sizes. This compares other facts, such as the number of heads, the rotary base or the experts per
-token. With another value a model silently computes something else.
+Tensor shapes show sizes. Other facts, such as the number of heads or the rotary base, silently change the output.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ _OF_STATES = (
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
 )
-#: Sizes in latent attention, not determined by tensor shapes.
+#: Latent attention's sizes, not determined by tensor shapes.
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-#: Latent attention's arguments, only used with YaRN positions.
+#: Latent attention's, only used with YaRN positions.
 _OF_LATENT_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
-#: Arguments for experts and attention, and what None or a missing entry means. Each architecture has one fixed value or
-#: an own entry. If it has neither, no config can express another value.
+#: Arguments for experts and attention, and the meaning of None or a missing entry. If an architecture has neither a
+#: fixed value nor an own entry, no config can express another value.
 _CONSTANT: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
@@ -60,7 +59,7 @@ _CONSTANT: Mapping[str, Any] = {
     "experimental_attention_variant": None,
     "multi_latent_attention": False,
 }
-#: Setting of ms-swift with others in it, as an object or JSON.
+#: ms-swift's setting with others in it, as an object or JSON.
 _OVERRIDES = "megatron_extra_kwargs"
 #: GPT-NeoX's names for a parallel residual: as an argument, and in a config.json.
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
@@ -68,7 +67,7 @@ _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 #: Placeholder for a size missing from the config.
 _PLACEHOLDER = 1 << 19
-#: YaRN's arguments without latent attention, and what None means (training/argument_utils.py since 0.19).
+#: YaRN's arguments without latent attention, and the meaning of None (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
     "rotary_scaling_factor": 1,
     "yarn_original_max_position_embeddings": 4096,
@@ -78,7 +77,6 @@ _OF_YARN: Mapping[str, Any] = {
     "mscale": 1,
     "mscale_all_dim": 0,
 }
-#: Equal for text.
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of these.
 _WITHOUT_LEARNED = (*_ROTATING, "yarn", "none")
@@ -142,7 +140,7 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
 
 
 def _overrides(stated: Any) -> Mapping[str, Any]:
-    """Return ms-swift's settings for the model's own class, which override all others."""
+    """Return ms-swift's settings for the model's own class. They override all others."""
     with suppress(ValueError):
         stated = json.loads(stated) if isinstance(stated, str) else stated
     return stated if isinstance(stated, Mapping) else {}
@@ -210,7 +208,7 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
                 return _args_from_sizes(sizes), [_partial_check_note(error)]
             missing[name] = _PLACEHOLDER
             notes.append(f"the config has no {name}, so it is not compared with the run")
-        except CkptError as error:  # names and shapes don't need every entry used for the arguments
+        except CkptError as error:  # names and shapes don't need every entry
             return _args_from_sizes(sizes), [_partial_check_note(error)]
         else:
             return {name: value for name, value in first.items() if second.get(name) == value}, notes
@@ -224,7 +222,6 @@ def _with_entries(sizes: Sizes, missing: Mapping[str, int], times: int) -> Sizes
 
 
 def _args_from_sizes(sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments that follow from the model's sizes alone."""
     dims = sizes.dims
     return {"num_layers": sizes.num_layers, "hidden_size": dims["h"], "num_attention_heads": dims["heads"]}
 
@@ -260,7 +257,6 @@ def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the arguments with a meaning in both."""
     yield from (*_ALWAYS, *_OF_LAYERS, *_OF_STATES)
     both = recorded, expected
     is_latent = any(one.get("multi_latent_attention") for one in both)
@@ -341,7 +337,7 @@ def _window(args: Mapping[str, Any], length: Any) -> Any:
     """Return how many earlier tokens a token sees. None if sequences of this `length` have no more."""
     size = args.get("window_size")
     if size is not None and not isinstance(size, list | tuple):
-        return size  # not megatron-core's form, so compare it unchanged
+        return size  # not megatron-core's form
     before = size[0] if size else None
     if type(before) is not int or before < 0 or (type(length) is int and before >= length - 1):
         return None
@@ -349,7 +345,7 @@ def _window(args: Mapping[str, Any], length: Any) -> Any:
 
 
 def _sliding(often: Any, layers: int) -> Any:
-    """Return a flag per layer, True if it has the window, from `window_attn_skip_freq` (transformer/utils.py)."""
+    """Flag the layers with the window, from `window_attn_skip_freq` (transformer/utils.py)."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
     if not isinstance(often, int | None):
@@ -358,7 +354,7 @@ def _sliding(often: Any, layers: int) -> Any:
 
 
 def _unrotated(often: Any, layers: int) -> Any:
-    """Return a flag per layer, True if it lacks rotary positions: transformer/transformer_config.py, `no_rope_freq`."""
+    """Flag the layers without rotary positions: transformer/transformer_config.py, `no_rope_freq`."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
     if not isinstance(often, int | None):
@@ -372,7 +368,6 @@ def _is_tied(args: Mapping[str, Any]) -> bool:
 
 
 def _sections(args: Mapping[str, Any]) -> Any:
-    """Return the frequencies of each axis as a list, or another value unchanged."""
     found = args.get("mrope_section") or ()
     return list(found) if isinstance(found, list | tuple) else found
 
@@ -397,7 +392,6 @@ def _latent_scaling(args: Mapping[str, Any]) -> Any:
 
 
 def _effective_arg(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
-    """Return an argument, or the meaning of None."""
     found = args.get(name)
     return usual if found is None else found
 

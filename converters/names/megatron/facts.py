@@ -1,4 +1,4 @@
-"""Source facts used only by Megatron's writers and the relation to Megatron's names."""
+"""Source facts for Megatron's writers and the relation to Megatron's names, passed in `Checkpoint.facts`."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ class AdapterRun:
 
 @dataclass(frozen=True, slots=True)
 class BridgeRun:
-    """Megatron-Bridge's records of a whole run, in the iteration's `folder`.
-
-    `config` is the config's content. `counters` has the run's progress by name.
-    """
+    """Megatron-Bridge's records of a whole run, in the iteration's `folder`. `counters` has the run's progress."""
 
     folder: str
     config: Mapping[str, Any]
@@ -57,13 +54,11 @@ class BridgeRun:
 
 @dataclass(frozen=True, slots=True)
 class MegatronFacts:
-    """Facts passed from Megatron's readers to its writers in `Checkpoint.facts`."""
-
     #: True if modules are not in Megatron's order. Its optimizers identify parameters by order.
     own_module_order: bool = False
     #: Adapter under Megatron's names, from its run's config.
     adapter: AdapterRun | None = None
-    #: Megatron-Bridge's records for a whole run, in place of Megatron-LM's arguments.
+    #: Megatron-Bridge's records, in place of Megatron-LM's arguments.
     bridge: BridgeRun | None = None
     #: Model settings missing from the run's arguments: NeMo's `model.yaml` or `model_config.yaml`, or an adapter's run.
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -29,8 +29,7 @@ class DistOptions:
 class MegatronOptions:
     """Sizes of Megatron's parallel axes, pipeline stages, and the layer implementation.
 
-    A size None is the source's, or 1. Without stage options the source's stages are kept if they still fit; otherwise
-    stages are even.
+    A size None is the source's, or 1. The source's stages are kept if they still fit; otherwise stages are even.
     """
 
     about: ClassVar[str] = "Megatron's parallel axes"

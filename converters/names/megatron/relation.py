@@ -1,7 +1,4 @@
-"""megatron-core's names, related to the names in the Hub's files. Each architecture has a table in its own module.
-
-The config's `model_type` is the name of the module in `architectures`.
-"""
+"""megatron-core's names, related to the names in the Hub's files. Each `model_type` has a table in `architectures`."""
 
 from __future__ import annotations
 
@@ -52,16 +49,16 @@ from converters.names.megatron.table import Table
 from converters.names.megatron.unsupported import MISSING
 from converters.names.transformers.relation import relation as in_memory
 
-#: Names for quantized weights and their scales in the Hub's files.
+#: Quantized weights and their scales in the Hub's files.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
-#: Name endings for tensors with all experts' matrices, like in transformers 5's memory.
+#: All experts' matrices, like in transformers 5's memory.
 _STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-#: Multi-token prediction tensors, for tables without them.
+#: Multi-token prediction, for tables without it.
 _PREDICTING = re.compile(r"(^|\.)mtp")
-#: Name endings for Megatron's buffers.
+#: Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT, "output_layer.bias")
-#: Name endings for an output layer, in Megatron and on the Hub.
+#: Output layers, in Megatron and on the Hub.
 _OUTPUTS = (OUTPUT, "lm_head.weight")
 #: Model types that are no valid module names, by module.
 _HYPHENATED = {"megatron_bert": "megatron-bert"}
@@ -71,13 +68,11 @@ _EXPERTS = "is_expert_parallel"
 
 @cache
 def architectures() -> tuple[str, ...]:
-    """Return the model types with a table."""
     names = (module.name for module in iter_modules(tables.__path__))
     return tuple(sorted(_HYPHENATED.get(name, name) for name in names))
 
 
 def table_of(model_type: str) -> Table:
-    """Return the table for one of `architectures()`."""
     return cast(Table, import_module(f"{tables.__name__}.{model_type.replace('-', '_')}").TABLE)
 
 
@@ -122,11 +117,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from Megatron's names to the Hub's.
-
-    Raise LossError for a tensor that the table does not place, CorruptError if one is missing or contradicts the
-    config.
-    """
+    """Rename `checkpoint` from Megatron's names to the Hub's. Raise the same errors as `to_megatron`."""
     table, sizes = table_of_checkpoint(checkpoint)
     checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
@@ -176,7 +167,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """Return param groups like other engines' groups, with experts in the group with equal options.
+    """Join experts' groups with groups of equal options, like other engines.
 
     DeepSpeed only loads its optimizer's own number of groups.
     """
@@ -193,7 +184,7 @@ def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _with_peak(group: ParamGroup) -> ParamGroup:
-    """Add the peak of a param group's learning rate under the name used by torch's schedules."""
+    """Add the peak of the learning rate under the name used by torch's schedules."""
     if "max_lr" not in group.options or "initial_lr" in group.options:
         return group
     return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
@@ -270,9 +261,9 @@ def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
 
 def padding(checkpoint: Checkpoint) -> dict[str, Box]:
-    """Return the padding rows after the vocabulary, by fqn of the tensors with any.
+    """Return the padding rows after the vocabulary, by fqn. `checkpoint` has Megatron's names.
 
-    `checkpoint` has Megatron's names. Empty if the vocabulary's size is unknown.
+    Empty if the vocabulary's size is unknown.
     """
     vocabulary = _vocabulary(checkpoint, checkpoint.state.args or {})
     if vocabulary is None:
@@ -304,7 +295,7 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary's size without padding, from the config or the run's arguments, or None."""
+    """Return the vocabulary's size without padding, from the config or the run's arguments."""
     config = checkpoint.config or {}
     config = config_parts(config)[-1] or config
     if config.get("vocab_size") is not None:
@@ -482,7 +473,6 @@ def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
 
 
 def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
-    """Give Megatron's buffers their role."""
     found: dict[Key, Tensor] = {}
     for (fqn, role), tensor in tensors.items():
         role = BUFFER if role == WEIGHT and fqn.endswith(BUFFERS) else role

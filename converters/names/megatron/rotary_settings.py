@@ -1,6 +1,6 @@
 """Scaled rotary positions that a run records under several names.
 
-    rotary_scaling_factor, mscale, mscale_all_dim     Megatron-LM's options, and fields of latent attention
+rotary_scaling_factor, mscale, mscale_all_dim     Megatron-LM's options, and fields of latent attention
     beta_fast, beta_slow, original_max_...            fields of latent attention
     yarn_rotary_scaling_factor, yarn_beta_fast, ...   fields of megatron-core's other models, and options
     yarn: {beta_fast, ...}                            the same in one setting
@@ -34,9 +34,9 @@ _IN_SCALING = {"rotary_scaling_factor": "factor", "correction_range_round_to_int
 _FACTORS = {"llama3": ("rope_scaling_factor", 8), "linear": ("rotary_seq_len_interpolation_factor", 1)}
 #: Other settings in `rope_scaling`, with Megatron-LM's names.
 _SCALED = {"rope_theta": "rotary_base", "mrope_section": "mrope_section", "partial_rotary_factor": "rotary_percent"}
-#: Kinds of `rope_scaling` compared through other arguments, and kinds without scaling.
+#: Kinds compared through other arguments, or without scaling.
 _KINDS = ("default", "linear", "llama3", "yarn")
-#: Entries of `rope_scaling` compared as arguments, or under another name.
+#: Entries compared as arguments, or under another name.
 _COMPARED_APART = ("mrope_section", "partial_rotary_factor", "rope_theta", "rope_type", "type")
 #: Defaults in transformers (modeling_rope_utils.py).
 _DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "factor": 1, "truncate": True}
@@ -45,7 +45,7 @@ _DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "factor": 1, "truncate": True}
 def with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return YaRN's arguments under Megatron-LM's names, if they are recorded as fields of megatron-core's config.
 
-    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py). A run may also record them in one `yarn`.
+    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py), or are in one `yarn`.
     """
     if isinstance(together := args.get("yarn"), Mapping):
         args = {**args, **{f"yarn_{name}": value for name, value in together.items()}}
@@ -81,7 +81,7 @@ def with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def other_scaling(args: Mapping[str, Any]) -> Any:
-    """Return scaled positions that Megatron-LM has no argument for, or None."""
+    """Return scaled positions that Megatron-LM has no argument for."""
     scaling = args.get("rope_scaling")
     if not isinstance(scaling, Mapping):
         return scaling or None
@@ -90,7 +90,7 @@ def other_scaling(args: Mapping[str, Any]) -> Any:
 
 
 def contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings of a run's positions with two values, by the names that they were recorded under."""
+    """Yield settings of a run's positions with two values, by their recorded names."""
     flat = dict(recorded)
     for nested in ("yarn", "rope_scaling"):
         if isinstance(values := recorded.get(nested), Mapping):

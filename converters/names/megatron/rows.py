@@ -1,6 +1,6 @@
 """Parser for tables: the Hub tensors that form a Megatron tensor, as boxes.
 
-    self_attention.linear_qkv.[weight|bias]    self_attn.[q|k|v]_proj.[weight|bias]    qkv
+self_attention.linear_qkv.[weight|bias]    self_attn.[q|k|v]_proj.[weight|bias]    qkv
     |                                          |                                       |
     Megatron's name                            the Hub's name, or several              the kind: one of `KINDS`
 
@@ -9,9 +9,9 @@ brackets in the Hub's name list several tensors that form one Megatron tensor. `
 name has it, the Hub's tensor is a stack of all experts. `**` is any rest of a name, for a module that is the same on
 both sides.
 
-Megatron's conventions (megatron-core 0.16.1): for each query group, `linear_qkv` has the query heads, the key head and
-the value head (transformer/attention.py, `get_query_key_value_tensors`). A gated MLP's `linear_fc1` has all gate rows,
-then all up rows (transformer/mlp.py). A matrix is [out, in], like in torch's Linear.
+megatron-core 0.16.1: for each query group, `linear_qkv` has the query heads, the key head and the value head
+(transformer/attention.py, `get_query_key_value_tensors`). A gated MLP's `linear_fc1` has all gate rows, then all up
+rows (transformer/mlp.py). A matrix is [out, in], like in torch's Linear.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from converters.names.families.rows import Sizes, choices
 PADDED, COPY = "padded", "copy"
 #: Kind like `same`: a norm's weights, stored less one in Megatron like its other norms.
 CENTRED = "centred"
-#: Placeholder for a name's rest.
+#: A name's rest.
 EVERY = "**"
 
 _CHOICE = re.compile(r"\[[^]]+\]")
@@ -97,7 +97,6 @@ def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
 
 
 def same(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for an unchanged tensor."""
     return Pattern((shape,), shape, (RowPiece(0, whole(shape), whole(shape), tuple(range(len(shape)))),))
 
 

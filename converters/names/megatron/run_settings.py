@@ -1,8 +1,7 @@
 """Settings of training programs about the training, without effect on the model's output.
 
-The names come from the sources' argument parsers and config classes in August 2026. Each was checked for an effect on
-the model's output. Names with an effect are in `converters.names.megatron.settings`. Lines beginning with `#` name the
-reason.
+From the sources' argument parsers and config classes in August 2026, each checked for an effect on the model's output.
+Lines beginning with `#` name the reason.
 """
 
 from __future__ import annotations
@@ -491,7 +490,7 @@ _NEMO_1 = """
     post_process pre_process
 """
 
-#: Prefixes for settings of other programs running beside the training.
+#: Prefixes for programs running beside the training.
 PREFIXES = (
     "sglang_",
     "vllm_",
@@ -506,7 +505,6 @@ PREFIXES = (
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Return the names in a table, without its comments."""
     lines = (line for line in text.splitlines() if not line.strip().startswith("#"))
     return frozenset(name for line in lines for name in line.split())
 

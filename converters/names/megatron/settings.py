@@ -1,8 +1,6 @@
 """Recorded settings of a run that a target's config can't hold.
 
-Each setting is one of these:
-
-    a setting of the training program     `run_settings`: ignored
+a setting of the training program     `run_settings`: ignored
     compared                              `COMPARED`: compared with the config, or determined by tensor shapes
     one that changes the model            `CHANGES`: accepted with the values listed there, refused with others
     unknown                               accepted and named if it is off (None, False, 0, empty), else refused
@@ -21,7 +19,7 @@ from converters.names.megatron import rotary_settings
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
 
-#: Settings compared with the config (`config_against_args`), or determined by tensor shapes and names.
+#: Compared with the config (`config_against_args`), or determined by tensor shapes and names.
 COMPARED = names_in(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
@@ -92,7 +90,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "flextron": (),
     "enable_gpt_oss": (),
     "mlp_type": ("standard",),  # Megatron-DeepSpeed's residual experts
-    "moe_eval_capacity_factor": (1.0,),  # its default, also for models without experts
+    "moe_eval_capacity_factor": (1.0,),  # default, also for models without experts
     "moe_train_capacity_factor": (1.0,),
     "moe_min_capacity": (4,),
     "expert_interval": (2,),
@@ -130,7 +128,7 @@ ALIASES = (
     ("rope_scaling_factor", "scale_factor"),
     ("use_rope_scaling", "rope_scaling"),
 )
-#: Two settings, and each means the opposite of the other.
+#: Settings with opposite meanings.
 OPPOSITES = (("share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"),)
 #: Settings that only mean something if another one is on.
 _IF_ON = {"num_query_groups": "group_query_attention"}
@@ -167,14 +165,12 @@ def changing(
 
 
 def is_off(value: Any) -> bool:
-    """Return True for a value that means "not set": None, False, 0 or empty."""
     return (isinstance(value, int | float) and value == 0) or any(
         value is one if one is None or one is False else value == one for one in _OFF
     )
 
 
 def unknown_and_off(recorded: Mapping[str, Any]) -> list[str]:
-    """Return the names of unknown settings that are off."""
     return [
         name
         for name, value in recorded.items()
@@ -191,7 +187,6 @@ def check_settings(
 
 
 def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
-    """Return the error for recorded settings that the target can't hold."""
     known = [name for name in found if name in CHANGES or name in COMPARED]
     parts = [
         f"{name} {_short(value)}" + ("" if name in known else " (unknown to ckpt)") for name, value in found.items()
@@ -236,7 +231,6 @@ def _contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _without_stages(value: Any) -> Any:
-    """Return a value without the separators of pipeline stages in a hybrid model's letters."""
     return value.replace("|", "") if isinstance(value, str) else value
 
 
@@ -246,7 +240,6 @@ def _short(value: Any) -> str:
 
 
 def notes_on_unknown(recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note on unknown settings that are off."""
     if names := unknown_and_off(recorded):
         shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
         yield f"{pluralize(len(names), 'recorded setting')} unknown to ckpt are off (None, False, 0 or empty): {shown}"

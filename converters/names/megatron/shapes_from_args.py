@@ -1,8 +1,8 @@
 """Tensors implied by a run's arguments, compared with a checkpoint's tensors.
 
-These are the tensors of every GPTModel with these arguments. Further tensors (sinks, more norms, multi-token prediction
-layers) are neither required nor refused. Nothing is implied for models with other kinds of layers, judging by the
-arguments or the tensors' names: derived trainers have layers without any argument.
+Every GPTModel with these arguments has them. Further tensors (sinks, more norms, multi-token prediction layers) are
+neither required nor refused. Nothing is implied for models with other kinds of layers, judging by the arguments or the
+tensors' names: derived trainers have layers without any argument.
 
 Facts: megatron-core 0.16.1 (models/gpt/gpt_layer_specs.py, transformer/attention.py, mlp.py, moe/experts.py,
 moe/shared_experts.py), Megatron-LM, August 2026 (training/arguments.py, `core_transformer_config_from_args`).
@@ -21,7 +21,7 @@ from ckpt.plan.tensors import Shape
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import GATED_ARGS
 
-#: Required sizes; without them nothing is implied.
+#: Required: without them nothing is implied.
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 #: Optional sizes.
 _MAY_LACK = (
@@ -91,7 +91,7 @@ def check_expected_shapes(
 
 
 def expected_shapes(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the implied tensors for a model with these `shapes`, by name. Empty for other kinds of layers."""
+    """Return the implied tensors for a model with these `shapes`. Empty for other kinds of layers."""
     expected = model_shapes(args)
     if not expected or any(map(_OTHERS.match, shapes)):
         return {}
@@ -101,7 +101,7 @@ def expected_shapes(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dic
 
 
 def model_shapes(args: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the whole model's tensors, by name. Empty unless the arguments describe equal layers."""
+    """Return the whole model's tensors. Empty unless the arguments describe equal layers."""
     layers = _sparse(args) if _are_plain(args) else []
     if not layers:
         return {}
@@ -138,7 +138,7 @@ def _positions(args: Mapping[str, Any]) -> int | None:
 
 
 def _sparse(args: Mapping[str, Any]) -> list[bool]:
-    """Return a flag per layer, True if it has experts. Empty if they are not given in Megatron-LM's form."""
+    """Flag the layers with experts. Empty if they are not given in Megatron-LM's form."""
     often, count = args.get("moe_layer_freq", 1), args["num_layers"]
     if not args.get("num_experts"):
         return [False] * count
@@ -149,7 +149,6 @@ def _sparse(args: Mapping[str, Any]) -> list[bool]:
 
 
 def _layer(args: Mapping[str, Any], *, sparse: bool) -> Iterator[tuple[str, Shape]]:
-    """Yield a layer's tensors, without their name prefix."""
     hidden, heads, size = (args[name] for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     groups = args["num_query_groups"] if args.get("group_query_attention") else heads
     biases = bool(args.get("add_bias_linear"))

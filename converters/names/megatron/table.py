@@ -48,11 +48,11 @@ class RowPlace:
 
 @dataclass(frozen=True)
 class Table:
-    """Architecture facts needed by Megatron's formats. Each module in `architectures` has one table.
+    """Architecture facts needed by Megatron's formats.
 
-    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer.
-    `dense` and `sparse` have rows for layers without and with experts. Rows for layers omit the layer's name prefix.
-    `rows` describes how to read a row.
+    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer,
+    `dense` and `sparse` rows for layers without and with experts. Rows for layers omit the layer's name prefix. `rows`
+    describes how to read a row.
     """
 
     family: Family | Composite
@@ -69,7 +69,7 @@ class Table:
     prediction: str = ""
     #: Prefix in the Hub's names, which files may omit.
     prefix: str = ""
-    #: Notes for the user on small differences between Megatron's and transformers' computation.
+    #: Notes on small differences between Megatron's and transformers' computation.
     notes: Callable[[Sizes], Sequence[str]] = lambda sizes: ()
 
     @property
@@ -135,18 +135,15 @@ class Table:
 
     @property
     def _inner(self) -> str:
-        """Prefix in the Hub's names for a layer inside a multi-token prediction layer."""
         return self.family.inside
 
     def _inside(self, rows: str) -> tuple[MegatronRow, ...]:
-        """Return a layer's rows inside a multi-token prediction layer."""
         return tuple(replace(row, hubs=tuple(self._inner + hub for hub in row.hubs)) for row in parse(rows, _INNER))
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
         """Return the relation from the Hub's tensors to Megatron's, with `padded` vocabulary rows.
 
-        `copies` maps existing second copies of Hub tensors to their originals, from `Table.copies`. Raise LossError for
-        a Hub tensor without a place in Megatron.
+        `copies` comes from `Table.copies`. Raise LossError for a Hub tensor without a place in Megatron.
         """
         places = list(self.places(sizes))
         _check_all_placed(self.family, sizes, places)
@@ -207,7 +204,6 @@ def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[Megat
 
 
 def _check_all_placed(family: Family | Composite, sizes: Sizes, places: Iterable[RowPlace]) -> None:
-    """Raise LossError for a Hub tensor without a place in Megatron."""
     placed = {name for place in places for name in place.hubs}
     held = [("", sizes.top), *((family.prefix(number), layer) for number, layer in enumerate(sizes.layers))]
     held += [(family.predicted_prefix(n, sizes.num_layers), layer) for n, layer in enumerate(sizes.predicted)]

@@ -1,8 +1,8 @@
 """Tables of models with images: the language model's table, plus transformers' own modules around it.
 
 Megatron-Bridge builds such models in this way. megatron-core's GPTModel is its `language_model`, and names here omit
-this prefix, as everywhere (`model.spelling`). Vision tower and projector are transformers' modules, whole on every
-tensor-parallel rank of the first pipeline stage.
+this prefix (`model.spelling`). Vision tower and projector are transformers' modules, whole on every tensor-parallel
+rank of the first pipeline stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from converters.names.families.config import Config
 from converters.names.families.rows import Sizes
 from converters.names.megatron.table import Table
 
-#: Additions to Megatron-LM's arguments for a text model.
+#: Additions to a text model's Megatron-LM arguments.
 More = Callable[[Config], dict[str, Any]]
 
 

@@ -1,7 +1,7 @@
 """Classes of a model's modules, for layers whose shapes don't show how a LoRA adapter is oriented.
 
 The installed transformers (written against 5.23) builds the model without data. Its source text is searched first,
-because an import costs seconds and may be unnecessary.
+because an import costs seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt.plan.tensors import Shape
 from converters.names.transformers.relation import build_model
 from converters.names.transformers.transformers_source import mentions, model_types
 
-#: Classes of layers with a weight, in torch and transformers.
+#: Layers with a weight, in torch and transformers.
 LAYERS = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 
 
@@ -46,10 +46,7 @@ def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
 def describe(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
 ) -> dict[str, Module] | None:
-    """Describe the modules called `names`, or all, in the model with these tensors.
-
-    None if its class is unknown.
-    """
+    """Describe the modules called `names`, or all, in the model with these tensors. None if its class is unknown."""
     if config is None or has_conv1d(config) is None:
         return None
     model = build_model(config, shapes)

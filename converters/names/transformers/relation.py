@@ -1,9 +1,9 @@
 """Relation between a transformers model's in-memory names and the names in the Hub's files.
 
 transformers 5 stacks experts and renames modules on loading, and reverts this in `save_pretrained`. Training
-checkpoints hold the in-memory form. `tables` has both directions for known architectures, without needing transformers.
-For others, the installed transformers' own tables and code (`conversion_mapping.py`, `core_model_loading.py`; written
-against 5.23) run on tensors without data. Nothing is imported for a model that neither mentions.
+checkpoints hold the in-memory form. `tables` has both directions for known architectures. For others, the installed
+transformers' own tables and code (`conversion_mapping.py`, `core_model_loading.py`; written against 5.23) run on
+tensors without data. Nothing is imported for a model that neither mentions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PEFT_PREFIX = "base_model.model."
 #: Experts stacked in one 3-dim tensor. Only these models' Hub files have them.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
-#: Names found only in old files (the table `legacy` in `conversion_mapping.py`).
+#: Names in old files only (the table `legacy` in `conversion_mapping.py`).
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
 #: Maximum counts in a real model's config. Larger ones would take minutes and gigabytes to lay out.
 _MAX_COUNTS = {"layers": 4096, "experts": 100_000}
@@ -51,9 +51,9 @@ def relation(
 ) -> Relation | None:
     """Return links from the tensors in `shapes` to the other side, or None if both sides are equal.
 
-    `to_hub` converts a model's state dict to the output of `save_pretrained`. `to_memory` converts a Hub file's tensors
-    to the result of `from_pretrained`. A name that the model's class does not have on the input side stays unchanged:
-    it already has the other form (a transformers 4 run), or is the user's own.
+    `to_hub` converts a model's state dict to the output of `save_pretrained`, `to_memory` a Hub file's tensors to the
+    result of `from_pretrained`. A name that the model's class does not have on the input side stays unchanged: it
+    already has the other form (a transformers 4 run), or is the user's own.
 
     Raise LossError if transformers rearranges an existing tensor in a way that boxes can't describe.
     """
@@ -141,10 +141,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
 
 
 def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
-    """Build the model without data, from the class with the most tensor names in common, or else the config's first.
-
-    None if transformers has no class for the config.
-    """
+    """Build the model without data, from the class with the most tensor names in common, or else the config's first."""
     import torch
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
@@ -218,7 +215,6 @@ def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
 
 
 def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
-    """Return the error for tensors that make transformers' own code fail."""
     return LossError(
         f"transformers cannot convert this model's tensors: {type(error).__name__}: {error}",
         fqn=None if tensor is None else tensor.pieces[0].source,

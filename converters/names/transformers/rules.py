@@ -1,7 +1,7 @@
 """Rules to convert in-memory tensor names to the names in the Hub's files and back, without transformers or torch.
 
-A rule has two spellings for a part of a name. If one in-memory tensor is several in the files, it also tells how to
-join them. `tables` has each architecture's rules.
+If one in-memory tensor is several in the files, a rule also tells how to join them. `tables` has each architecture's
+rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.plan.tensors import Box, Shape, whole
 
 Direction = Literal["to_hub", "to_memory"]
 
-#: Number in a name. Rules are matched with `#` in its place.
+#: Rules are matched with `#` in place of numbers.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
@@ -70,12 +70,11 @@ def read_as(memory: str, hub: str) -> NameRule:
 
 
 def stacked(memory: str, *hub: str) -> NameRule:
-    """Return a rule for stacked experts. Their parts, such as gate and up, are joined along the stack's dim 1."""
+    """Return a rule for stacked experts. Their parts (gate and up) are joined along the stack's dim 1."""
     return NameRule(memory, hub, dim=1)
 
 
 def joined(memory: str, *hub: str) -> NameRule:
-    """Return a rule for equal parts joined along dim 0."""
     return NameRule(memory, hub)
 
 
@@ -111,8 +110,8 @@ class _Renamed:
 class Rules:
     """Rules for one config: the whole model's before the inner models'.
 
-    Only the first `num_layers` layers have the model's own experts. `num_experts` is their number in the config,
-    `hidden_size` the language model's. Each is None if the config does not have it.
+    Only the first `num_layers` layers have the model's own experts. `hidden_size` is the language model's. Each number
+    is None if the config does not have it.
     """
 
     rules: tuple[NameRule, ...]
@@ -237,7 +236,7 @@ def config_mismatch(name: str, expected: object, found: object) -> CorruptError:
     )
 
 
-@functools.cache  # all layers of a model have equal shapes
+@functools.cache  # all layers have equal shapes
 def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
     """Return the boxes of each expert's parts in an in-memory tensor, a whole part's box, and the kept dims."""
     dims: tuple[int | None, ...] = tuple(range(len(shape)))

@@ -1,6 +1,6 @@
 """Differences between in-memory names and the names in the Hub's files, by model type.
 
-They follow `conversion_mapping.py` in transformers 5.23. A test compares them with it and with `save_pretrained`.
+They follow `conversion_mapping.py` in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -309,6 +309,5 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
 
 
 def _config_values(config: Mapping[str, Any], keys: Collection[str]) -> set[int]:
-    """Return these keys' values in a config and its inner configs."""
     own = {value for key in keys if isinstance(value := config.get(key), int)}
     return own.union(*(_config_values(inner, keys) for inner in config.values() if isinstance(inner, Mapping)))

@@ -2,7 +2,7 @@
 
 transformers writes a tied tensor once, under a name that the model class's `_tied_weights_keys` does not list as an
 alias (transformers 5.23, `modeling_utils.py`, `remove_tied_weights_from_state_dict`). Engines record ties in any
-direction. So the written name follows from the model class, never from equal values.
+direction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from converters.names.transformers.transformers_source import (
     ties_by_default,
 )
 
-#: Output heads: the aliases if transformers is not installed or does not know the class.
+#: Aliases if transformers is not installed or does not know the class.
 _HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")
 _TIE = "tie_word_embeddings"
 

@@ -1,7 +1,7 @@
 """Tensors without data that record a source box for each of their boxes.
 
-transformers' own conversion code (`core_model_loading.py`, 5.x) runs on them, so its operations are not implemented a
-second time. Stacking, splitting, transposing and reshaping come out as links. Any other operation is refused by name.
+transformers' own conversion code (`core_model_loading.py`, 5.x) runs on them. Stacking, splitting, transposing and
+reshaping come out as links. Any other operation is refused by name.
 
 This imports torch, so import it only if a model's names need converting.
 """
@@ -70,7 +70,6 @@ class TracedPiece:
 
 
 def _spliced(values: Shape, dim: int, count: int, *new: int) -> Shape:
-    """Replace `count` of the values, from dim `dim` on, by `new`."""
     return (*values[:dim], *new, *values[dim + count :])
 
 
@@ -98,7 +97,6 @@ class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
         return Traced.of(shape, [TracedPiece(name, whole(shape), whole(shape), tuple(range(len(shape))))])
 
     def links(self, name: str) -> list[Link]:
-        """Return the links that make tensor `name` from this tensor."""
         return [Link(p.source, p.source_box, name, p.box, p.dims) for p in self.pieces]
 
     @classmethod

@@ -1,7 +1,4 @@
-"""Facts from the installed transformers' source text, read without importing it, because an import costs seconds.
-
-Only plain text is searched: model types and class names in the conversion tables, and literals of class attributes.
-"""
+"""Facts from the installed transformers' source text, read without importing it, because an import costs seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ _TIE_DEFAULT = re.compile(r"\btie_word_embeddings(?:: [^=\n]+)? ?= ?(True|False)
 
 @functools.cache
 def package() -> Path | None:
-    """Return the installed transformers' folder, or None."""
     spec = importlib.util.find_spec("transformers")
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
@@ -81,7 +77,6 @@ def is_base_model(config: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def model_folder(model_type: str) -> Path | None:
-    """Return the folder with the model's source files."""
     root = package()
     if root is None or not _MODEL_TYPE.fullmatch(model_type):
         return None
@@ -94,7 +89,6 @@ def model_folder(model_type: str) -> Path | None:
 
 @functools.cache
 def _source(model_type: str, kind: str) -> str:
-    """Return the text of a model's files, either `modeling` or `configuration`."""
     folder = model_folder(model_type)
     if folder is None:
         return ""
@@ -120,7 +114,6 @@ def mentions(model_type: str, word: str) -> bool | None:
 
 
 def class_names(model_type: str) -> frozenset[str]:
-    """Return the classes defined in the model's modeling files."""
     return frozenset(_classes(model_type, "modeling"))
 
 

@@ -24,7 +24,7 @@ LAYER = """
     mlp.linear_fc1.weight                           mlp.dense_h_to_4h.weight                            same
     mlp.linear_fc2.weight                           mlp.dense_4h_to_h.weight                            same
 """
-#: Config flags that Megatron does not support, with the required value.
+#: Config flags that Megatron requires to have this value.
 _PLAIN = {"rmsnorm": True, "apply_residual_connection_post_layernorm": False, "post_layer_norm": True}
 
 

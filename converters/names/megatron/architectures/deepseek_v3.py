@@ -15,7 +15,7 @@ from converters.names.megatron.architectures import llama, qwen3_moe
 from converters.names.megatron.args import common, experts, silu
 from converters.names.megatron.table import Table
 
-#: Epsilon of transformers' norms for latent queries, keys and values, whatever the config states.
+#: Epsilon of transformers' norms for latent queries, keys and values.
 _INSIDE = 1e-6
 
 ATTENTION = """
@@ -51,13 +51,12 @@ def args(sizes: Sizes, *, scaling: float = 2.5, epsilon: float = 1e-6) -> dict[s
 
 
 def normalised(sizes: Sizes, *, default: bool = True) -> None:
-    """Raise LossError if the sigmoids of the chosen experts are not normalized. `default` is the class's."""
+    """Raise LossError if the sigmoids of the chosen experts are not normalized."""
     if not sizes.config.flag("norm_topk_prob", default):
         raise LossError("Megatron normalizes the chosen experts' scores", found="norm_topk_prob false")
 
 
 def interleaved(sizes: Sizes) -> None:
-    """Raise LossError for latent attention without interleaved rotary positions."""
     if not sizes.config.flag("rope_interleave", True):
         raise LossError("Megatron's latent attention interleaves rotary positions", found="rope_interleave false")
 
@@ -80,17 +79,14 @@ def latent(sizes: Sizes) -> dict[str, Any]:
 
 
 def notes(sizes: Sizes, epsilon: float = 1e-6) -> list[str]:
-    """Return a note if transformers' norms inside attention use another epsilon. Megatron has only one."""
+    """Note if transformers' norms inside attention use another epsilon. Megatron has only one."""
     epsilon = sizes.config.number("rms_norm_eps", epsilon)
     ours = f"Megatron's norms for latent queries, keys and values use the config's rms_norm_eps, {epsilon:g}"
     return [] if epsilon == _INSIDE else [f"{ours}; transformers' class uses {_INSIDE:g}"]
 
 
 def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
-    """Return the arguments for a sigmoid router with a bias for the choice, shared experts, multi-token prediction.
-
-    `scaling` is the class's default.
-    """
+    """Return the arguments for a sigmoid router with a bias for the choice, shared experts, multi-token prediction."""
     config = sizes.config
     _check_groups(config)
     return {

@@ -18,7 +18,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def _with_layer_types(sizes: Sizes) -> Sizes:
-    """Return the sizes with a list of layer kinds. By default a window slides from layer `max_window_layers` on."""
+    """List the layer kinds. By default a window slides from layer `max_window_layers` on."""
     if sizes.config.get("layer_types") is not None:
         return sizes
     first = sizes.config.number("max_window_layers", 62)

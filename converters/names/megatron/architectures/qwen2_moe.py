@@ -22,7 +22,6 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def shared(sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments for a gated shared expert."""
     return {"moe_shared_expert_intermediate_size": sizes.dims["s"], "moe_shared_expert_gate": True}
 
 

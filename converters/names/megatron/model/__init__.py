@@ -1,14 +1,8 @@
 """Shared parts of all formats with Megatron's models: sharding, numbering and names of a parallel GPTModel.
 
-Pure: no I/O. Names follow `ckpt.plan.checkpoint.MEGATRON`: megatron-core's own, with layers and experts numbered over
-the whole model and one tensor per expert. Norms always have the names from Transformer Engine's fused layers
-(`self_attention.linear_qkv.layer_norm_weight`), whatever layers the model was built from.
-
-* `axes.Grid`: sizes of the parallel axes, and the ranks.
-* `axes.Stages`: layers in each pipeline rank's model chunks.
-* `splits.split_of`, `splits.rank_boxes`: a tensor's part on a tensor-parallel or expert tensor-parallel rank.
-* `spelling.Spelling`: names in one chunk of a model on one rank, and back.
-* `spelling.in_order`: parameters in module registration order, also an optimizer's order.
+Names follow `ckpt.plan.checkpoint.MEGATRON`: megatron-core's own, with layers and experts numbered over the whole model
+and one tensor per expert. Norms always have the names from Transformer Engine's fused layers
+(`self_attention.linear_qkv.layer_norm_weight`).
 
 Format facts: megatron-core 0.16.1 (transformer/transformer_block.py `get_num_layers_to_build`, transformer_layer.py
 `get_transformer_layer_offset`, pipeline_parallel_layer_layout.py, tensor_parallel/layers.py, transformer/attention.py,

@@ -55,7 +55,6 @@ class Grid:
 
     @property
     def args(self) -> dict[str, Any]:
-        """Grid as Megatron-LM's arguments."""
         sizes = asdict(self) | {"vpp": self.vpp if self.vpp > 1 else None}
         return {AXES[axis]: size for axis, size in sizes.items()}
 
@@ -113,7 +112,6 @@ def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
 
 # -- pipeline stages -----------------------------------------------------------------------------------------
 
-#: Layout elements: embedding, decoder layer, multi-token prediction layer, loss.
 _LAYER_TYPES = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _MAX_LAYERS = 1 << 16
 
@@ -211,7 +209,6 @@ class Stages:
         return self
 
     def _uneven_options(self) -> str | None:
-        """Return the options that make the division uneven, for a message."""
         counts = [f"{count} in the {which}" for which, count in (("first", self.first), ("last", self.last)) if count]
         others = [what for what in ("embedding", "loss") if getattr(self, what)]
         return ", ".join(counts + [f"the {what} counted" for what in others]) or None
@@ -261,11 +258,9 @@ class Stages:
         return range(start, start + per_chunk[pp])
 
     def is_first(self, pp: int, vp: int) -> bool:
-        """Return True if the chunk begins with the embedding."""
         return pp == vp == 0
 
     def is_last(self, pp: int, vp: int) -> bool:
-        """Return True if the chunk ends with the output layer."""
         return (pp, vp) == (self.pp - 1, self.vpp - 1)
 
     def has_mtp(self, pp: int, vp: int) -> bool:
@@ -298,8 +293,8 @@ def _is_in_order(kinds: Sequence[str]) -> bool:
 def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
     """Parse `"Et*3|(tt|)*4m|L"`, or an equivalent list of stages, to layer type names per stage.
 
-    megatron-core's grammar: `|` ends a stage, `x*n` and `(...)*n` repeat, commas are ignored. A record of
-    `PipelineParallelLayerLayout` has its input as `input_data`.
+    megatron-core's grammar: `|` ends a stage, `x*n` and `(...)*n` repeat, commas are ignored. A
+    `PipelineParallelLayerLayout` record has its input as `input_data`.
     """
     data = getattr(layout, "attributes", {}).get("input_data") if not isinstance(layout, str | list | tuple) else layout
     if isinstance(data, list | tuple):

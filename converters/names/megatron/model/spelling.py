@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-#: Cache size for parsed names: a large model's, repeated in every rank's file.
+#: Cache size: a large model's names, repeated in every rank's file.
 _NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
-#: Name prefix for a GPTModel in a model with images.
+#: Prefix for a GPTModel in a model with images.
 LANGUAGE = "language_model."
-#: Name prefix for a BertModel's layers, renamed here to match all other models.
+#: Prefix for a BertModel's layers, renamed here to match all other models.
 ENCODER, _DECODER = "encoder.", "decoder."
 #: Modules beside the GPTModel in a model with images: transformers' own, whole on every tensor-parallel rank.
 _BESIDE = re.compile(r"(?:visual|vision_model(?!\.decoder)|vision_tower|multi_modal_projector)\..+|image_newline")
 
-#: Modules only found in a BertModel.
+#: Only in a BertModel.
 HEADS = ("lm_head.", "pooler.", "binary_head.")
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
@@ -33,7 +33,7 @@ _GROUPED = re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.(?P<kind>weight
 #: Layer inside a multi-token prediction layer, here and in megatron-core up to 0.16.
 MTP_INNER = "transformer_layer"
 
-#: megatron-core's names for norms included in the next linear layer by Transformer Engine.
+#: megatron-core's names for norms that Transformer Engine includes in the next linear layer.
 _OWN_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -65,7 +65,6 @@ class LayerKind:
 
 
 def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
-    """Return every layer's kind, by name prefix."""
     members: dict[str, list[str]] = {}
     for name in names:
         prefix, rest = split_layer(name)
@@ -92,7 +91,6 @@ def in_encoder(name: str) -> str:
 
 
 def is_encoders(name: str) -> bool:
-    """Return True for tensors only in a BertModel: its heads."""
     return name.startswith(HEADS)
 
 
@@ -117,7 +115,7 @@ def is_expert(name: str) -> bool:
 
 @lru_cache(_NAMES)
 def expert_of(name: str) -> int | None:
-    """Return the number of a tensor's routed expert, or None."""
+    """Return the number of a tensor's routed expert."""
     match = _EXPERT.fullmatch(name)
     return int(match["expert"]) if match else None
 
@@ -165,7 +163,7 @@ class Spelling:
         return prefix + rest
 
     def spelled(self, name: str, kind: LayerKind | None, first_layer: int, first_expert: int) -> str:
-        """Return a chunk's name for a whole-model name: the inverse of `canonical`."""
+        """Invert `canonical`."""
         prefix, rest = split_layer(name)
         if not prefix or kind is None:
             return name

@@ -19,7 +19,7 @@ class Split:
     """Sharding of a tensor over tensor-parallel ranks: along `dim`, or none if `dim` is None.
 
     `sections` follow each other along the dim, in these proportions, and each rank has a part of every section. With
-    `block` the sections alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
+    `block` they alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
     """
 
     dim: int | None = None
@@ -28,7 +28,7 @@ class Split:
 
 
 WHOLE, ROWS, COLUMNS = Split(), Split(0), Split(1)
-#: Sections in a gated MLP's first layer: gate and up rows.
+#: A gated MLP's first layer: gate and up rows.
 GATED = (1, 1)
 
 #: Sections in packed layers' rows: a gated delta net's, and a Mamba-2 mixer's.
@@ -57,7 +57,7 @@ _FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)(\d*)")
 
 #: Settings that alternate gate and up rows in blocks, for routed and for shared experts.
 ROUTED_BLOCK, SHARED_BLOCK = "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"
-#: Settings required for these; megatron-core otherwise ignores them.
+#: Required for these; megatron-core otherwise ignores them.
 GROUPED, SHARED_GROUPED = "moe_grouped_gemm", "use_grouped_gemm_for_shared_expert"
 #: Arguments for a gated MLP. Megatron-Bridge records the last one.
 GATED_ARGS = ("swiglu", "quick_geglu", "gated_linear_unit")
@@ -75,10 +75,7 @@ class GateBlocks:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any], accepted: Collection[str] = ()) -> GateBlocks:
-        """Return the blocks recorded in `args`, ignoring settings that the user `accepted`.
-
-        Raise CorruptError for an invalid block.
-        """
+        """Return the blocks recorded in `args`, ignoring settings that the user `accepted`."""
         if not any(args.get(name) for name in GATED_ARGS):
             return cls()
         sizes = {name: args.get(name) for name in (ROUTED_BLOCK, SHARED_BLOCK) if name not in accepted}
@@ -104,8 +101,7 @@ def split_of(
 ) -> Split | None:
     """Return the sharding of `name`, or None for a name without a rule.
 
-    `sections` are its rows' sections, if any, which may alternate in blocks. With `local_spec` the model has
-    megatron-core's own layers, with sharded down projections in latent attention.
+    With `local_spec` the model has megatron-core's own layers, with sharded down projections in latent attention.
     """
     if is_outside_language_model(name):
         return WHOLE
@@ -130,13 +126,13 @@ def known_split(
 
 
 def packed(name: str) -> tuple[str, ...]:
-    """Return the section names of a packed layer's rows. Empty for any other tensor."""
+    """Return the section names of a packed layer's rows."""
     match = _PACKED.fullmatch(name)
     return SECTIONS[match["module"], match["layer"]] if match else ()
 
 
 def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bool = False) -> tuple[int, ...]:
-    """Return the sections of a tensor's rows, judging by nearby tensors' shapes. Empty if it has none.
+    """Return the sections of a tensor's rows, judging by nearby tensors' shapes.
 
     `gated` decides for an MLP whose second layer is missing.
     """
@@ -178,7 +174,6 @@ def second_linear(name: str) -> str | None:
 
 
 def is_gated(first: Shape, second: Shape) -> bool:
-    """Return True if an MLP is gated, from the shapes of its first layer and its second layer's weight."""
     return first[0] == 2 * second[1]
 
 
@@ -229,8 +224,8 @@ def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box
 def model_rows(rows: int, size: int, block: int) -> tuple[int, ...]:
     """Return the model's first row for each block of `block` rows in a stored tensor.
 
-    Distributed formats store the first half of each rank's rows as gate and the second half as up. They do so even if
-    the ranks alternate them in blocks (megatron-core, transformer/mlp.py, `apply_swiglu_sharded_factory`).
+    Distributed formats store the first half of each rank's rows as gate and the second half as up, even if the ranks
+    alternate them in blocks (megatron-core, transformer/mlp.py, `apply_swiglu_sharded_factory`).
     """
     found: dict[int, int] = {}
     for rank in range(size):
