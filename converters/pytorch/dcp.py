@@ -1,8 +1,5 @@
 """PyTorch Distributed Checkpoint (DCP), written by FSDP1, FSDP2, torchtitan, Accelerate and HF Trainer.
 
-`ckpt.containers.dcp` describes torch's files, `keys` their keys, `folder` the folders, and `state` the output. Nothing
-here uses torch.
-
 Roles: FSDP's optimizer steps the sharded parameters themselves. With mixed precision they are fp32, and only computing
 casts them. So a parameter has the single role `weight` in its stored dtype, and targets with fp32 masters use it as the
 master. The output holds the source's fp32 masters, bit for bit, as its parameters, unless `--dtype` is given. DCP does
@@ -58,7 +55,7 @@ from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
 _Error = TypeVar("_Error", bound=CkptError)
-#: Step count keys: torch's recipes and Lightning, torchtitan.
+#: Step counts in torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
 
@@ -68,7 +65,7 @@ class DistributedCheckpoint(Format):
     name = "dcp"
     title = "PyTorch DCP (FSDP)"
     aliases = ("fsdp", "fsdp2")
-    #: The loading engine uses the in-memory model's names.
+    #: The loading engine uses in-memory names.
     namespace = TRANSFORMERS
     carries_blocks = True
     takes = ("world_size",)
@@ -112,10 +109,7 @@ DCP = DistributedCheckpoint()
 
 
 def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
-    """Yield the model's or optimizer's entries under their path in the source's state dict.
-
-    torchtitan's model has an empty path.
-    """
+    """Yield the model's or optimizer's entries under their path in the source. torchtitan's model has an empty path."""
     from ckpt.containers.dcp.write import Alias
 
     for path, value in entries:
@@ -153,7 +147,6 @@ class _DcpReading:
     # -- DCP's own files -----------------------------------------------------------------------------------------
 
     def folder(self, folder: Path) -> None:
-        """Add the contents of a folder with `.metadata`."""
         metadata = read_metadata(folder)
         self.metadata = self.metadata or metadata.path
         _refuse_flat(metadata)
@@ -173,7 +166,7 @@ class _DcpReading:
         stored.wrapped, stored.placed = tensor.wrapped, tensor.placed
         return stored
 
-    # -- DCP's safetensors files ---------------------------------------------------------------------------------
+    # -- safetensors ---------------------------------------------------------------------------------------------
 
     def shards(self, folder: Path, names: tuple[str, ...]) -> None:
         """Add the contents of files written by `HuggingFaceStorageWriter`.
@@ -204,7 +197,7 @@ class _DcpReading:
     # -- FSDP1's LOCAL_STATE_DICT ----------------------------------------------------------------------------------
 
     def local(self, folder: Path, names: tuple[tuple[int, str], ...], config: Mapping[str, Any] | None) -> None:
-        """Add the contents of rank files. Call after `folder`, because the optimizer's states give the shapes."""
+        """Add rank files. Call after `folder`, because the optimizer's states give the shapes."""
         from converters.names.module_order import registered_shapes
         from converters.pytorch.local_state import read_local
 
@@ -250,7 +243,7 @@ class _DcpReading:
         tie_as_declared(tensors, ties, _config(request, folders))
         entries = self._entries(found, odd)
         step = _step(found.rest)
-        if step is None:  # Accelerate's folders hold only the model and the optimizer
+        if step is None:  # Accelerate's folders hold only model and optimizer
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
         self.states.groups = tuple(map(_plain_group, found.groups))
         state = TrainingState.of_entries("torch", entries, step=step, **self.states.recorded())
@@ -312,7 +305,7 @@ class _DcpReading:
         return odd
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
-        """Return training state by name, with tensors as values. Note tensors that are spread over ranks."""
+        """Return training state by name. Note tensors that are spread over ranks."""
         spread = self.spread
         items = {name: _values(value, name, spread) for name, value in found.rest.items()}
         if found.extra:
@@ -336,7 +329,6 @@ _LEFT = object()
 
 
 def _values(value: Any, name: str, spread: list[str]) -> Any:
-    """Return a training state value without references to the reader."""
     if isinstance(value, Leaf):
         alone = value.alone()
         if alone is None:
@@ -353,7 +345,7 @@ def _values(value: Any, name: str, spread: list[str]) -> Any:
 
 
 def _plain_group(group: ParamGroup) -> ParamGroup:
-    """Return the group with tensors as training state values. An optimizer with a tensor `lr` accepts no number."""
+    """Turn tensors into training state values. An optimizer with a tensor `lr` accepts no number."""
     options = {}
     for name, value in group.options.items():
         if isinstance(value, Leaf):
@@ -374,7 +366,7 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
 
 
 def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
-    """Map tensors to the key of an earlier tensor stored in the same bytes. Only tensors of the model count.
+    """Map model tensors to the key of an earlier tensor stored in the same bytes.
 
     The metadata alone does not show this: all tensors in a safetensors file have the file's place.
     """
@@ -390,7 +382,7 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
-    """Map aliases to owners for items stored once, like in the output here."""
+    """Map aliases to owners for items stored once."""
     names = {leaf.key: fqn for fqn, leaf in weights.items()}
     return {fqn: names[leaf.same_as] for fqn, leaf in weights.items() if leaf.same_as is not None}
 
@@ -434,7 +426,7 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
             fqn=strange[0],
             expected=next(iter(found.weights)),
         )
-    if strange and not is_all:  # if all are strange, the optimizer uses its own names
+    if strange and not is_all:  # then the optimizer uses its own names
         raise CorruptError("the optimizer has states for a parameter missing from the model", path=path, fqn=strange[0])
     dimensions = {fqn: len(leaf.shape) for fqn, leaf in found.weights.items()}
     if error := _missing_state_error(found.groups, states, dimensions, CorruptError, path):
@@ -490,7 +482,7 @@ def _check_can_be_read(checkpoint: Checkpoint) -> None:
 
 
 def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
-    """Raise CorruptError for files from different saves: each with its own step for all its parameters.
+    """Raise CorruptError for files from different saves.
 
     One parameter may have taken fewer steps, so a file with a single parameter proves nothing.
     """

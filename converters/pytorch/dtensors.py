@@ -1,9 +1,8 @@
 """DTensors in torch's pickle form: an FSDP rank's part of a tensor, sharded on dim 0 over all ranks.
 
 Every torch version pickles device meshes and placements in its own form, and can't read other forms. So the source's
-form is kept if it has one, and only parts that depend on the number of ranks are rebuilt. Otherwise the form is torch
-2.13's (distributed/device_mesh.py, distributed/_mesh_layout.py, distributed/tensor/_dtensor_spec.py,
-placement_types.py).
+form is kept if it has one. Otherwise the form is torch 2.13's (distributed/device_mesh.py, distributed/_mesh_layout.py,
+distributed/tensor/_dtensor_spec.py, placement_types.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from ckpt.plan.tensors import Box, Shape, contiguous_strides
 
 _TENSOR, _MESH = "torch.distributed.tensor", "torch.distributed.device_mesh"
 _SPEC, _LAYOUT = f"{_TENSOR}._dtensor_spec", "torch.distributed._mesh_layout"
-#: Default process group, with all ranks.
 _WORLD = "0"
 _AXIS = "fsdp"
 
@@ -37,8 +35,8 @@ def shard(shape: Shape, num_ranks: int, rank: int) -> Box:
 class DTensors:
     """Factory for one rank's DTensors, all on one mesh with `num_ranks` devices.
 
-    `like` is a DTensor from the source's files, or None. `device` is the mesh's device type, or None for the source's.
-    Raise LossError if the source's form is unknown.
+    `like` is a DTensor from the source's files. `device` None means the source's device type. Raise LossError if the
+    source's form is unknown.
     """
 
     def __init__(self, like: Record | None, device: str | None, num_ranks: int, rank: int) -> None:
@@ -49,7 +47,6 @@ class DTensors:
         self._mesh = _mesh(mesh if isinstance(mesh, Record) else None, device, num_ranks, rank)
 
     def make(self, dtype: DType, shape: Shape, local: NewTensor | Record) -> Record:
-        """Return the DTensor with this shape and the rank's shard `local`."""
         state = {"_local_tensor": local, "_spec": self._placed(dtype, Size(shape), contiguous_strides(shape))}
         return wrapper(self._module, "DTensor", dtype, shape, (None, state))
 
@@ -101,7 +98,7 @@ _EARLIER = frozenset({"device_type", "mesh", "mesh_dim_names", "_flatten_mesh_li
 
 
 def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: str) -> dict[str, Any]:
-    """Return values for the attributes in `old`, or for all in `known` if `old` is None."""
+    """Return values for the attributes in `old`, or for all in `known`."""
     names = list(known) if old is None else list(old.attributes)
     for name in names:
         if name not in known:
@@ -123,7 +120,6 @@ def _layout(old: Any, num_ranks: int) -> Record:
 
 
 def _numbers(old: Record | None, ranks: tuple[int, ...]) -> NewTensor:
-    """Return the mesh's ranks as a tensor in the source's dtype."""
     stored = None if old is None else old.get("_rank_map", old.get("mesh"))
     dtype = stored.dtype if isinstance(stored, StoredTensor) else BY_NAME["int32"]
     return NewTensor(dtype, (len(ranks),), (Bytes(b"".join(scalar_to_bytes(rank, dtype) for rank in ranks)),))

@@ -1,4 +1,4 @@
-"""Source facts used only by PyTorch formats' writers."""
+"""Source facts for PyTorch formats' writers, passed in `Checkpoint.facts`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from ckpt.containers.torchfile.values import Record
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """Facts passed from PyTorch formats' readers to their writers in `Checkpoint.facts`."""
-
-    #: True for a run's own state dict stored leaf by leaf (DCP). The loader expects exactly these leaves.
+    #: True for a run's own state dict (DCP). The loader expects exactly these leaves.
     is_state_dict: bool = False
-    #: Model's and optimizer's paths, expected by the trainer: `("app", "model")`.
+    #: Paths expected by the trainer: `("app", "model")`.
     model_at: Path_ = ("model",)
     optimizer_at: Path_ = ("optimizer",)
     #: Sample part from a rank file, because each torch version pickles DTensors differently.

@@ -5,8 +5,8 @@ parameters and those in unwrapped submodules, flattened, in registration order. 
 and cut into equal slices. The optimizer's states are slices, too, numbered in the order of `parameters()`: first the
 root's, then the inner modules'. No file lists a flat parameter's members.
 
-verl wraps a model's layers (`_no_split_modules`). So combinations of the model's module lists are tried. One is
-accepted only if no other matches the file's flat parameters in number and length.
+verl wraps a model's layers (`_no_split_modules`). So combinations of the model's module lists are tried, and the only
+one to match in number and length is accepted.
 
 Format facts: torch 2.13 (distributed/fsdp/_flat_param.py, `_init_flat_param_and_metadata` without `align_addresses`,
 `_get_shard`), verl 0.9.1 (utils/fsdp_utils.py, `get_fsdp_wrap_policy`; workers/engine/fsdp/transformer_impl.py).
@@ -28,7 +28,7 @@ from converters.optimizers.ranks import different_numbers
 from converters.optimizers.state_dicts import take_apart
 from converters.optimizers.states import OptimizerStates
 
-#: Parameter inside a module list: the list's name, and the element's number.
+#: Parameter in a module list: the list's name, and the element's number.
 _IN_LIST = re.compile(r"(?P<list>.*?)\.(?P<number>\d+)\.")
 #: Limit on tried lists; no layered model has more.
 _MAX_LISTS = 6
@@ -87,7 +87,7 @@ def _units(fqns: Mapping[str, Shape], wrapped: frozenset[str]) -> Units:
 
 
 def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> tuple[Units, OptimizerStates] | None:
-    """Read an optimizer of flat parameters from the rank files. None if it is another kind or `find_units` fails."""
+    """Read an optimizer of flat parameters. None if it is another kind or `find_units` fails."""
     ranks = [take_apart(file.content, file.path) for file in files]
     first, states = ranks[0], [one.states for one in ranks]
     every = list(range(len(first.states)))
@@ -136,7 +136,6 @@ class Slice:
 def from_slices(
     slices: Sequence[Slice], unit: Sequence[str], shapes: Mapping[str, Shape], role: str
 ) -> Iterator[Tensor]:
-    """Yield the tensor of each parameter in a flat parameter, assembled from the ranks' slices."""
     begin = 0
     for fqn in unit:
         shape, end = shapes[fqn], begin + prod(shapes[fqn])

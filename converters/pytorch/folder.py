@@ -1,6 +1,6 @@
 """Folders with DCP checkpoints: DCP's own, Accelerate's pair, and run folders with steps.
 
-    <any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
+<any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
     <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
     <any name>/shard-..., <any name>/<any name>/.metadata     transformers 5.24, the optimizer in the model's folder
@@ -8,7 +8,7 @@
     checkpoint-N/pytorch_model_fsdp_1_rankR.bin, optimizer_1/  the second model in such a save
     outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
 
-A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`, another format.
+A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Folders and files that form one checkpoint.
-
-    `shards` are DCP's safetensors files by name, `local` the LOCAL_STATE_DICT files by rank and name.
-    """
+    """Folders and files of one checkpoint. `shards` are DCP's safetensors files, `local` LOCAL_STATE_DICT files."""
 
     folders: tuple[Path, ...]
     shards: tuple[str, ...] = ()
@@ -71,7 +68,7 @@ def find_folder(path: Path, tag: str | None) -> Path | None:
 
 
 def _holds_model(folder: Path, key: str) -> bool:
-    """Return True if the state dict in `folder` has a dict at `key`, such as `actor` or `actor.model`."""
+    """Return True if the state dict in `folder` has a dict at `key`: `actor` or `actor.model`."""
     if not is_dcp(folder) or not (folder / METADATA).is_file() or key in OPTIMIZER_NAMES:
         return False
     at = tuple(key.split("."))
@@ -79,7 +76,6 @@ def _holds_model(folder: Path, key: str) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if `folder` is a DCP folder or holds Accelerate's."""
     return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0) or bool(_local(folder))
 
 
@@ -100,7 +96,6 @@ _STEPS = Steps(is_checkpoint)
 
 
 def parts(path: Path) -> Parts:
-    """Return the parts to read for a checkpoint found by `find_folder`."""
     if path.is_file():
         number = number_of(path) or 0
         optimizer = confined(path.parent, f"optimizer_{number}")
@@ -115,7 +110,7 @@ def parts(path: Path) -> Parts:
 
 
 def _optimizer_of(path: Path) -> list[Path]:
-    """Return the optimizer's folder for the model in `path`, if the same save wrote it inside or beside the model.
+    """Return the optimizer's folder for the model in `path`.
 
     Accelerate numbers both. `model` pairs with `optim`. transformers' optimizer has any name inside the model's folder.
     """

@@ -1,12 +1,12 @@
 """One torch file per rank, with the rank's part of each tensor (DTensor, ShardedTensor).
 
-    model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
+model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
     pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False; read
     pytorch_model_fsdp_1_rankR.bin, optimizer_1_rankR.bin       the second model in such a save
 
 A part records its box in the tensor. FSDP1's ShardedTensor has offsets and sizes. FSDP2's DTensor has the mesh, the
-rank's coordinate, and a placement per axis, and the box follows from these. If several ranks hold the same box (a
-replicating axis, a plain tensor), it has replicas.
+rank's coordinate, and a placement per axis. If several ranks hold the same box (a replicating axis, a plain tensor), it
+has replicas.
 
 `optim_` files number the states, and no file has the names. verl's sources define the order (workers/fsdp_workers.py:
 `AdamW(module.parameters())`, up to 0.9): one param group in the model file's order, tied parameters once. This order is
@@ -138,8 +138,7 @@ class FsdpRanks(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out the files of a verl step, in verl's folders."""
-        from converters.pytorch.fsdp_ranks_write import lay_out  # a late import, to start faster for reading
+        from converters.pytorch.fsdp_ranks_write import lay_out  # late, to start faster for reading
 
         return lay_out(checkpoint, layout)
 
@@ -166,13 +165,13 @@ _STEPS = Steps(
 
 
 def _match(name: str, number: int | None = 0) -> tuple[str, re.Match[str]] | None:
-    """Return the kind of a rank file and its match, if it belongs to the save's model with this number."""
+    """Return a rank file's kind and match, if it belongs to the save's model with this number."""
     found = ((kind, match) for kind, pattern in _FILES if (match := pattern.fullmatch(name)))
     return next((one for one in found if int(one[1].groupdict().get("model", 0)) == number), None)
 
 
 def _list(folder: Path, number: int) -> dict[str, dict[int, str]]:
-    """Return the files of a save's model by kind and rank.
+    """Return a model's files by kind and rank.
 
     Raise CorruptError if ranks are missing or files are from runs with different numbers of ranks.
     """
@@ -271,7 +270,7 @@ def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
 
 
 def _placed(value: Record) -> tuple[Shape, Box, Any]:
-    """Return the whole shape of a DTensor (FSDP2), the rank's box in it, and the rank's local tensor."""
+    """Return a DTensor's (FSDP2) whole shape, the rank's box in it, and the rank's local tensor."""
     content = value.attributes
     spec = content["_spec"].attributes
     shape = tuple(spec["tensor_meta"].attributes["shape"])
@@ -292,7 +291,6 @@ def _extent(local: Any, box: Box) -> Extent:
 
 
 def _mesh(mesh: Record) -> tuple[Shape, Shape]:
-    """Return the mesh's shape and this rank's coordinate."""
     content = mesh.attributes
     coordinate = tuple(content["_coordinate_on_dim"])
     if isinstance(content.get("mesh"), StoredTensor):  # up to torch 2.8

@@ -1,6 +1,6 @@
 """Writer of rank files in verl's form, accepted by its own `load_checkpoint`: see `fsdp_ranks`.
 
-    latest_checkpointed_iteration.txt                                  if the step is known
+latest_checkpointed_iteration.txt                                  if the step is known
     global_step_N/actor/model_world_size_W_rank_R.pt                   the state dict, a DTensor per parameter
     global_step_N/actor/optim_world_size_W_rank_R.pt                   optimizer.state_dict()
     global_step_N/actor/extra_state_world_size_W_rank_R.pt             lr_scheduler, rng
@@ -9,8 +9,6 @@
 All parameters are sharded on dim 0 over all ranks (verl's `fsdp_size=-1`). FSDP2's optimizer has DTensors sharded in
 the same way, numbered in param group order. Their names are recorded, too (`param_names`, supported since torch 2.6 and
 carried along by older versions). FSDP1's optimizer has slices of flat parameters.
-
-Format facts: see `fsdp_ranks` and `flat_parameters`.
 """
 
 from __future__ import annotations
@@ -160,7 +158,6 @@ def _rank_model(
 
 
 def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank: int) -> Record | NewTensor:
-    """Return the rank's shard of a parameter or state. Buffers and 0-dim tensors are whole on every rank."""
     if not tensor.shape or tensor.role == BUFFER:
         return copy_of(tensor, dtype)
     box = shard(tensor.shape, num_ranks, rank)
@@ -233,7 +230,7 @@ class _States:
         return {"state": states, "param_groups": groups}
 
     def flat(self, num_ranks: int, rank: int) -> dict[str, Any]:
-        """Return FSDP1's form: the rank's slice of each flat parameter, by the flat parameter's number."""
+        """Return FSDP1's form: the rank's slice of each flat parameter, by its number."""
         if len(self.groups) != 1:
             raise LossError("flat parameters support only one param group", found=str(len(self.groups)))
         states: dict[int, dict[str, Any]] = {}
@@ -263,7 +260,6 @@ class _States:
         return NewTensor(dtypes.pop(), (length,), tuple(with_gaps(fill, length)))
 
     def _numbers(self, unit: Sequence[str]) -> dict[str, Any]:
-        """Return the numbers of a flat parameter. Raise LossError if its parameters disagree."""
         first = self.scalars.get(unit[0], {})
         for fqn in unit:
             if self.scalars.get(fqn, {}) != first:

@@ -2,26 +2,24 @@
 
 Read:
 
-    pytorch_model_fsdp.bin, optimizer.bin       Accelerate and HF Trainer, FSDP with FULL_STATE_DICT
+pytorch_model_fsdp.bin, optimizer.bin       Accelerate and HF Trainer, FSDP with FULL_STATE_DICT
     pytorch_model.bin, optimizer.bin|.pt        Accelerate's save_state, zero_to_fp32.py, transformers before 5
     pytorch_model.bin.index.json, shards        transformers before 5
     model.pt and any other torch file           a state dict, or {"model": ..., "optimizer": ..., ...}
 
-Written: only weights as `pytorch_model.bin` (sharded, with an index, above the shard size limit), for `from_pretrained`
-and `load_state_dict`. With an optimizer `pytorch_model_fsdp.bin` and `optimizer.bin`, for Accelerate and HF Trainer to
-resume under FSDP 1 or 2 with FULL_STATE_DICT on any number of ranks. These can't hold the other training state, so it
-goes into `training_state.pt`, and torch's LR scheduler also into `scheduler.pt`.
+Written: only weights as `pytorch_model.bin` (sharded, with an index, above the shard size limit). With an optimizer
+`pytorch_model_fsdp.bin` and `optimizer.bin`, for Accelerate and HF Trainer to resume under FSDP 1 or 2 with
+FULL_STATE_DICT on any number of ranks. The other training state goes into `training_state.pt`, and torch's LR scheduler
+also into `scheduler.pt`.
 
 Format facts: accelerate 1.15 (utils/fsdp_utils.py, `save_fsdp_model`, `load_fsdp_optimizer`; utils/constants.py),
 transformers 5.23 (trainer.py) and 4.57 (modeling_utils.py), torch 2.13 (optim, distributed/checkpoint/state_dict.py).
 
-Names: a file may use transformers' in-memory names, written by engines, or the Hub's, written by transformers 4's
-`save_pretrained`. For most models they are equal, and nothing records the kind. The names themselves show it:
-`converters.names.transformers.relation` keeps names that already have the other form.
+Names: engines write transformers' in-memory names, transformers 4's `save_pretrained` the Hub's. Nothing records the
+kind: `converters.names.transformers.relation` keeps names that already have the other form.
 
-Ties: two names with the same storage, offset, shape and strides are one tensor, whatever its values. The first name is
-the owner. FSDP2 gathers each name separately, so the model's config and the optimizer, which has one of the names,
-decide.
+Ties: two names with the same storage, offset, shape and strides are one tensor. The first name is the owner. FSDP2
+gathers each name separately, so the model's config and the optimizer, which has one of the names, decide.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ _FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
 _SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
 #: Rank files; a torch file beside them is not part of a full checkpoint.
 _OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
-#: Torch files from other formats, besides a run's own.
+#: Torch files from other formats.
 _OTHERS = (
     STATE,
     "*model_states.pt",
@@ -118,7 +116,6 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 #: Accelerate's sharded folder, and an adapter's files; a torch file beside either is not part of the checkpoint.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
-#: Model and optimizer keys in bundles.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
 _RANKS_HINT = (
@@ -151,8 +148,7 @@ class Full(Format):
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the state dicts. Every tensor of the model has the role `weight`; files don't mark buffers.
 
-        An fp32 weight with an optimizer is both weight and master. Readers that need a master upcast the weight, which
-        changes no bit here.
+        Readers that need a master upcast the weight. This changes no bit of an fp32 weight with an optimizer.
         """
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights_in(folder)
@@ -190,7 +186,6 @@ class Full(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out the weights, or model and optimizer in two files; see the module's docstring."""
         trained = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
         chosen = trained_weights(checkpoint, layout, trained)
         extra = checkpoint.state.extra_state or {}
@@ -230,8 +225,7 @@ def _is_weights_name(name: str) -> bool:
 def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
     """Return True for a zip archive, torch's magic number from before 1.6, or an index name.
 
-    Large files are not opened: they are judged by name unless requested by the user, because other programs also write
-    `.bin`.
+    Large files are judged by name unless requested by the user, because other programs also write `.bin`.
     """
     if path.name.endswith(".json"):
         return True
@@ -310,7 +304,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
             expected="names with tensors, or a dict with `model`",
             found=", ".join(map(str, list(root)[:8])),
         )
-    # In torchtitan's format the model's names are beside `optimizer` and similar entries.
+    # torchtitan has the model's names beside `optimizer` and similar entries.
     rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
     reading.notes += [
@@ -368,7 +362,7 @@ def _unbundled(
 
 
 def _bundles_in(root: Mapping[str, Any]) -> list[str]:
-    """Return the keys of bundles with a model, such as `actor`, `critic`, or an `ema` next to a model.
+    """Return the keys of bundles with a model: `actor`, `critic`, or an `ema` next to a model.
 
     Next to a model, other dicts of tensors are statistics.
     """
@@ -399,24 +393,23 @@ def _has_named_model(value: Any) -> bool:
 
 
 def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
-    """Return the bundle named by `tag`: by the bundle's key, or its model's path, such as `actor.model`."""
+    """Return the bundle named by `tag`: by its key, or its model's path (`actor.model`)."""
     return next((key for key in bundles if f"{tag}.".startswith(f"{key}.")), None)
 
 
 def _holds_model(folder: Path, key: str) -> bool:
-    """Return True if the torch file in `folder` is a bundle with a model at `key`."""
     name = _weights_in(folder) if folder.is_dir() else None
     if name is None or isinstance(name, list) or name.endswith(".json"):
         return False
     try:
         root = torchfile.read(confined(folder, name)).root
-    except CkptError:  # opening it reports the error
+    except CkptError:
         return False
     return isinstance(root, Mapping) and (key in _models_in(root) or _bundle_of(key, _bundles_in(root)) is not None)
 
 
 def _only(value: Any) -> Any:
-    """Return the only optimizer in a list, like Lightning's `optimizer_states`. None for several, and for a name."""
+    """Return the only optimizer in a list, like Lightning's `optimizer_states`."""
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else None
     return None if isinstance(value, str) else value or None
@@ -439,7 +432,7 @@ def _read_sharded(reading: _Reading, name: str) -> None:
 
 
 def _read_shards(reading: _Reading, names: list[str]) -> None:
-    """Read shards whose index is missing. Their names give their number. HF Trainer can't resume without the index."""
+    """Read shards without an index. HF Trainer can't resume without it."""
     check_shard_set(names, reading.folder)
     check_has_index(reading.folder, names[0])
     for shard in names:
@@ -455,7 +448,6 @@ def check_has_index(folder: Path, shard: str) -> None:
 
 
 def _read_shard(reading: _Reading, shard: str, expected: set[str] | None) -> None:
-    """Read a shard. `expected` are its tensors in the index, or None without an index."""
     if expected is not None and not (reading.folder / shard).is_file():
         raise missing_file(reading.folder / shard, dict.fromkeys(sorted(expected), shard))
     path, root = reading.load(shard)
@@ -528,7 +520,7 @@ def _read_training_files(reading: _Reading, number: int | None) -> None:
 
 
 def optimizer_name(reading: Reading, number: int | None) -> str | None:
-    """Return the file name of the folder's optimizer. A save with several models has one per model `number`."""
+    """Return the optimizer's file name. A save with several models has one per model `number`."""
     found = first(reading.folder, tuple(numbered(name, number or 0) for name in OPTIMIZERS))
     if number is None or optimizers_fit(reading.folder):
         return found
@@ -539,7 +531,7 @@ def optimizer_name(reading: Reading, number: int | None) -> str | None:
 
 
 def own_state(reading: Reading) -> dict[str, Any]:
-    """Return the contents of our `training_state.pt` by name; empty if there is none."""
+    """Return the contents of our `training_state.pt`."""
     if first(reading.folder, (STATE,)) is None:
         return {}
     path, root = reading.load(STATE)
@@ -549,7 +541,7 @@ def own_state(reading: Reading) -> dict[str, Any]:
 
 
 def first(folder: Path, names: tuple[str, ...]) -> str | None:
-    """Return the first existing name. A name that is not a file is returned, too: opening it raises the error."""
+    """Return the first existing name, also if it is not a file: opening it raises the error."""
     return next((name for name in names if os.path.lexists(folder / name)), None)
 
 
@@ -559,8 +551,7 @@ def first(folder: Path, names: tuple[str, ...]) -> str | None:
 def trained_weights(checkpoint: Checkpoint, layout: Layout, trained: bool = True) -> dict[str, Choice]:
     """Return the tensor to write for each parameter and buffer.
 
-    Beside an optimizer a parameter has one tensor, updated by the optimizer. It is the unchanged master, unless
-    `--dtype` is given. FSDP and Accelerate do the same.
+    Beside an optimizer it is the unchanged master, unless `--dtype` is given. FSDP and Accelerate do the same.
     """
     chosen = (kept_in_training if trained else choices)(checkpoint, layout.dtype)
     return {fqn: chosen[fqn] for fqn, role in checkpoint.tensors if role in MODEL_ROLES}

@@ -7,7 +7,7 @@ DCP saves a nested state dict without knowing its content (`containers.dcp.neste
 * optimizers, recognized by their structure (`converters.optimizers.state_dicts`);
 * everything else: training state.
 
-Before torch 2.4, dicts and lists without tensors were single values. Nested again, they look the same.
+Before torch 2.4, dicts and lists without tensors were single values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 _MAX_DEPTH = 32
 _TOP = "the tensors at the top"
-#: Optimizers by their path in the state dict.
 _Optimizers = dict[Path_, Mapping[str, Any]]
 
 
@@ -138,8 +137,6 @@ def _members(node: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Dict with a model's name: its place, and whether an optimizer is beside it."""
-
     within: str | None
     name: str
     node: Mapping[str, Any]
@@ -192,10 +189,7 @@ def _sort(
 
 
 def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
-    """Return the only model, or the only one with an optimizer beside it, or else the only one at the top.
-
-    The others become training state. Raise SeveralModelsError if the choice is ambiguous.
-    """
+    """Return the only model, or the only one with an optimizer beside it, or else the only one at the top."""
     likely = [model for model in models if model.is_trained]
     if not likely:
         likely = models if len(models) == 1 else [model for model in models if model.within is None]
@@ -217,7 +211,7 @@ def _tagged(tag: str, models: Sequence[_Model], rest: Mapping[str, Any]) -> _Mod
 
 
 def _unnamed_models(rest: Mapping[str, Any], within: str | None = None) -> Iterator[_Model]:
-    """Yield dicts of tensors in training state that may be models, because their names have dots."""
+    """Yield dicts of tensors that may be models, because their names have dots."""
     for name, value in rest.items():
         if _is_all_tensors(value) and any("." in one for one in value):
             yield _Model(within, name, value, False)
@@ -253,14 +247,12 @@ def _joined_names(optimizers: Iterable[Path_]) -> str:
 
 
 def _trains_only(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Return True if the optimizer's parameters are all in the model."""
     members = [*_members(optimizer)]
     strip = stripper(members)
     return {strip(one) for one in members} <= {*map(stripper(model), model)}
 
 
 def _name_others(found: Understood) -> None:
-    """Note other models in training state, except those already noted."""
     for name in (model.called for model in _unnamed_models(found.rest)):
         if name in found.others:
             continue
@@ -291,15 +283,11 @@ def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
 
 
 def _at_the_top(rest: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the tensors outside any dict."""
     return {name: value for name, value in rest.items() if isinstance(value, Leaf)}
 
 
 def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequence[str], path: str) -> bool:
-    """Return True if the model is the tensors at the top, as in `{**model, "ema": {"model": ...}}`.
-
-    Raise SeveralModelsError if it is ambiguous.
-    """
+    """Return True if the model is the tensors at the top, as in `{**model, "ema": {"model": ...}}`."""
     top = _at_the_top(found.rest)
     if any(model.within is None or model.is_trained for model in models):
         return False
@@ -316,7 +304,7 @@ def _has_some(model: Mapping[str, Any], trained: Sequence[str]) -> bool:
 
 
 def without_tensors(found: Understood, path: str) -> CkptError:
-    """Return the error for a state dict without tensors of a model or optimizer. Name several models if likely."""
+    """Return the error for a state dict without a model's or optimizer's tensors."""
     likely = [name for name, value in found.rest.items() if _is_all_tensors(value) and any("." in one for one in value)]
     if len(likely) > 1:
         return several_models(sorted(likely), path)
@@ -350,7 +338,7 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
 
 
 def _model_without_name(found: Understood, trained: Sequence[str], path: str) -> Mapping[str, Any]:
-    """Return the tensors at the top, or else the only dict of tensors, whatever its name.
+    """Return the tensors at the top, or else the only dict of tensors.
 
     Among several dicts, use the one with `trained` parameters. Raise SeveralModelsError if several have some.
     """

@@ -1,11 +1,11 @@
 """FSDP1's LOCAL_STATE_DICT: each rank's slices of flat parameters, read as the original tensors.
 
-    pytorch_model_fsdp_rankR.bin, optimizer_0/    Accelerate with `fsdp_state_dict_type: LOCAL_STATE_DICT`
+pytorch_model_fsdp_rankR.bin, optimizer_0/    Accelerate with `fsdp_state_dict_type: LOCAL_STATE_DICT`
 
-Each wrapped module has one 1-dim `_flat_param`. It joins the module's own parameters and those in unwrapped submodules,
-flattened, in registration order, tied ones once. A rank's slice records its offset. With `use_orig_params` the file
-also lists the parameters by name, each with the rank's elements of it. No file has their shapes. They come from the
-optimizer's states, if these were saved by name, and from the model in the config.
+Each wrapped module has one 1-dim `_flat_param` (`converters.pytorch.flat_parameters`), with tied parameters once. A
+rank's slice records its offset. With `use_orig_params` the file also lists the parameters by name, each with the rank's
+elements of it. No file has their shapes. They come from the optimizer's states, if these were saved by name, and from
+the model in the config.
 
 Format facts: torch 2.13 (distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`; _flat_param.py;
 _optim_utils.py, which lists a flat parameter's members in order in the param groups), accelerate 1.15
@@ -144,7 +144,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
 
 
 def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file: RankFile, name: str) -> Sequence[str]:
-    """Return a flat parameter's members if the known orders agree. Raise NotFoundError if no unit fits `length`."""
+    """Return a flat parameter's members if the known orders agree."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
         raise _unknown(file, f"no known group of parameters fits {name}, {pluralize(length, 'element')}")
@@ -170,7 +170,6 @@ def _unknown(file: RankFile, what: str) -> NotFoundError:
 
 
 def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -> Tensor:
-    """Assemble a parameter whose elements are split over the ranks in rank order."""
     numel = sum(extent.numel for _, extent in own)
     if numel != prod(shape):
         raise CorruptError(

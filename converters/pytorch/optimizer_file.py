@@ -31,7 +31,6 @@ def optimizer_file(
 
 
 def _states(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Return the states of each parameter in a group or with a state."""
     states: dict[str, dict[str, Any]] = {fqn: {} for group in checkpoint.state.param_groups for fqn in group.fqns}
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():

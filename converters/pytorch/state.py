@@ -1,13 +1,13 @@
 """Nested state dict for `dcp`, built from a checkpoint: model, optimizer, training state.
 
-    model.<fqn>                     parameters (the fp32 masters if the source has them), buffers, aliases
+model.<fqn>                     parameters (the fp32 masters if the source has them), buffers, aliases
     optimizer.state.<fqn>.<name>    the optimizer's states; numbers (`step`) as 0-dim tensors
     optimizer.param_groups.<n>.*    options, and `params`, the names
     lr_scheduler, train_state, ...  training state
 
 like torch's `get_model_state_dict` and `get_optimizer_state_dict` (2.13, `distributed/checkpoint/state_dict.py`).
 torchtitan has the model at the top and the optimizer flattened (0.2.2, `components/checkpoint.py`,
-`_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`, the same form as with
+`_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`, like with
 `flatten_optimizer_state_dict=True`.
 """
 
@@ -35,14 +35,12 @@ from converters.pytorch.facts import TorchFacts
 from converters.pytorch.keys import MODEL_NAMES
 from converters.quantized.stored_states import carried_tensor
 
-#: Training state loaded entry by entry. Other formats' state is only flattened for these entries.
+#: Training state loaded entry by entry. Only these entries of other formats are flattened.
 _KNOWN = ("lr_scheduler", "train_state")
 
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """Leaves of the state dict by path."""
-
     model: tuple[tuple[Path_, Any], ...]
     optimizer: tuple[tuple[Path_, Any], ...]
     rest: tuple[tuple[Path_, Any], ...]
@@ -51,7 +49,7 @@ class StateDict:
 
 
 def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: bool = False) -> StateDict:
-    """Return the output for `checkpoint`, with parameters in `dtype`. None keeps the training dtype.
+    """Return the output for `checkpoint`. `dtype` None keeps the training dtype.
 
     `flat_optimizer` repeats a param group's options under each of its parameters, like torchtitan.
     """
@@ -116,7 +114,7 @@ def _optimizer_entries(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[
 
 
 def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of torch's Adam that another engine's Adam did not record, but loading needs."""
+    """Return options required by torch's Adam that another engine's Adam did not record."""
     if checkpoint.facts_of(TorchFacts).is_state_dict or not adam.is_adam(options, checkpoint.optimizer_states):
         return {}
     return adam.missing_for_torch(options, checkpoint.state.ds_config)

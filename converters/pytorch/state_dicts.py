@@ -38,7 +38,6 @@ class Reading:
     states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def load(self, name: str) -> tuple[str, Any]:
-        """Return a torch file's path and its object."""
         path = str(confined(self.folder, name))
         return path, self.sources.root(path)
 
@@ -69,7 +68,6 @@ class Reading:
         return True
 
     def state(self, step: int | None) -> TrainingState:
-        """Return the training state read so far, after `step` steps."""
         return TrainingState.of_entries(
             "torch", self.items, step=step, per_rank=self.per_rank, **self.states.recorded()
         )
@@ -84,8 +82,8 @@ def tie_as_declared(
     """Join a parameter stored under two names, if the model's config ties them.
 
     Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each name, and no file records the tie. The
-    second becomes a replica of the first, and is compared with it, unless it was trained separately. `trained` are the
-    names in the optimizer's groups: the first must be there, and the second must not.
+    second becomes a replica of the first, and is compared with it, unless it was trained separately: only the first may
+    be in `trained`, the names in the optimizer's groups.
     """
     for alias, owner in declared_ties(config or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
@@ -100,7 +98,7 @@ def tie_as_declared(
         ties[alias] = kept.fqn
 
 
-#: Step count keys in trainers' dicts.
+#: Step counts in trainers' dicts.
 _COUNTS = ("step", "global_step", "global_steps", "iteration")
 
 

@@ -1,13 +1,13 @@
 """Folders of HF Trainer and Accelerate, from runs on one process or with DDP.
 
-    checkpoint-N/model.safetensors or shards, optimizer.pt, scheduler.pt, trainer_state.json       transformers 5.23
+checkpoint-N/model.safetensors or shards, optimizer.pt, scheduler.pt, trainer_state.json       transformers 5.23
     model.safetensors or shards, optimizer.bin, scheduler.bin                                      accelerate 1.15
 
 The weights have the Hub's names, and the optimizer numbers its parameters in the in-memory model's registration order.
 The shapes prove the numbers (`ckpt.state.numbered`); otherwise the states are left out, with a note.
 
-The output can be resumed by Trainer. It loads `model.safetensors` by in-memory names (trainer.py,
-`_load_from_checkpoint`), and `optimizer.pt` only by numbers, into its groups with and without weight decay.
+Trainer can resume the output. It loads `model.safetensors` by in-memory names (trainer.py, `_load_from_checkpoint`),
+and `optimizer.pt` only by numbers, into its groups with and without weight decay.
 """
 
 from __future__ import annotations
@@ -254,9 +254,9 @@ def trainer_groups(
 ) -> tuple[list[ParamGroup], list[str]]:
     """Return Trainer's param groups, with and without weight decay, in the model's order; and notes.
 
-    A single group becomes two with its options. Other groupings raise LossError, because the optimizer takes states by
-    number and would not notice. For `ambiguous_norms` (GPT-2's `ln_1.weight`) two source groups show the decay; one
-    group does not. torch's Muon is passed to Trainer, not made by it, so its groups stay unchanged.
+    A single group becomes two with its options. Other groupings raise LossError: the optimizer takes states by number
+    and would not notice. For `ambiguous_norms` (GPT-2's `ln_1.weight`) two source groups show the decay; one group does
+    not. torch's Muon is passed to Trainer, so its groups stay unchanged.
     """
     if any("ns_steps" in group.options for group in groups):
         return list(groups), []
