@@ -832,12 +832,16 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
         )
     is_b = are_quantized[1]
     weights = services.rounding.rounded_weights(sides[is_b])
+    stored = {fqn for fqn, _ in sides[is_b].tensors}
     sides[is_b] = dequantized(sides[is_b], FLOAT32)
+    kept = {fqn for fqn, _ in sides[is_b].tensors}.union(*(weight.parts for weight in weights.values()))
     sides[not is_b], num_masters = _without_masters(sides[not is_b])
     one, other, notes = _as_pair(*sides)
     report = verify_quantized(one, other, weights, is_b, **options)
     if num_masters:
         notes.append(f"{pluralize(num_masters, 'master')} not compared: the weights next to them were")
+    if unused := sorted(stored - kept):
+        notes.append(f"{pluralize(len(unused), 'scale')} for activations not compared, for example {unused[0]}")
     return replace(report, notes=(*report.notes, *notes, *beside))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt.base.errors import LossError
+from ckpt.base.errors import CkptError, LossError
 from ckpt.base.text import pluralize
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, Checkpoint, Format, Layout, Target
@@ -19,10 +19,17 @@ def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
 
 def check_parts(checkpoint: Checkpoint) -> None:
     """Raise LossError if a quantized weight has missing, unexpected or misshapen parts."""
-    if not (faults := services.quantization.quantized_weights(checkpoint).faults):
-        return
+    if error := parts_error(checkpoint, LossError):
+        raise error
+
+
+def parts_error(checkpoint: Checkpoint, kind: type[CkptError], *, reads: bool = True) -> CkptError | None:
+    """Return an error for missing, unexpected and misshapen parts. Without `reads`, no tensor is read."""
+    faults = services.quantization.quantized_weights(checkpoint, reads=reads).faults
+    if not faults:
+        return None
     more = len(faults) - _MAX_SHOWN
-    raise LossError(
+    return kind(
         "quantized weights are not complete, so no loader would compute them right",
         path=checkpoint.path,
         fqn=faults[0].fqn,

@@ -58,6 +58,7 @@ class RoundedWeight:
     rounding: Rounding
     scale_dtype: DType
     blocks: tuple[_RoundedBlock, ...]
+    parts: tuple[str, ...]
 
     @property
     def unbounded(self) -> str:
@@ -148,7 +149,8 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
     quantized = quantized_weights(checkpoint)
     check_parts_known(checkpoint, quantized)
     stored = StoredWeights(checkpoint, tensors, FLOAT32)
-    roundings = {owner: _declared_rounding(stored, quantized, owner) for owner in quantized.owners}
+    weights = {owner: plain_weight(stored, quantized, owner) for owner in quantized.owners}
+    roundings = {owner: _declared_rounding(stored, quantized, owner) for owner in weights}
     units: dict[str, int] = {}
     ones: dict[str, int] = {}
     for owner, rounding in roundings.items():
@@ -156,13 +158,13 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
         units |= {parts[template]: byte for template, byte in rounding.unit if template in parts}
         if stored.tensors[parts[rounding.scale]].dtype == E4M3:
             ones[parts[rounding.scale]] = _E4M3_ONE
-    sources = stored, *(_FilledWeights(checkpoint, tensors, FLOAT32, fills) for fills in (units, {**units, **ones}))
+    sources = [_FilledWeights(checkpoint, tensors, FLOAT32, fills) for fills in (units, {**units, **ones})]
     found = {}
     for owner, rounding in roundings.items():
-        values, scales, rest = (plain_weight(source, quantized, owner) for source in sources)
+        values, (scales, rest) = weights[owner], (plain_weight(source, quantized, owner) for source in sources)
         blocks = tuple(map(_RoundedBlock, values.blocks, scales.blocks, rest.blocks))
         scale = stored.tensors[quantized.owners[owner][rounding.scale]].dtype
-        found[owner] = RoundedWeight(values.method, rounding, scale, blocks)
+        found[owner] = RoundedWeight(values.method, rounding, scale, blocks, values.parts)
     return found
 
 

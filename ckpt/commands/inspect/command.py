@@ -72,6 +72,7 @@ def inspect(
     """Show what a checkpoint holds, and with --picture or --html which ranks hold which parts of it."""
     from ckpt.commands.inspect import inspecting, overview
     from ckpt.move.listing import listed_once
+    from ckpt.state.quantized_weights import parts_error
 
     if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
         raise UsageError("--only and --overwrite go with --picture or --html")
@@ -90,7 +91,7 @@ def inspect(
                     _print_run(run)
                 sys.stdout.flush()
             raise
-        damaged = _draw(found, drawn, quiet)
+        damaged = _draw(found, drawn, quiet) or parts_error(found.checkpoint, CorruptError, reads=False)
         if csv:
             print(shown(found.csv()), end="")
         elif as_json:

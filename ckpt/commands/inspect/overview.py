@@ -50,7 +50,7 @@ def describe(
         "names": one_line(checkpoint.namespace),
         "model": _model_facts(checkpoint),
         "parameters": _parameters(checkpoint),
-        "quantized": _bits(checkpoint),
+        "quantized": _quantized_weights(checkpoint),
         "roles": _roles(checkpoint),
         "dtypes": _dtypes(checkpoint.tensors.values()),
         "files": {"count": len(checkpoint.files), "bytes": sum(file.size for file in checkpoint.files)},
@@ -95,10 +95,10 @@ def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _bits(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the bits per parameter, and sizes by method and by plain dtype. None if nothing is quantized."""
+def _quantized_weights(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the parts' faults, bits per parameter, and sizes by method and plain dtype. None if none is quantized."""
     weights = services.quantization.quantized_weights(checkpoint, reads=False)
-    if not weights.owners:
+    if not weights.owners and not weights.faults:
         return None
     model = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     nbytes = sum(model[part].nbytes for part in weights.parts)
@@ -108,7 +108,8 @@ def _bits(checkpoint: Checkpoint) -> dict[str, Any] | None:
         kinds.append(_size_of_kind(dtype, count["tensors"], count["elements"], count["bytes"]))
     totals = [kind["parameters"] for kind in kinds]
     total = None if None in totals else sum(totals)
-    return {"bits_per_parameter": _per_parameter(sum(kind["bytes"] for kind in kinds), total), "kinds": kinds}
+    bits = _per_parameter(sum(kind["bytes"] for kind in kinds), total)
+    return {"bits_per_parameter": bits, "kinds": kinds, "faults": [one_line(str(fault)) for fault in weights.faults]}
 
 
 def _size_of_kind(kind: str, num_weights: int, parameters: int | None, nbytes: int) -> dict[str, Any]:
@@ -307,6 +308,7 @@ def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator
     yield "model", json_text(next(iter(model.values()), ""))
     yield "quantized", json_text(quantization or "")
     yield from _named("bits", _bits_texts(facts["quantized"]))
+    yield from _named("damaged", (facts["quantized"] or {}).get("faults", ()))
     if facts["step"] is not None:
         yield "step", str(facts["step"])
     if facts["world_size"] is not None:
@@ -348,7 +350,8 @@ def _bits_texts(bits: Mapping[str, Any] | None) -> Iterator[str]:
         if kind["parameters"] is None:
             yield f"{size}, number of parameters unknown"
         else:
-            yield f"{size}, {kind['parameters']:,} parameters with {kind['bits_per_parameter']:.4g} bits"
+            count = pluralize(kind["parameters"], "parameter", ",")
+            yield f"{size}, {count} with {kind['bits_per_parameter']:.4g} bits"
 
 
 def _by_dtype_text(elements: Mapping[str, int]) -> str:

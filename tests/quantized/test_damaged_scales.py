@@ -1,0 +1,237 @@
+"""A damaged scale, by method and command: exit code, and the name of the part.
+
+A legal scale with another value is found by `verify`: with `--quantized` against the plain model, or against the
+original folder or its manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import ckpt as library
+from ckpt.base.errors import CkptError, CorruptError, LossError
+from ckpt.plan.dtypes import BY_TAG
+from tests.quantized.test_parts import IN, LAYOUTS, OUT, UNKNOWN_VALUES
+from tests.support.commands import ckpt
+from tests.support.places import REPOSITORY
+
+Parts = dict[str, torch.Tensor]
+MODULES = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]
+MXFP4 = {"blocks": ("U8", [2, OUT, IN // 32, 16]), "scales": ("U8", [2, OUT, IN // 32])}
+EVERY = {**LAYOUTS, "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, MXFP4)}
+#: Methods without a bound: `verify --quantized` ends with 1 for an intact model too.
+UNBOUNDED = ("gptq", "awq", "bitsandbytes nf4")
+_SCALES = ("weight_scale", "scales", "scale_inv", "SCB", "nested_absmax", ".scale")
+#: Commands that don't read the record of a scale's shape: torchao's header, bitsandbytes' state.
+UNREAD = {"torchao Int8WeightOnlyConfig": ("check", "convert", "inspect"), "bitsandbytes nf4": ("inspect",)}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#: Lowest bit of the exponent.
+EXPONENT = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3}
+
+
+#: Parts with fixed content. Others that are no scales are random.
+CONTENT = {
+    "weight_shape": torch.tensor([OUT, IN]),
+    "g_idx": torch.arange(IN) // 128,
+    "qzeros": torch.full((2, 16), 0x77777777),
+    "weight_format": torch.tensor(0),
+    "_weight_zero_point": torch.zeros(OUT, 1),
+}
+
+
+def content(part: str, dtype: str, shape: list[int], generator: torch.Generator) -> torch.Tensor:
+    """Return legal numbers for a part."""
+    of = getattr(torch, BY_TAG[dtype].name)
+    if part in CONTENT:
+        return CONTENT[part].to(of)
+    if "scale" in part or part in ("SCB", "biases"):
+        if dtype in ("U8", "F8_E8M0"):
+            return torch.randint(115, 122, shape, generator=generator, dtype=torch.uint8).view(of)
+        return (torch.rand(shape, generator=generator) * 0.9 + 0.1).to(of)
+    if dtype == "F8_E4M3":
+        return (torch.randn(shape, generator=generator) * 60).clamp(-448, 448).to(of)
+    size = torch.Size(shape).numel() * of.itemsize
+    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(of).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in one layout. `owner` is the quantized weight with the part `scale`."""
+
+    layout: str
+    home: Path
+    parts: Parts
+    metadata: dict[str, str]
+
+    @property
+    def scale(self) -> str:
+        return next(name for name in self.parts if name.startswith(MODULES[1]) and name.endswith(_SCALES))
+
+    @property
+    def owner(self) -> str:
+        return f"{MODULES[1]}.weight" if self.layout != "mxfp4" else f"{MODULES[1]}"
+
+    @property
+    def plain(self) -> Path:
+        return self.home / "plain"
+
+    def save(self, parts: Parts) -> Path:
+        folder = self.home / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(EVERY[self.layout][0]))
+        save_file({name: part.clone() for name, part in parts.items()}, folder / "model.safetensors", self.metadata)
+        return folder
+
+
+def four_bit_parts(name: str, generator: torch.Generator) -> Parts:
+    import bitsandbytes.functional as functional
+
+    weight = torch.randn(OUT, IN, generator=generator).half()
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    return {name: codes, **{f"{name}.{part}": one for part, one in state.as_dict(packed=True).items()}}
+
+
+def torchao_metadata(layout: str) -> dict[str, str]:
+    """Return a file's header with each weight's class and block size."""
+    kind = "float8" if "Float8" in layout else "int8"
+    with safe_open(REPOSITORY / f"fixtures/weights-torchao/{kind}-fp32.safetensors", "pt") as file:
+        settings = file.metadata()["layer.weight"].replace("96", str(IN))
+    names = [f"{module}.weight" for module in MODULES]
+    return {"tensor_names": json.dumps(names), **dict.fromkeys(names, settings)}
+
+
+def save_adapter(folder: Path) -> None:
+    folder.mkdir()
+    factors = {"lora_A": torch.ones(2, IN), "lora_B": torch.ones(OUT, 2)}
+    tensors = {f"base_model.model.{MODULES[0]}.{factor}.weight": one for factor, one in factors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [MODULES[0]], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(params=EVERY)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    layout, generator = request.param, torch.Generator().manual_seed(1)
+    parts = {"model.norm.weight": torch.ones(OUT, dtype=torch.bfloat16)}
+    for module in MODULES:
+        if layout == "bitsandbytes nf4":
+            parts |= four_bit_parts(f"{module}.weight", generator)
+        else:
+            kinds = EVERY[layout][1].items()
+            separator = "_" if layout == "mxfp4" else "."
+            parts |= {f"{module}{separator}{part}": content(part, *one, generator) for part, one in kinds}
+    metadata = torchao_metadata(layout) if layout.startswith("torchao") else {}
+    found = Model(layout, tmp_path, parts, {"format": "pt", **metadata})
+    found.save(parts)
+    save_adapter(tmp_path / "adapter")
+    if layout not in UNKNOWN_VALUES:
+        library.convert(tmp_path / "model", "hf", found.plain, dequantize=True)
+    return found
+
+
+def bits(one: torch.Tensor) -> torch.Tensor:
+    return one.view(-1).view(INTEGERS[one.element_size()])
+
+
+def broken(model: Model) -> Iterator[tuple[str, Parts]]:
+    """Yield models with missing, unexpected or mismatched parts."""
+    parts, name = model.parts, model.scale
+    yield "missing", {other: part for other, part in parts.items() if other != name}
+    yield "shape", {**parts, name: torch.stack([parts[name]] * 3)}
+    yield "dtype", {**parts, name: parts[name].to(torch.float32).to(torch.int16)}
+    extra = f"{model.owner}_scale{'_2' if name.endswith('scale_inv') else '_inv'}"
+    yield f"extra {extra}", {**parts, extra: torch.ones(1)}
+
+
+def misvalued(model: Model) -> Iterator[tuple[str, Parts]]:
+    """Yield models with other legal scales."""
+    parts, name = model.parts, model.scale
+    flipped = parts[name].clone()
+    bits(flipped)[-1] ^= 1 << EXPONENT.get(flipped.dtype, 0)
+    yield "flipped", {**parts, name: flipped}
+    swapped = parts[name].clone()
+    first, last = bits(swapped).float().argmin(), bits(swapped).float().argmax()
+    bits(swapped)[first], bits(swapped)[last] = bits(parts[name])[last], bits(parts[name])[first]
+    if first != last:
+        yield "swapped", {**parts, name: swapped}
+    other = name.replace("layers.1.", "layers.2.")
+    yield "swapped with another layer", {**parts, name: parts[other], other: parts[name]}
+
+
+def ending(command: Callable[[], Any]) -> tuple[int, str]:
+    """Return the exit code and output."""
+    try:
+        found = command()
+    except CkptError as error:
+        return error.exit_code, f"{error.fqn} {error}"
+    return getattr(found, "exit_code", 0), "\n".join(found.lines())
+
+
+#: Commands on a model's folder and its plain values, and the exit code for a broken part.
+COMMANDS: dict[str, tuple[Callable[[Path, Path], Any], int]] = {
+    "check": (lambda folder, _: library.check(folder), CorruptError.exit_code),
+    "convert": (lambda folder, _: library.plan(folder, "hf"), LossError.exit_code),
+    "inspect": (lambda folder, _: library.inspect(folder), 0),  # its command ends with 4
+}
+#: Commands that need plain values.
+PLAIN: dict[str, tuple[Callable[[Path, Path], Any], int]] = {
+    "dequantize": (lambda folder, _: library.convert(folder, "hf", folder.parent / "no", dequantize=True), 4),
+    "merge-lora": (lambda folder, _: merge(folder), CorruptError.exit_code),
+    "verify": (lambda folder, plain: library.verify(plain, folder, quantized=True), CorruptError.exit_code),
+}
+
+
+def merge(base: Path) -> Any:
+    return library.merge_lora(base.parent / "adapter", base.parent / "no", base=base, dequantize=True, names="own")
+
+
+def test_a_broken_part_is_named_by_every_command(model: Model) -> None:
+    for what, parts in broken(model):
+        folder = model.save(parts)
+        names = (model.scale, model.owner, what.removeprefix("extra "))
+        for command, (run, code) in (COMMANDS | ({} if model.layout in UNKNOWN_VALUES else PLAIN)).items():
+            if what == "shape" and command in UNREAD.get(model.layout, ()):
+                continue
+            found, text = ending(lambda run=run, folder=folder: run(folder, model.plain))
+            assert found == code and any(name in text for name in names), (what, command, text)
+    assert ckpt("inspect", model.home / "model").code == CorruptError.exit_code
+
+
+def test_another_legal_scale_is_found_by_verify(model: Model) -> None:
+    if model.layout in UNKNOWN_VALUES:
+        pytest.skip("no plain values to compare with")
+    folder = model.save(model.parts)
+    intact = library.verify(model.plain, folder, quantized=True)
+    assert intact.exit_code == int(model.layout in UNBOUNDED), str(intact)
+    for what, parts in misvalued(model):
+        report = library.verify(model.plain, model.save(parts), quantized=True)
+        (worst, *_), (best, *_) = report.rounded, intact.rounded
+        assert report.exit_code == 1 and "layers.1." in worst.fqn + report.rounded[1].fqn, what
+        assert worst.rounding is not None and best.rounding is not None
+        assert worst.rounding.largest > 2 * best.rounding.largest, (what, str(report))
+    assert library.check(folder).exit_code == 0, "no other command can know"
+
+
+def test_a_scale_that_is_not_finite_is_named(model: Model) -> None:
+    scale = model.parts[model.scale].clone()
+    if scale.element_size() == 1:
+        bits(scale)[-1] = 255
+    else:
+        scale.view(-1)[-1] = torch.nan
+    folder = model.save({**model.parts, model.scale: scale})
+    values = {"check": (lambda folder, _: library.check(folder, values=True), CorruptError.exit_code)}
+    for command, (run, code) in (values if model.layout in UNKNOWN_VALUES else values | PLAIN).items():
+        if (model.layout, command) == ("mxfp4", "merge-lora"):
+            continue  # this adapter is not for experts
+        found, text = ending(lambda run=run: run(folder, model.plain))
+        assert found == code and (model.scale in text or model.owner in text), (command, text)
+    assert not (model.home / "no").exists()
