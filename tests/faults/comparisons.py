@@ -1,6 +1,6 @@
 """False claims from comparisons and from commands that load a model.
 
-`verify` says equal, as the manifest says, as the adapter says, loads; `doctor` says works.
+`verify` says equal, as the manifest says, as the adapter says, within the bound, loads; `doctor` says works.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ from tests.faults import claims
 from tests.faults.claims import CAN_LOAD, RESUMES, TORN, WRITES, Lie, Maker, resumed
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
+from tests.quantized.test_damaged_scales import (
+    EVERY,
+    UNBOUNDED,
+    broken,
+    make,
+    misvalued,
+    not_finite,
+    other_value,
+)
+from tests.quantized.test_parts import UNKNOWN_VALUES
 
 EQUAL, MANIFESTED, ADAPTED, LOADS = "equal", "as the manifest says", "as the adapter says", "loads"
 #: `ckpt doctor`'s sentences, by the claim it checks.
@@ -312,6 +322,57 @@ def _works(run: Path) -> Iterator[tuple[str, str]]:
             yield _WORKS[WRITES if is_conversion else RESUMES], text
 
 
+# -- within the bound -------------------------------------------------------------------------------------------------
+_BOUNDED = [layout for layout in EVERY if layout not in (*UNKNOWN_VALUES, *UNBOUNDED)]
+ROUNDED = "within the bound"
+
+
+def other_roundings(sample: Sample, random: Random) -> Lie:
+    """Change a quantized model, or the plain one."""
+    layout, seed = random.choice(_BOUNDED), random.randrange(1 << 30)
+    kind = random.choice(("part", "scale", "not finite", "value", "plain value", "other tensor"))
+
+    def home(run: Path) -> Path:
+        (folder := run.parent / "quantized").mkdir()
+        return folder
+
+    def do(run: Path) -> None:
+        model, draw = make(layout, home(run), seed), Random(seed)
+        if kind in ("part", "scale", "not finite"):
+            cases = {"part": broken, "scale": misvalued, "not finite": lambda one: [("", not_finite(one))]}[kind](model)
+            model.save(draw.choice([parts for _, parts in cases]))
+        elif kind == "value":
+            model.save(other_value(model, draw))
+        else:
+            name = "model.norm.weight" if kind == "other tensor" else model.owner
+            change(model.plain / "model.safetensors", lambda tensors: _with_other_element(tensors, name, draw))
+
+    def measured(run: Path) -> Iterator[tuple[str, str]]:
+        folder = run.parent / "quantized"
+        yield from _claim(ROUNDED, _lines(lambda: ckpt.verify(folder / "plain", folder / "model", quantized=True)))
+
+    def truth(run: Path) -> None:
+        make(layout, home(run), seed)
+
+    return Lie(
+        f"{layout}: {kind}",
+        do,
+        (ROUNDED,),
+        kind=kind,
+        claims=measured,
+        truth=truth,
+        format="hf",
+        about=f"{layout} {seed}",
+    )
+
+
+def _with_other_element(tensors: Tensors, name: str, random: Random) -> Tensors:
+    """Replace one element by a number beyond all others."""
+    changed = tensors[name].clone()
+    changed.view(-1)[random.randrange(changed.numel())] = 3 * float(changed.abs().max())
+    return {**tensors, name: changed}
+
+
 #: Each class of lies and its share in the campaign.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "other bits": (other_bits, 0.06),
@@ -319,4 +380,5 @@ CLASSES: dict[str, tuple[Maker, float]] = {
     "other merges": (other_merges, 0.02),
     "models that do not load": (unloadable, 0.02),
     "doctor on damaged runs": (diagnosed, 0.04),
+    "other roundings": (other_roundings, 0.02),
 }

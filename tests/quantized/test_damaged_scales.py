@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ EVERY = {**LAYOUTS, "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}
 #: Methods without a bound: `verify --quantized` ends with 1 for an intact model too.
 UNBOUNDED = ("gptq", "awq", "bitsandbytes nf4")
 _SCALES = ("weight_scale", "scales", "scale_inv", "SCB", "nested_absmax", ".scale")
+_VALUES = (".weight", "weight_packed", "_blocks", "qdata")
 #: Commands that don't read the record of a scale's shape: torchao's header, bitsandbytes' state.
 UNREAD = {"torchao Int8WeightOnlyConfig": ("check", "convert", "inspect"), "bitsandbytes nf4": ("inspect",)}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -118,9 +120,9 @@ def save_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-@pytest.fixture(params=EVERY)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
-    layout, generator = request.param, torch.Generator().manual_seed(1)
+def make(layout: str, home: Path, seed: int = 1) -> Model:
+    """Write a model with random content, its plain values if they are known, and an adapter."""
+    generator = torch.Generator().manual_seed(seed)
     parts = {"model.norm.weight": torch.ones(OUT, dtype=torch.bfloat16)}
     for module in MODULES:
         if layout == "bitsandbytes nf4":
@@ -130,12 +132,17 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
             separator = "_" if layout == "mxfp4" else "."
             parts |= {f"{module}{separator}{part}": content(part, *one, generator) for part, one in kinds}
     metadata = torchao_metadata(layout) if layout.startswith("torchao") else {}
-    found = Model(layout, tmp_path, parts, {"format": "pt", **metadata})
-    found.save(parts)
-    save_adapter(tmp_path / "adapter")
+    found = Model(layout, home, parts, {"format": "pt", **metadata})
+    folder = found.save(parts)
+    save_adapter(home / "adapter")
     if layout not in UNKNOWN_VALUES:
-        library.convert(tmp_path / "model", "hf", found.plain, dequantize=True)
+        library.convert(folder, "hf", found.plain, dequantize=True)
     return found
+
+
+@pytest.fixture(params=EVERY)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    return make(request.param, tmp_path)
 
 
 def bits(one: torch.Tensor) -> torch.Tensor:
@@ -165,6 +172,24 @@ def misvalued(model: Model) -> Iterator[tuple[str, Parts]]:
         yield "swapped", {**parts, name: swapped}
     other = name.replace("layers.1.", "layers.2.")
     yield "swapped with another layer", {**parts, name: parts[other], other: parts[name]}
+
+
+def not_finite(model: Model) -> Parts:
+    scale = model.parts[model.scale].clone()
+    if scale.element_size() == 1:
+        bits(scale)[-1] = 255
+    else:
+        scale.view(-1)[-1] = torch.nan
+    return {**model.parts, model.scale: scale}
+
+
+def other_value(model: Model, random: Random) -> Parts:
+    """Change one quantized value, by less than half of its range."""
+    name = next(name for name in model.parts if name.startswith(MODULES[1]) and name.endswith(_VALUES))
+    changed = model.parts[name].clone()
+    codes = changed.view(-1).view(torch.uint8)
+    codes[random.randrange(len(codes))] ^= 4
+    return {**model.parts, name: changed}
 
 
 def ending(command: Callable[[], Any]) -> tuple[int, str]:
@@ -206,9 +231,8 @@ def test_a_broken_part_is_named_by_every_command(model: Model) -> None:
     assert ckpt("inspect", model.home / "model").code == CorruptError.exit_code
 
 
+@pytest.mark.parametrize("model", [layout for layout in EVERY if layout not in UNKNOWN_VALUES], indirect=True)
 def test_another_legal_scale_is_found_by_verify(model: Model) -> None:
-    if model.layout in UNKNOWN_VALUES:
-        pytest.skip("no plain values to compare with")
     folder = model.save(model.parts)
     intact = library.verify(model.plain, folder, quantized=True)
     assert intact.exit_code == int(model.layout in UNBOUNDED), str(intact)
@@ -222,12 +246,7 @@ def test_another_legal_scale_is_found_by_verify(model: Model) -> None:
 
 
 def test_a_scale_that_is_not_finite_is_named(model: Model) -> None:
-    scale = model.parts[model.scale].clone()
-    if scale.element_size() == 1:
-        bits(scale)[-1] = 255
-    else:
-        scale.view(-1)[-1] = torch.nan
-    folder = model.save({**model.parts, model.scale: scale})
+    folder = model.save(not_finite(model))
     values = {"check": (lambda folder, _: library.check(folder, values=True), CorruptError.exit_code)}
     for command, (run, code) in (values if model.layout in UNKNOWN_VALUES else values | PLAIN).items():
         if (model.layout, command) == ("mxfp4", "merge-lora"):
