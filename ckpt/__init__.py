@@ -69,12 +69,12 @@ if TYPE_CHECKING:
         "verify_merge",
     ]
 else:
-    # The package `ckpt.plan` is loaded first, so that no later import hides the function `plan`.
+    # Loaded first, so that no later import hides the function `plan`.
     from ckpt import plan
 
     del plan
 
-#: Modules for public names other than commands. Commands declare theirs (`Command.python`).
+#: Commands declare theirs (`Command.python`).
 _FURTHER = {
     "CkptError": "ckpt.base.errors",
     "StorageReader": "ckpt.views.storage_reader",
@@ -87,7 +87,6 @@ _FURTHER = {
 
 
 def _module_of(name: str) -> str | None:
-    """Return the module of a public name, or None for any other name."""
     from ckpt.commands import places
 
     if name in _FURTHER or name not in places():

@@ -1,4 +1,4 @@
-"""Python functions for the commands: open, plan, convert, verify."""
+"""Python functions for the commands."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def open(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are used.
-        accept_settings: Recorded settings to ignore, by name, even if the target can't hold them.
+        accept_settings: Recorded settings to ignore, even if the target can't hold them.
         **options: The format's read options. `adapter_slot="1:8:16"` selects an adapter of a MultiLoRA run by slot,
             rank and alpha.
     """
@@ -134,7 +134,6 @@ def open(
 
 
 def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
-    """Return `source` if it is open already, else open it."""
     if not isinstance(source, Checkpoint):
         return open(source, format, **options)
     requested = {"format": None if format == AUTO else format, **options}
@@ -152,7 +151,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
     """Raise UsageError if `destination` overlaps the user's path or `checkpoint`'s files."""
     for place in (checkpoint.path, *checkpoint.given.places, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
-    for folder in checkpoint.folders:  # config folders count too; output may lie inside them, but not replace them
+    for folder in checkpoint.folders:  # config folders too; output may lie inside them, but not replace them
         if is_inside_folder(Path(folder), destination):
             raise UsageError(
                 "the destination contains files from the source",
@@ -163,10 +162,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
 
 
 def _check_replaceable(destination: Path) -> None:
-    """Raise UsageError if `--overwrite` would delete a folder that is no checkpoint.
-
-    This protects a home folder given by mistake.
-    """
+    """Raise UsageError if `--overwrite` would delete a folder that is no checkpoint, such as a home folder."""
     if not is_filled(destination):
         return
     for one in registry.all_formats():
@@ -245,7 +241,7 @@ class Conversion(Returned):
 
     @cached_property
     def views(self) -> Views:
-        """The target's files for reading by offset without writing them, from several threads."""
+        """The target's files, readable by offset from several threads without writing them."""
         from ckpt.views.files import Views
 
         return Views(self.plan, self.resources.max_memory)
@@ -285,14 +281,14 @@ class Conversion(Returned):
             overwrite: Replace a checkpoint at `destination`.
             restart: Delete the files of an interrupted run first; "stale" deletes only files that can't be continued,
                 which raise an error otherwise.
-            progress: Called with the number of bytes since the last call.
-            manifest: Add `ckpt-manifest.json` with digests of the output.
-            phase: Called with the name and the bytes of each phase.
-            check: First compare masters with the weights next to them (`ckpt.compare.compare.check_masters`).
+            progress: Called with the number of new bytes.
+            manifest: Write digests to ckpt-manifest.json.
+            phase: Called with each phase's name and bytes.
+            check: First compare masters with the weights next to them.
             verify: Read the output back and compare it with the source before moving it to `destination`.
             describe: Returns more files for the written folder: their content by name.
             group: The processes that each write their share.
-            say: Called with each note about the output.
+            say: Called with each note.
         """
         from ckpt.move.run import execute
 
@@ -417,7 +413,7 @@ def plan(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are used.
-        accept_settings: Recorded settings to ignore, by name.
+        accept_settings: Recorded settings to ignore.
         complete_from: A model with the tensors that the run lacks.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
@@ -427,7 +423,7 @@ def plan(
         world_size: Number of ranks in a sharded target; None for the source's.
         max_memory: Limit for all buffers together, in bytes or as `512MB`.
         workers: Number of copying threads; 0 chooses.
-        **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
+        **options: The target format's options, such as `tp=2`, and read options.
     """
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # imports numpy; describing a checkpoint doesn't need it
@@ -543,7 +539,7 @@ class Converted(Returned):
         return [*self.outcome(verbose), *load_lines(self.to_json())]
 
     def outcome(self, verbose: bool = False) -> list[str]:
-        """Return lines on lost, unread and written data, in full if `verbose`."""
+        """Return lines on lost, unread and written data."""
         from ckpt.runs.plan_lines import model_dtypes, output_lines
 
         how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
@@ -562,9 +558,7 @@ def convert(
 ) -> Converted:
     """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
 
-    This combines `ckpt.plan` and `Conversion.run`, with all their options.
-
-    Raises the errors of `ckpt.errors`.
+    This combines `ckpt.plan` and `Conversion.run`. Raises the errors of `ckpt.errors`.
 
     Args:
         source: A path, a URL or the result of `ckpt.open`.
@@ -574,7 +568,7 @@ def convert(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are used.
-        accept_settings: Recorded settings to ignore, by name.
+        accept_settings: Recorded settings to ignore.
         complete_from: A model with the tensors that the run lacks.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
@@ -585,16 +579,16 @@ def convert(
         max_memory: Limit for all buffers together, in bytes or as `512MB`.
         workers: Number of copying threads; 0 chooses.
         check: First compare float32 masters with the weights next to them.
-        manifest: Write digests of the output to ckpt-manifest.json.
+        manifest: Write digests to ckpt-manifest.json.
         overwrite: Replace a checkpoint at `output`.
-        restart: Delete the files of an interrupted run, and start again.
-        verify: Read back and compare every written bit.
-        progress: Called with the number of bytes since the last call.
-        phase: Called with the name and the bytes of each phase.
-        say: Called with each note about the output.
-        planned: Called with the proved `Conversion`, before anything is written.
+        restart: Delete an interrupted run's files, and start again.
+        verify: Read back and compare every bit.
+        progress: Called with the number of new bytes.
+        phase: Called with each phase's name and bytes.
+        say: Called with each note.
+        planned: Called with the proved `Conversion`, before writing.
         group: The processes that each write their share.
-        **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
+        **options: The target format's options, such as `tp=2`, and read options.
     """
     with listed_once():
         conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
@@ -611,10 +605,7 @@ def _is_at_gradients_point(group: ParamGroup) -> bool:
 
 
 def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layout) -> None:
-    """Raise LossError if optimizer states are quantized, and the target can't hold them as they are.
-
-    The target can if its writer supports blocks, and names and shapes match the source's.
-    """
+    """Raise LossError if optimizer states are quantized, and the target can't hold them as they are."""
     to, has_place = target.name, target.carries_blocks
     is_renamed = _namespace(target, layout) not in (None, checkpoint.namespace) and checkpoint.namespace != OWN
     methods = checkpoint.quantized.methods
@@ -652,10 +643,7 @@ def _check_holds_optimizer(target: Format, option: str) -> None:
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
-    """Return all tensors' digests under Hub names, with options for `ckpt.compare.digest.digests`.
-
-    For an unknown model, names stay as they are.
-    """
+    """Return all tensors' digests under Hub names, or under their own names for an unknown model."""
     from ckpt.compare.digest import digests as digests_as_named
     from ckpt.compare.skipped_content import not_hashed
 
@@ -673,8 +661,8 @@ def mount(
 ) -> AbstractContextManager[Path]:
     """Show a checkpoint as a read-only folder in the format `to` during a `with` block, without copying.
 
-    The block gets the folder: `view`, which must be empty or new, or a temporary one. Options match `ckpt.plan`. Raises
-    its errors, NotFoundError without FUSE, and StorageError if mounting fails.
+    The block gets the folder. Options match `ckpt.plan`. Raises its errors, NotFoundError without FUSE, and
+    StorageError if mounting fails.
 
     Args:
         source: A path or a URL.
@@ -683,13 +671,13 @@ def mount(
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        accept_settings: Recorded settings to ignore, by name.
+        accept_settings: Recorded settings to ignore.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
         quantize: Quantize attention and MLP weights with this method; None writes them plain.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
-        **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
+        **options: The target format's options, such as `tp=2`, and read options.
     """
     from ckpt.views.mount import check_free, library, served_by
 
@@ -729,10 +717,10 @@ def hash(
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        accept_settings: Recorded settings to ignore, by name.
+        accept_settings: Recorded settings to ignore.
         dtype: Dtype of the hashed weights: `keep`, or `fp32`, `bf16` or `fp16` as cast by `ckpt.convert`.
         workers: Number of reading threads; 0 chooses.
-        progress: Called with the number of bytes since the last call.
+        progress: Called with the number of new bytes.
     """
     WORKERS.check(workers)
     checkpoint = opened(source, format, tag=tag, config=config, accept_settings=accept_settings)
@@ -770,8 +758,8 @@ def verify(
 ) -> Report | RunReport | QuantizedReport | ManifestCheck | Loading:
     """Compare two checkpoints in any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
-    A float32 master or weight in a training checkpoint is rounded to match a 16-bit weight on the other side, as in
-    `ckpt.convert`. `exact` turns this off.
+    A training checkpoint's float32 master or weight is rounded to match the other side's 16-bit weight, as in
+    `ckpt.convert`.
 
     Raises the errors of `ckpt.errors`.
 
@@ -790,8 +778,8 @@ def verify(
         tag_a: The step of `a`.
         tag_b: The step of `b`.
         config: The model's config: a folder, a config.json or a Hub id.
-        accept_settings: Recorded settings to ignore, by name.
-        progress: Called with the number of bytes since the last call.
+        accept_settings: Recorded settings to ignore.
+        progress: Called with the number of new bytes.
         expected: Called first with the total number of bytes.
     """
     how, sides, measuring = Comparison.of(options), Sides.of(options), Measuring.of(options)
@@ -880,8 +868,8 @@ def diff(
         tag_a: The step of `a`.
         tag_b: The step of `b`.
         config: The model's config: a folder, a config.json or a Hub id.
-        accept_settings: Recorded settings to ignore, by name.
-        progress: Called with the number of bytes since the last call.
+        accept_settings: Recorded settings to ignore.
+        progress: Called with the number of new bytes.
         expected: Called first with the total number of bytes.
     """
     from ckpt.compare.changes import Tolerance
@@ -903,7 +891,6 @@ def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoi
 def check_goes_together(
     a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool, quantized: bool = False
 ) -> None:
-    """Raise UsageError if options for `verify` contradict each other."""
     if quantized and (b is None or run or loads or how.only == "optimizer"):
         raise UsageError("--quantized needs two models, without --run, --loads or --only optimizer")
     if how.cast and how.exact:
@@ -928,23 +915,22 @@ def check_goes_together(
 
 
 def _differing(group: OptionGroup) -> dict[str, Any]:
-    """Return a group's options that differ from their defaults."""
     usual = vars(type(group)())
     return {name: value for name, value in vars(group).items() if value != usual[name]}
 
 
 def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
-    """Compare everything besides tensors in two checkpoints (see `ckpt.compare.training`)."""
+    """Compare everything besides tensors in two checkpoints."""
     from ckpt.compare.training import compare_runs
 
     return compare_runs(a, b)
 
 
 def prove_names(path: Path) -> None:
-    """Prove that a model folder has exactly its architecture's names and shapes.
+    """Prove that a model folder has exactly its architecture's names and shapes, or that PEFT loads an adapter's names.
 
-    For an adapter, prove that PEFT loads its names. Folders of other kinds pass, and so do configs without an
-    architecture. Raise LossError for any difference, UsageError for an unknown architecture.
+    Other folders pass, and so do configs without an architecture. Raise LossError for any difference, UsageError for an
+    unknown architecture.
     """
     if not path.is_dir():
         return
@@ -987,7 +973,6 @@ def check_loads(path: Path) -> Loading:
 
 
 def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Return both checkpoints under the same names, with notes on excluded tensors."""
     a, b, notes = _as_saved_adapters(a, b)
     a, b = map(_with_computing_dtype, _comparable(a, b))
     return a, b, notes
@@ -1013,7 +998,6 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
 
 
 def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with the run's compute dtype as native dtype for float32 weights."""
     dtype, tensors = checkpoint.computes_in and checkpoint.computes_in.dtype, checkpoint.tensors
     if dtype is None:
         return checkpoint

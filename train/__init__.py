@@ -6,9 +6,7 @@ trains a tiny model with the real framework and saves it through the framework's
 gathers every tensor of the live engine through the engine's API into a safetensors file beside the checkpoint. A
 correct converter reproduces this file bit for bit, so nothing here imports converter code.
 
-engines/ and megatron/ drive the frameworks, each through an Engine (engine.py). truth/ writes the reference files,
-operations/ writes the run's records. simple.py is a separate trainer for users to read and copy; it resumes with
-`ckpt.resume`.
+simple.py is a separate trainer for users to read and copy.
 
 `run(Config(...))` trains from Python. It may be called many times in one process group.
 """
@@ -23,6 +21,6 @@ __all__ = ["Config", "UserError", "run"]
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(name)
-    from train.loop import run  # imports torch, and `ckpt preflight` checks nodes without it
+    from train.loop import run  # imports torch, and `ckpt preflight` does without it
 
     return run

@@ -60,7 +60,7 @@ def _run(jobs: Sequence[config.Config], device: str, is_file: bool) -> int:
         for number, job in enumerate(jobs, 1):
             start = time.perf_counter()
             run(job)
-            gc.freeze()  # DeepSpeed never frees a stage 3 engine; without freezing, each collection scans it
+            gc.freeze()  # DeepSpeed never frees a stage 3 engine, and each collection would scan it
             if code := stopping.exit_code():
                 return code
             if is_file and launch.is_first():

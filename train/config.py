@@ -25,7 +25,7 @@ OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model
 KEYS = ("nested", "flat")
 PRECISIONS = ("mixed", "pure")
 
-#: Warmup steps in --scheduler deepspeed.
+#: In --scheduler deepspeed.
 WARMUP = 3
 #: Values that a strategy accepts for an option, unless it accepts all.
 _OWN_MODEL: dict[str, tuple[Any, ...]] = {
@@ -44,9 +44,9 @@ _TAKES: dict[str, dict[str, tuple[Any, ...]]] = {
     "megatron-deepspeed": _OWN_MODEL | {"save": ("native",), "optimizer": ("adamw",), "vocab": (0,), "dropout": (0.0,)},
 }
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
-#: Default --model for sharding strategies; all others default to llama.
+#: For sharding strategies; all others default to llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
-#: Option group titles, keyed by each group's first option.
+#: By each group's first option.
 _GROUPS = {
     "strategy": "strategy and model",
     "output": "run folder and checkpoints",
@@ -55,11 +55,11 @@ _GROUPS = {
     "optimizer": "optimizer",
     "vocab": "sizes and layouts, mostly for Megatron",
 }
-#: Minimum for each number, unless it is 0. --length needs one input token and one target.
+#: Minimum unless 0. --length needs one input token and one target.
 _LEAST = {"length": 2} | dict.fromkeys(
     ("batch", "accumulate", "tp", "pp", "vpp", "ep", "schedule_steps", "vocab_multiple"), 1
 )
-#: Maximum for each number: numpy's largest seed, and the largest initial loss scale for fp16.
+#: Maximum: numpy's largest seed, and the largest initial loss scale for fp16.
 _MOST = {"seed": 2**32 - 1, "initial_scale_power": 127}
 
 
@@ -68,7 +68,6 @@ class UserError(Exception):
 
 
 def print_error(text: str) -> None:
-    """Print an error in the format shared by the trainer's commands."""
     print(f"train: error: {text}", file=sys.stderr, flush=True)
 
 
@@ -76,7 +75,6 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises UserError, so a mistake is printed once and not by every rank."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError; argparse calls this for every command line mistake."""
         raise UserError(message)
 
 
@@ -241,7 +239,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option per Config field, in groups. Dashes and underscores both work."""
+    """Add one option per Config field. Dashes and underscores both work."""
     group: Any = parser
     for field in dataclasses.fields(Config):
         if field.name in _GROUPS:
@@ -257,7 +255,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(options: argparse.Namespace) -> Config:
-    """Return the Config from parsed options, ignoring options that are not its fields."""
+    """Return the Config, without options that are not its fields."""
     names = {field.name for field in dataclasses.fields(Config)}
     return Config(**{name: value for name, value in vars(options).items() if name in names})
 

@@ -46,9 +46,8 @@ class Engine:
         raise NotImplementedError
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors and facts for the truth file (see truth/__init__.py), complete at least on rank 0."""
+        """Return the tensors and facts for the truth file, complete at least on rank 0."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free everything, so another run can follow in this process."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ from train.config import ZERO, Config, UserError, read_ds_config
 
 
 def write_run_files(folder: Path, model: Any, config: Config) -> None:
-    """Write the files that make a Hub model loadable: config, generation config, tokenizer, adapter config."""
+    """Write the files that make a Hub model loadable."""
     if config.model == "toy":
         return
     model.config.save_pretrained(folder)
@@ -23,7 +23,7 @@ def write_run_files(folder: Path, model: Any, config: Config) -> None:
 
 
 def save_random_states(config: Config, folder: Path, tag: str) -> None:
-    """Save this rank's random states beside the checkpoint if the engine saves none."""
+    """Save this rank's random states if the engine saves none."""
     if config.saving == "zero":
         randomness.save(folder / "random_states" / tag)
 

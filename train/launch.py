@@ -1,7 +1,7 @@
 """Process group (from a launcher, or a single process), and each process's device.
 
 Each process takes a GPU, with NCCL, if there are enough; else all use the CPU, with gloo. DS_ACCELERATOR records the
-choice, and DeepSpeed follows it. A process on the CPU hides GPUs from every library.
+choice. A process on the CPU hides GPUs from every library.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from train.config import UserError, print_error
 
-#: Errors that end a run. CheckpointException is not an Exception.
+#: CheckpointException is not an Exception.
 ERRORS = (Exception, CheckpointException)
 #: Seconds to wait for the other ranks' error reports.
 _PATIENCE = 3.0
-#: Maximum length for a framework's message in an error.
+#: For a framework's message in an error.
 _LONGEST = 500
 
 
@@ -62,7 +62,6 @@ def stop() -> None:
 
 
 def on_gpu() -> bool:
-    """Return True if this process computes on a GPU."""
     return os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
 
 
@@ -124,7 +123,6 @@ def _text(error: BaseException) -> str:
 
 
 def _wait(condition: Callable[[], bool]) -> bool:
-    """Wait up to _PATIENCE seconds and return True if the condition became true."""
     end = time.monotonic() + _PATIENCE
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.02)

@@ -14,7 +14,7 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
 from train.operations.monitoring import Operations, require_free
 
-# Strategy -> (module, Engine factory). The module imports its framework, so it is only imported when used.
+# Strategy -> (module, Engine factory). The module imports its framework.
 ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))
 ENGINES |= dict.fromkeys(ZERO, ("train.engines.zero", "ZeroEngine"))
 ENGINES |= {"megatron": ("train.megatron.fsdp", "open_engine")}

@@ -21,7 +21,6 @@ _LAYER = {"hidden_size": 35, "intermediate_size": 53, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
 _COMMON = _TOKENS | _LAYER | _HEADS | {"max_position_embeddings": 128, "tie_word_embeddings": False}
 _EXPERTS = {"intermediate_size": 21, "num_local_experts": 5, "num_experts_per_tok": 2}
-#: Sizes added to the common sizes, or overriding them, per architecture.
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(_COMMON),
     # Divisible by 2 tensor-parallel ranks. Rows per rank stay odd, so further sharding still pads.
@@ -30,7 +29,6 @@ _SIZES: dict[str, dict[str, Any]] = {
     "mistral": _COMMON | {"sliding_window": None},
     "qwen2": _COMMON | {"tie_word_embeddings": True},
     "qwen3": dict(_COMMON),
-    # One dense layer, one sparse layer.
     "qwen3_moe": _COMMON
     | {"moe_intermediate_size": 11, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
     "mixtral": _COMMON | _EXPERTS,
@@ -44,7 +42,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "use_parallel_residual": False,
     },
-    # The positions match the architecture's default RoPE scaling.
+    # For the architecture's default RoPE scaling.
     "gpt_oss": _COMMON | _EXPERTS | {"max_position_embeddings": 131072, "sliding_window": 8},
     "deepseek_v3": _COMMON
     | {"num_key_value_heads": 5, "head_dim": 4, "q_lora_rank": 15, "kv_lora_rank": 11}
@@ -82,7 +80,6 @@ _WIDE_SIZES: dict[str, dict[str, Any]] = {
 
 
 def sizes_of(model: str) -> dict[str, Any]:
-    """Return the transformers config values that differ from the architecture's defaults."""
     architecture = model.removesuffix("_wide")
     if architecture == model:
         return _SIZES[model]
@@ -91,9 +88,9 @@ def sizes_of(model: str) -> dict[str, Any]:
 
 
 def build_model(config: Config) -> nn.Module:
-    """Build the run's model in fp32 on the CPU, equal on every rank, with frozen parameters or LoRA if configured."""
+    """Build the run's model in fp32 on the CPU, equal on every rank."""
     torch.manual_seed(config.seed)
-    # ZeRO-3 fails to gather an empty parameter, so the toy has none there.
+    # ZeRO-3 fails to gather an empty parameter.
     model: nn.Module = Toy(empty=config.strategy != "zero3") if config.model == "toy" else _transformer(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -129,7 +126,7 @@ def _transformer(config: Config) -> nn.Module:
     model = AutoModelForCausalLM.from_config(
         sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
-    # save_pretrained would not record these for random weights, but they describe the saved files.
+    # save_pretrained would not record these for random weights.
     model.config.architectures = [type(model).__name__]
     model.config.dtype = DTYPES[config.dtype]
     return model
@@ -190,7 +187,6 @@ class Toy(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)  # not saved
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Return the logits and, if labels are given, the next-token loss."""
         if self.training:
             self.seen += input_ids.numel()
         x = self.embed(input_ids)

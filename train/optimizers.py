@@ -28,9 +28,9 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: Config, foreach: bool | None = None) -> torch.optim.Optimizer:
-    """Return the run's optimizer. State tensors per parameter: adamw two and a step, momentum one, lion one, sgd none.
+    """Return the run's optimizer.
 
-    `foreach` is torch's option to update many parameters at once. None leaves the choice to torch.
+    State tensors per parameter: adamw two and a step, momentum one, lion one, sgd none.
     """
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, foreach=foreach, fused=config.fused or None)
@@ -49,12 +49,10 @@ class WarmupDecay:
         self._set()
 
     def step(self) -> None:
-        """Set the rates for the next optimizer step."""
         self.last_batch_iteration += 1
         self._set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's changing state."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,7 +71,6 @@ class WarmupDecay:
 
 
 def build_scheduler(config: Config) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return a factory for torch's cosine schedule."""
     return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.schedule_steps)
 
 
@@ -91,7 +88,6 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter with a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -1,7 +1,7 @@
 """This process's random states for checkpoints: Python's, numpy's, torch's and its GPU's.
 
-Each rank draws its own numbers, so each rank saves its own states. The keys in files follow HF Trainer's
-rng_state_R.pth (transformers/trainer.py, `_save_rng_state`).
+Each rank saves its own. The keys in files follow HF Trainer's rng_state_R.pth (transformers/trainer.py,
+`_save_rng_state`).
 """
 
 import random
@@ -16,7 +16,6 @@ from train import launch
 
 
 def states() -> dict[str, Any]:
-    """Return all this process's states, with `cuda` only on a GPU."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), **torch_states()}
 
 
@@ -38,13 +37,12 @@ def restore(saved: dict[str, Any]) -> None:
 
 
 def save(folder: Path) -> None:
-    """Write this rank's states into a folder, creating it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(states(), folder / _name())
 
 
 def load(folder: Path) -> bool:
-    """Restore this rank's states from a folder. Return False if there are none."""
+    """Restore this rank's states. Return False if there are none."""
     if not (folder / _name()).is_file():
         return False
     restore(torch.load(folder / _name(), map_location="cpu", weights_only=False))

@@ -12,7 +12,7 @@ from train.config import UserError, print_error
 
 #: Seconds to wait for the other ranks after a failure. Ranks waiting on GPUs would block for minutes.
 _PATIENCE = 30.0
-#: Signals to forward, and their replacements: ranks save at SIGTERM, so an interrupt becomes SIGTERM.
+#: Forwarded signals: ranks save at SIGTERM, so an interrupt becomes SIGTERM.
 _SIGNALS = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1}
 
 
@@ -39,7 +39,7 @@ def start(ranks: int) -> int:
         signal.signal(number, lambda *_, as_what=as_what: [process.send_signal(as_what) for process in processes])
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        # In its own session, so a terminal interrupt only reaches this process.
+        # A terminal interrupt only reaches this process.
         processes.append(subprocess.Popen(command, env=os.environ | shared | own, start_new_session=True))
     from torch.distributed import TCPStore  # imported while the ranks import torch, too
 

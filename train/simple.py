@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 train/simple.py zero3 --output outputs --steps 20
     torchrun --nproc-per-node 3 train/simple.py fsdp2 --output outputs --steps 40     # from step 20
 
-It needs torch, transformers, `ckpt`, and DeepSpeed for zero1, zero2 and zero3. `ckpt` makes the newest checkpoint fit:
-weights, fp32 masters, Adam's two states and the step. You can also start it with srun (train/slurm/simple.sbatch), or
-alone as one rank. Each rank takes a GPU, with NCCL; without GPUs all share the CPU, with gloo.
+It needs torch, transformers, `ckpt`, and DeepSpeed for zero1, zero2 and zero3. `ckpt` makes the newest checkpoint fit.
+You can also start it with srun (train/slurm/simple.sbatch), or alone as one rank. Each rank takes a GPU, with NCCL;
+without GPUs all share the CPU, with gloo.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import ckpt
 
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", *ZERO)
-BATCH, LENGTH, VOCABULARY = 24, 32, 97  # the batch counts all ranks, so losses don't depend on the world size
+BATCH, LENGTH, VOCABULARY = 24, 32, 97  # all ranks' batch: losses don't depend on the world size
 PEAK, WARMUP, DECAY = 1e-2, 4, 1000  # learning rates; independent of --steps, so runs can be extended
 
 # FSDP1 recommends DCP, DTensor warns that two meshes take two sums, and DeepSpeed still imports distutils.
@@ -39,7 +39,6 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def main() -> None:
-    """Train from the newest checkpoint in --output to step --steps."""
     parser = argparse.ArgumentParser(description="Train a tiny Llama, from the newest checkpoint of any strategy.")
     parser.add_argument("strategy", choices=STRATEGIES)
     parser.add_argument("--output", default="outputs", help="folder of the checkpoints (%(default)s)")
@@ -52,8 +51,8 @@ def main() -> None:
     make = DeepSpeed if args.strategy in ZERO else Torch
     engine = make(build_model().to(device), args.strategy, args.dtype, device)
 
-    # Use the newest checkpoint, converted if it does not fit, or None if there is none. DeepSpeed loads weights in the
-    # dtype named in its files. torch steps fp32 weights, and any other dtype would round them.
+    # The newest checkpoint, converted if it does not fit, or None. DeepSpeed loads weights in the dtype named in its
+    # files. torch steps fp32 weights, and any other dtype would round them.
     format, dtype = (args.strategy, args.dtype) if args.strategy in ZERO else ("dcp", "fp32")
     folder = ckpt.resume(args.output, format=format, dtype=dtype, missing_ok=True)
     done = engine.load(folder) if folder else 0
@@ -66,7 +65,7 @@ def main() -> None:
         say(f"step {step}: loss {loss.item() / dist.get_world_size():.6f}, lr {learning_rate(step):.6f}", flush=True)
         if step % args.save_every == 0 or step == args.steps:
             say(f"saved {engine.save(Path(args.output), step)}", flush=True)
-    dist.barrier()  # lets gloo's threads release their last tensors; otherwise they block at interpreter exit
+    dist.barrier()  # gloo's threads must release their last tensors, or they block at interpreter exit
     del engine  # DDP's reducer must be destroyed before the group with its threads
     dist.destroy_process_group()
 
@@ -125,7 +124,7 @@ class DeepSpeed:
             "gradient_clipping": 1.0,
             "bf16": {"enabled": dtype == "bf16"},
             "zero_optimization": {"stage": int(strategy[-1]), "reduce_bucket_size": 10**7},
-            "zero_allow_untested_optimizer": True,  # torch's own; DeepSpeed's optimizer would have to be compiled
+            "zero_allow_untested_optimizer": True,  # DeepSpeed's own optimizer would have to be compiled
             "zero_force_ds_cpu_optimizer": False,
         }
         self.optimizer = build_optimizer(model)
@@ -205,7 +204,7 @@ class Torch:
 
     def load(self, folder: str) -> int:
         state = self.state(0)
-        # The default planner flattens the state. Then it fails on ranks without a part of an FSDP1 tensor.
+        # The default planner fails on ranks without a part of an FSDP1 tensor.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return int(state["train_state"]["step"])

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from train import launch
 
-#: Exit codes. SIGUSR1 gives EX_TEMPFAIL: saved but unfinished, start again. Don't restart after SIGTERM.
+#: SIGUSR1 gives EX_TEMPFAIL: saved but unfinished, start again. Don't restart after SIGTERM.
 EXIT_CODES = {signal.SIGUSR1: 75, signal.SIGTERM: 128 + signal.SIGTERM}
 
-#: Largest signal received by this rank, and by any rank at the last agreement. A signal may arrive in between.
+#: Largest signal received by this rank, and by any rank at the last agreement.
 _interruptible: dict[str, int] = {}
 
 
 def listen() -> None:
-    """Note the signals in EXIT_CODES instead of ending the process. Call once, on every rank."""
+    """Note the signals in EXIT_CODES instead of ending the process."""
     _interruptible.update(own=0, agreed=0)
     for number in EXIT_CODES:
         signal.signal(number, _note)
@@ -38,7 +38,6 @@ def stop_requested() -> bool:
 
 
 def exit_code() -> int:
-    """Return the process's exit code: 0 without a signal."""
     number = _interruptible.get("agreed", 0)
     if number and launch.is_first():
         print(f"{signal.Signals(number).name}: saved, and ended before the last step", file=sys.stderr)

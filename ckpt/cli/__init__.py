@@ -51,7 +51,7 @@ def application(commands: Iterable[Command]) -> typer.Typer:
         cls=CommandGroup,
         help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
         context_settings={
-            # underscores work in options too, like in DeepSpeed and Accelerate
+            # underscores work too, like in DeepSpeed and Accelerate
             "token_normalize_func": lambda name: name.replace("_", "-"),
             "help_option_names": ["-h", "--help"],
         },
@@ -91,4 +91,4 @@ def main() -> None:
         say_error(error)
         sys.exit(error.exit_code)
     with completing_at_first_tab() if "--install-completion" in sys.argv else nullcontext():
-        app(prog_name="ckpt")  # for `python -m ckpt` too: shells complete a command by its name
+        app(prog_name="ckpt")  # also for `python -m ckpt`: shells complete a command by its name

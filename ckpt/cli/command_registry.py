@@ -12,10 +12,7 @@ from ckpt.options.command import GROUP, SECTIONS, Command
 
 @cache
 def places() -> dict[str, str]:
-    """Return each command's `module:object` by name.
-
-    Raise UsageError if two packages register the same name, or one of ckpt's.
-    """
+    """Return each command's `module:object` by name. Raise UsageError for a name registered twice."""
     own = {name.replace("_", "-"): place for name, place in commands.places().items()}
     others = entries(GROUP)
     if taken := sorted(own.keys() & others.keys()):
@@ -38,7 +35,6 @@ def command(name: str) -> Command:
 
 
 def all_commands() -> list[Command]:
-    """Return all declarations, in help order."""
     titles = [*SECTIONS, *sorted({command(name).section for name in places()} - {*SECTIONS})]
     found = [command(name) for name in places()]
     return sorted(found, key=lambda one: (titles.index(one.section), one.place, one.name))

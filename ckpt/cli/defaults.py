@@ -3,8 +3,8 @@
     [tool.ckpt.convert]
     max-memory = "4GB"
 
-The command line comes first, then the environment, then the nearest pyproject.toml from the working directory upward,
-then built-in defaults. Python functions ignore both.
+The command line comes first, then the environment, then the nearest pyproject.toml from the working directory upward.
+Python functions ignore both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.base.text import did_you_mean
 from ckpt.cli import command_registry
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
-#: Options that a file can't set, since it may be somebody else's: they write, replace or upload.
+#: A file can't set these, since it may be somebody else's: they write, replace or upload.
 _ASKED_ONLY = frozenset(
     {
         *("output", "overwrite", "restart", "accept-base"),
@@ -30,10 +30,7 @@ _ASKED_ONLY = frozenset(
 
 
 def of_command(name: str, params: list[Any]) -> dict[str, Any]:
-    """Return the user's defaults for the command `name`, by parameter name.
-
-    Raise UsageError with a suggestion for an unknown command or option.
-    """
+    """Return the user's defaults by parameter name, or raise UsageError for an unknown command or option."""
     known = {opt.lstrip("-"): one for one in params for opt in one.opts if opt[:2] == "--"}
     known.pop("help", None)
     found: dict[str, Any] = {}
@@ -72,7 +69,6 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> str:
 
 
 def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """Return the file and its tables by command. Raise UsageError for anything else inside."""
     try:
         here = Path.cwd()
     except FileNotFoundError:  # the current folder was removed

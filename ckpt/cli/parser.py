@@ -31,7 +31,7 @@ from ckpt.options.command import Command, split_groups
 from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Commands at the end of `ckpt --help`, with explanations.
+#: At the end of `ckpt --help`.
 EXAMPLES = (
     ("ckpt convert auto hf outputs", "the newest checkpoint of a run, for transformers and vLLM"),
     ("ckpt inspect outputs --picture who-holds-what.svg", "what it holds, and which rank has which part"),
@@ -39,12 +39,11 @@ EXAMPLES = (
 
 
 _URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
-#: Values for yes in the environment and in tables.
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 
 
 def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace each URL in `arguments` by a local stand-in. Raise UsageError if the argument takes no URL."""
+    """Replace each URL by a local stand-in. Raise UsageError if the argument takes no URL."""
 
     def placed(value: Any, is_taken: bool) -> Any:
         if isinstance(value, list):
@@ -117,7 +116,6 @@ def _for_command(hint: str, name: str) -> str:
 
 
 def _options_of(name: str) -> set[str]:
-    """Return all options, with formats' options."""
     if name not in command_registry.places():
         return set()
     params = _alone(command_registry.command(name)).params
@@ -125,7 +123,6 @@ def _options_of(name: str) -> set[str]:
 
 
 def _commands(error: CkptError) -> list[str]:
-    """Return the command for each run if there are several to choose from."""
     if not isinstance(error, SeveralRunsError):
         return []
     path, normal = shown(str(error.path)), os.path.abspath  # changes URLs, but both in the same way
@@ -135,11 +132,9 @@ def _commands(error: CkptError) -> list[str]:
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
-#: Start of the title for a format's options. `ckpt convert --help` explains these.
+#: `ckpt convert --help` explains a format's options.
 _OF_FORMATS = "Options of "
-#: Title for options without a section.
 _OTHERS = "Options"
-#: Names for typer's types in the help.
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
 
 
@@ -228,7 +223,7 @@ class CommandGroup(_Help, TyperGroup):
         return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if "" in args[1:]:  # an empty path: `Path("")` would be the current folder
+        if "" in args[1:]:  # `Path("")` would be the current folder
             before = args[args.index("", 1) - 1]
             where = before if before.startswith("-") else None
             raise UsageError("an argument is empty", found=where, hint="check the shell variable: it may be unset")
@@ -261,7 +256,7 @@ def _check_spelled_once(params: Sequence[Any], args: Sequence[str]) -> None:
 
 
 def _with_short_dtypes(args: Sequence[str]) -> list[str]:
-    """Return the words with `bf16` for `bfloat16` and `torch.bfloat16` after dtype options."""
+    """Replace `bfloat16` and `torch.bfloat16` by `bf16` after dtype options."""
     words, before = [], ""
     for word in args:
         option, equals, value = word.partition("=")
@@ -275,7 +270,6 @@ def _with_short_dtypes(args: Sequence[str]) -> list[str]:
 
 
 def _alone(command: Command) -> Any:
-    """Return a single command, with formats' options if it takes them."""
     from ckpt.plan import registry
 
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -284,7 +278,6 @@ def _alone(command: Command) -> Any:
 
 
 def add(app: typer.Typer, command: Command, owners: Mapping[type, Sequence[str]] | None = None) -> None:
-    """Add a command to `app`, with formats' options (`owners`: see `with_options`)."""
     run = guarded(with_options(command.function, owners, command.format_options), command)
     app.command(command.name, cls=TypedCommand, rich_help_panel=command.section)(run)
 
@@ -296,8 +289,8 @@ def with_options(
 ) -> Callable[..., Any]:
     """Return `function` with an option for each group field and each format option.
 
-    A group arrives as one object. `owners` maps each dataclass to its formats. Format options in `kinds` arrive by name
-    in the argument `options`, if the user sets them. Raise UsageError if two options have the same name.
+    A group arrives as one object. `owners` maps each dataclass to its formats. Format options in `kinds` arrive in the
+    argument `options`, if the user sets them. Raise UsageError if two options have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters, groups = split_groups(function)
@@ -341,7 +334,6 @@ def _parsed(parameter: inspect.Parameter, value: Any) -> Any:
 
 
 def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a parameter in typer's notation."""
     if (flag := flag_of(parameter)) is None:
         return parameter
     kind = flag.type or type_of(parameter.annotation.__origin__)

@@ -12,15 +12,11 @@ from typer.core import TyperArgument, TyperOption
 
 
 class QuickOption(TyperOption):
-    """An option that converts plain values itself."""
-
     def process_value(self, ctx: Any, value: Any) -> Any:
         return _processed(self, ctx, value, super().process_value)
 
 
 class QuickArgument(TyperArgument):
-    """An argument that converts plain values itself."""
-
     def process_value(self, ctx: Any, value: Any) -> Any:
         return _processed(self, ctx, value, super().process_value)
 

@@ -40,7 +40,6 @@ def say_error(error: CkptError, *more: str) -> None:
 
 @contextlib.contextmanager
 def saying_usage_errors(command: str) -> Iterator[None]:
-    """Print `command`'s usage error in ckpt's form, and exit with its code."""
     try:
         yield
     except UsageError as error:
@@ -55,7 +54,6 @@ def saying_usage_errors(command: str) -> Iterator[None]:
 
 
 def _ours(error: Any, command: str) -> UsageError:
-    """Split typer's message into problem, expected and found values, and a hint."""
     context, message = error.ctx, error.format_message().replace("Value error, ", "", 1).strip()
     hint = f"see `{command} --help`"
     usage = context.get_usage().removeprefix("Usage: ") if context else None
@@ -91,7 +89,6 @@ def _name(hint: str) -> str:
 
 
 def _foreign_option_hint(option: str, context: Any) -> str | None:
-    """Return a hint for another program's option."""
     needed, hint = _MEANT.get(option, (None, None))
     known = {name for one in context.command.params for name in (*one.opts, one.metavar)} if context else set()
     return hint if needed in known else None

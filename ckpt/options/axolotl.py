@@ -14,8 +14,8 @@ SUFFIXES = (".yaml", ".yml")
 def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
     """Return the run folder in the YAML at `where`, and its base model if that is a local folder.
 
-    Other paths are returned unchanged. Both folders are relative to the current one, like in Axolotl. Raise UsageError
-    for a YAML without `output_dir`.
+    Other paths are returned unchanged. Both folders are relative to the current one. Raise UsageError without
+    `output_dir`.
     """
     path = Path(where)
     if path.suffix not in SUFFIXES or not path.is_file():

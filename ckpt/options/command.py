@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, get_origin
 
 from ckpt.base.flags import OptionGroup
 
-#: Entry-point group for commands in other packages.
 GROUP = "ckpt.commands"
 
 
@@ -25,16 +24,16 @@ class Command:
 
     Attributes:
         name: Word on the command line, such as `merge-lora`.
-        section: Title in `ckpt --help`, one of `ckpt.options.command.SECTIONS` or a new one.
+        section: Title in `ckpt --help`, one of `SECTIONS` or a new one.
         function: Function that runs it. A parameter is an argument or option, in typer's notation or with a
             `ckpt.base.flags.Flag`. A dataclass parameter gives one option per field. The docstring is the help.
         examples: Commands for the end of the help, with explanations.
         guide: Documentation page.
         urls: Parameters that may be URLs.
-        texts: Parameters that are never paths or URLs, whatever they look like.
+        texts: Parameters that are never paths or URLs.
         writes: True if its result is files instead of printed text.
         format_options: Kinds of formats' options that it takes, in the parameter `options`.
-        place: Position in its section. Equal positions are sorted by name.
+        place: Position in its section, before the name.
         python: Equivalent function in the package `ckpt`, as `module:function`.
     """
 
@@ -51,7 +50,7 @@ class Command:
     python: str | None = None
 
 
-#: Titles in `ckpt --help`, in order. New ones follow.
+#: In help order. New ones follow.
 CONVERT, LOOK, BEFOREHAND = SECTIONS = ("Convert and go on", "Look and compare", "Know beforehand")
 
 

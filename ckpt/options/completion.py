@@ -1,7 +1,4 @@
-"""Shell completion for formats, step folders and tensors. Everywhere else, the shell completes files.
-
-Errors in the words before are ignored: completion is then empty.
-"""
+"""Shell completion for formats, step folders and tensors. Errors in the words before give an empty list."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ _AT_FIRST_TAB = '\nif [[ $zsh_eval_context[-1] = loadautofunc ]]; then _ckpt_com
 
 @contextlib.contextmanager
 def completing_at_first_tab() -> Iterator[None]:
-    """Append the missing line to zsh's file after typer has written it."""
     try:
         yield
     finally:
@@ -31,14 +27,12 @@ def completing_at_first_tab() -> Iterator[None]:
 
 
 def sources(incomplete: str) -> list[str]:
-    """Return the formats to read."""
     from ckpt.runs.opening import AUTO
 
     return [*_beginning(lambda: [AUTO], incomplete), *_beginning(_formats, incomplete)]
 
 
 def targets(incomplete: str) -> list[str]:
-    """Return the formats to write."""
     return _beginning(_formats, incomplete)
 
 
@@ -49,7 +43,6 @@ def _formats() -> list[str]:
 
 
 def tags(ctx: Any, incomplete: str) -> list[str]:
-    """Return the step folders of the given run."""
     from ckpt.runs.steps import run_at
 
     path = _path(ctx)
@@ -57,7 +50,6 @@ def tags(ctx: Any, incomplete: str) -> list[str]:
 
 
 def tensors(ctx: Any, incomplete: str) -> list[str]:
-    """Return the tensor names of the given checkpoint."""
     from ckpt import api
 
     path = _path(ctx)

@@ -13,14 +13,12 @@ if TYPE_CHECKING:
     from ckpt.base.results import Returned
     from ckpt.plan.checkpoint import Checkpoint
 
-#: Name for each kind of file, and a mark in its first bytes. Files without the mark are never replaced.
+#: Each kind's name, and a mark in its first bytes. Files without the mark are never replaced.
 _KINDS = {".svg": ("a picture", "an SVG file", b"<svg"), ".html": ("a page", "a page of ckpt's", b'content="ckpt"')}
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Comparison page."""
-
     html: Annotated[
         Path | None,
         Flag(metavar="OUT.html", help="Write a page: a heat map of layers by matrices.", section=SHOWN),
@@ -28,7 +26,6 @@ class HeatMap:
     overwrite: Annotated[bool, Flag(help="Replace an existing page.", section=WRITTEN)] = False
 
     def check(self, *checkpoints: Checkpoint) -> None:
-        """Raise UsageError if the page can't be written."""
         if self.html is not None:
             check_place(self.html, ".html", *checkpoints)
         elif self.overwrite:
@@ -60,7 +57,6 @@ def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
 
 
 def write(path: Path, text: str, *, overwrite: bool, quiet: bool) -> None:
-    """Write a picture or a page to a checked path, and print the path unless `quiet`."""
     from ckpt.move import files
     from ckpt.options.printing import say
 

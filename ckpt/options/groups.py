@@ -17,8 +17,6 @@ VerboseOption = Annotated[bool, Flag(("-v", "--verbose"), help="Print every tens
 
 @dataclass(frozen=True)
 class Outcome:
-    """Options for executing a plan and printing its result."""
-
     dry_run: Annotated[bool, Flag(help="Print the plan and write nothing.", section=HOW)] = False
     as_json: JsonOption = False
     quiet: QuietOption = False
@@ -26,7 +24,6 @@ class Outcome:
 
 
 def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a command's arguments by name, with groups split into options."""
     return {
         name: value
         for key, argument in arguments.items()

@@ -15,7 +15,6 @@ from ckpt.plan.options import options_of
 
 
 def keywords() -> dict[str, Keyword]:
-    """Return keywords by option, for built-in commands with a function."""
     found: dict[str, Keyword] = {}
     for place in import_module("ckpt.commands").places().values():
         command = load(place)

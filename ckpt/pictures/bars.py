@@ -1,7 +1,4 @@
-"""Stacked bars under a limit: memory per GPU by strategy, for `ckpt estimate --picture`.
-
-A pure function returns the SVG text, like `ckpt inspect`'s picture.
-"""
+"""Stacked bars under a limit: memory per GPU by strategy, for `ckpt estimate --picture`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ckpt.pictures.canvas import COLOURS, GAP, LETTER, MARGIN, RED, SANS, Canvas
 
 _LENGTH, _TOTALS = 720.0, 190.0
 _TALL, _LOW, _BETWEEN = 17.0, 9.0, 12.0
-#: Bars are cut at this multiple of the limit, to keep short ones readable next to a huge one.
+#: Bars are cut at this multiple of the limit: short ones stay readable.
 _MOST = 2.0
 
 
@@ -27,7 +24,7 @@ class Bar:
 
 
 def draw_bars(title: str, facts: Sequence[str], bars: Sequence[Bar], limit: int, usable: float) -> str:
-    """Return the bars as SVG text. `limit` is a GPU's memory, `usable` the fraction that may be filled."""
+    """Return SVG text. `limit` is a GPU's memory, `usable` the fraction that may be filled."""
     names = list(dict.fromkeys(name for bar in bars for parts in (bar.parts, bar.checkpointed or {}) for name in parts))
     colours = {name: COLOURS[number] for number, name in enumerate(names)}
     totals = [sum(parts.values()) for bar in bars for parts in (bar.parts, bar.checkpointed or {})]

@@ -1,6 +1,6 @@
 """SVG drawing: rectangles, texts, colours and stripes.
 
-Names come from other people's files, so all text is bounded, and escaped for the terminal and for XML.
+Names come from untrusted files: text is bounded, and escaped for the terminal and for XML.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STYLE = (
 class Canvas:
     """A picture drawn from top to bottom. `y` is the position of the next part.
 
-    `numbers` gives each holder its number, which selects its colour.
+    A holder's number in `numbers` selects its colour.
     """
 
     numbers: Mapping[int | str, int]
@@ -63,7 +63,6 @@ class Canvas:
     patterns: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
 
     def file(self, title: str) -> str:
-        """Return the picture as SVG text."""
         return "\n".join([*self._opening(title), *self.parts, "</svg>", ""])
 
     def _opening(self, title: str) -> Iterator[str]:
@@ -92,8 +91,6 @@ class Canvas:
         yield "</defs>"
         yield f'<rect class="p" width="{width}" height="{height}" fill="{PAPER}"/>'
 
-    # -- texts -----------------------------------------------------------------------------------------------
-
     def line(self, text: str, style: str, step: float) -> None:
         self.y += step
         self.say(MARGIN, self.y - 5, text, style)
@@ -119,8 +116,6 @@ class Canvas:
         elif not _is_light(colours[0]):
             style += " w"
         self.say(x, y + size * 0.35, text, style)
-
-    # -- colours and rectangles ------------------------------------------------------------------------------
 
     def colour(self, holder: int | str) -> str:
         return COLOURS[(holder if isinstance(holder, int) else self.numbers[holder]) % len(COLOURS)]
@@ -157,7 +152,6 @@ def escaped(text: str, limit: int = 400) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return `text`, without its middle if it is too long."""
     text = one_line(text)
     if len(text) <= limit:
         return text

@@ -14,7 +14,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-#: Scripts of each page, in order.
 _SCRIPTS = {
     "inspect": ("common.js", "tensors.js", "map.js", "inspect.js"),
     "heat": ("common.js", "heat.js"),
@@ -40,7 +39,7 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 
 
 def page(name: str, content: dict[str, Any]) -> str:
-    """Return the page `name` (`inspect`, `heat`) with its content. The content has a `title`."""
+    """Return the page `name` (`inspect`, `heat`). The content has a `title`."""
     script = "".join(map(_file, _SCRIPTS[name]))
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
     return _PAGE.format(
@@ -54,7 +53,7 @@ def page(name: str, content: dict[str, Any]) -> str:
 
 
 def heat_map(report: dict[str, Any]) -> str:
-    """Return the page for a comparison. `report` is `to_json()` from `ckpt.verify` or `ckpt.diff`."""
+    """Return a comparison's page. `report` is `to_json()` from `ckpt.verify` or `ckpt.diff`."""
     return page("heat", report | {"title": f"{report['a']['path']} and {report['b']['path']}"})
 
 

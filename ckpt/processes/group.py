@@ -1,7 +1,7 @@
 """Communication between the processes of one command, over torch.distributed.
 
-In each process, a thread exchanges messages with all others a few times a second: gathered values, progress, errors. So
-every process soon learns about a failure anywhere, whatever it is doing, and none waits for a dead one.
+A thread in each process exchanges gathered values, progress and errors a few times a second. So every process soon
+learns about a failure anywhere, and none waits for a dead one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ckpt.base.errors import CkptError, StorageError, UsageError
 T = TypeVar("T")
 
 #: Launchers, with their variables for rank, world size and local world size. accelerate and deepspeed use torchrun's.
-#: srun's variables describe one step: SLURM_NTASKS also exists in the shell of `salloc`, and in a batch script that
-#: starts torchrun once per node.
+#: SLURM_NTASKS also exists in the shell of `salloc`, and in a batch script that starts torchrun once per node.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
@@ -31,14 +30,12 @@ LAUNCHERS = (
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
 )
 
-_INTERVAL = 0.25  # seconds between exchanges if nobody waits for one
-_SILENCE = timedelta(minutes=5)  # timeout for a process on a lost node or network
-_ROLL_CALL = timedelta(seconds=2)  # time to wait for live processes after one has died
+_INTERVAL = 0.25  # seconds between exchanges if nobody waits
+_SILENCE = timedelta(minutes=5)  # for a process on a lost node or network
+_ROLL_CALL = timedelta(seconds=2)  # for live processes after one has died
 
 
 class Alone:
-    """A group with one process."""
-
     rank, size = 0, 1
 
     def gather(self, value: T) -> list[T]:
@@ -54,8 +51,7 @@ class TorchGroup(Alone):
     """All processes in torch.distributed, connected by gloo to keep messages off the GPUs.
 
     `store` is torch.distributed's, used to find dead processes. An error in any process is raised in all of them: from
-    `gather`, from the result of `count_all_ranks`, or on exit. Use it as a context manager: only errors inside it are
-    shared.
+    `gather`, from the result of `count_all_ranks`, or on exit. Only errors inside the context are shared.
     """
 
     def __init__(self, distributed: Any, store: Any = None) -> None:
@@ -96,7 +92,7 @@ class TorchGroup(Alone):
             raise self._error from None
 
     def gather(self, value: T) -> list[T]:
-        """Gather like `Alone.gather`. Raise another process's error, or StorageError if one has died."""
+        """Gather, or raise another process's error, or StorageError if one has died."""
         with self._changed:
             self._outgoing.append(value)
             self._wake.set()
@@ -114,7 +110,7 @@ class TorchGroup(Alone):
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
     def count_all_ranks(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """Count like `Alone.count_all_ranks`. The result raises another process's error."""
+        """Wrap `progress`. The result raises another process's error."""
         self._progress = progress if self.rank == 0 else self._progress
         return self._count
 
@@ -138,7 +134,7 @@ class TorchGroup(Alone):
                 self._distributed.all_gather_object(messages, message, group=self._group)
                 self._progress(sum(done for *_, done in messages) - self._told)
                 self._told = sum(done for *_, done in messages)
-            except RuntimeError as error:  # torch's error if a process has ended or is silent
+            except RuntimeError as error:  # a process has ended or is silent
                 lost = self._lost(error)
                 with self._changed:
                     self._error, self._is_lost = lost, True

@@ -19,8 +19,8 @@ from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
 
-_JOINING = timedelta(minutes=5)  # timeout for all processes to start
-_TELLING = timedelta(seconds=5)  # time to wait for the first process to print an error
+_JOINING = timedelta(minutes=5)  # for all processes to start
+_TELLING = timedelta(seconds=5)  # for the first process to print an error
 _SENT = "ckpt/told"
 _PORT = 29500  # torchrun's default
 _LAST_PORT = 65535
@@ -34,7 +34,7 @@ class Launch:
     rank: int
     size: int
     variables: tuple[str, str]
-    #: Address of rank 0, or None if it is not set.
+    #: Of rank 0, if set.
     address: str | None = None
     port: int = _PORT
 
@@ -72,7 +72,7 @@ def _first_host(nodes: str) -> str:
 
 
 def silence_all_but_one() -> None:
-    """Silence all processes except the first, because they would print the same text."""
+    """Silence all processes except the first: they print the same text."""
     start = launch()
     if start is not None and start.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -80,10 +80,9 @@ def silence_all_but_one() -> None:
 
 @contextlib.contextmanager
 def joined(start: Launch | None) -> Iterator[Alone]:
-    """Join the processes that were started with this one.
+    """Join the processes that were started with this one. An error inside one process is raised in all of them.
 
-    Raise UsageError if torch or the address is missing, StorageError if not all processes come. An error inside one
-    process is raised in all of them.
+    Raise UsageError if torch or the address is missing, StorageError if not all processes come.
     """
     if start is None:
         yield Alone()
@@ -178,8 +177,8 @@ def _attempt(store: Any, rank: int, size: int) -> str:
     """Return a unique key prefix for these processes in the store.
 
     If torchrun's agent restarts its processes, they get the same store (torch 2.13) with the addresses of dead
-    processes. So each process posts a token, and the first process answers every token with the prefix. A process whose
-    token was answered knows the prefix, and confirms it.
+    processes. So each process posts a token, and the first process answers every token with the prefix. Each process
+    confirms the prefix.
     """
     mine = uuid4().hex
     if rank:

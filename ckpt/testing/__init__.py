@@ -6,8 +6,7 @@ A `Declaration` gives a format's real sample and its truth. Register a function 
     pytest --pyargs ckpt.testing
 
 or subclass `Conformance` in a test module and set `declarations`. For a store, use `StoreDeclaration`, the group
-`ckpt.store_declarations` and `StoreConformance`. A command's suite is `CommandConformance`; it needs only the command's
-declaration. No other part of ckpt imports this package.
+`ckpt.store_declarations` and `StoreConformance`. `CommandConformance` needs only the command's declaration.
 
 May import: `ckpt`, `ckpt.base`, `ckpt.compare`, `ckpt.options`, `ckpt.plan`, `ckpt.runs`, `ckpt.stores`.
 """

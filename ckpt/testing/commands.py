@@ -60,5 +60,4 @@ class CommandConformance:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `ckpt WORDS` in a new process."""
     return subprocess.run([sys.executable, "-m", "ckpt", *words], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Conformance suite for formats. A format joins with a declaration: a real sample and its truth.
+"""Conformance suite for formats.
 
 A sample is a checkpoint written by the format's own framework. Its truth comes from the live engine, or from the
 framework's own loader. A round trip through ckpt's code alone proves nothing.
@@ -49,19 +49,18 @@ class Declaration:
     make: Callable[[Path], tuple[Path, Tensors]]
     vital: tuple[str, ...]
     _: KW_ONLY
-    #: The sample's container, if the framework lets users choose and this is not the default.
+    #: The sample's container, if it is not the framework's default.
     container: str = ""
     marks: tuple[pytest.MarkDecorator, ...] = ()
-    #: Patterns for file names with a head that must be read to detect the format, even in large files.
+    #: Patterns for files with a head that detection must read, even if they are large.
     reads_head: tuple[str, ...] = ()
-    #: True if vital files end in tensor data: damage there only shows in a comparison with a manifest or another
-    #: checkpoint.
+    #: True if vital files end in tensor data: only a comparison shows damage there.
     is_unchecked_data: bool = False
-    #: True if the sample is a complete model with an architecture known from its config.
+    #: True for a complete model with an architecture known from its config.
     is_known_model: bool = False
-    #: For a target: True if it needs a number of ranks that the source lacks.
+    #: For a target: it needs a number of ranks that the source lacks.
     is_sharded: bool = False
-    #: For a target: True if a parameter without gradients gets zeros for optimizer states.
+    #: For a target: a parameter without gradients gets zeros for optimizer states.
     adds_states: bool = False
     #: For a target: the expected refusal for a sample it can't store, or None.
     refuses: Callable[[Declaration, Checkpoint], Refusal | None] = lambda _, __: None
@@ -82,13 +81,11 @@ sys.addaudithook(_note_open)  # it can't be removed, but does nothing outside th
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a folder, by relative path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
-    """Assert that the files in a conversion's views, read whole and in ranges, equal the written files."""
     random = Random(conversion.format)
     for name in conversion.files:
         expected = (written / name).read_bytes()
@@ -105,10 +102,9 @@ def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
 class Conformance:
     """Conformance suite for formats.
 
-    A subclass sets `declarations`: their samples are read, damaged, converted and compared. Each sample is converted to
-    every writable format. A target's own declaration describes its expected results. A target without a declaration may
-    refuse a sample; the test is then skipped with the error message. `containers` are samples in other containers: they
-    are read, damaged and converted to `hf`.
+    A subclass sets `declarations`: their samples are read, damaged, and converted to every writable format. A target
+    without a declaration may refuse a sample; the test is then skipped with the error message. `containers` are samples
+    in other containers: they are read, damaged and converted to `hf`.
     """
 
     declarations: ClassVar[Sequence[Declaration]] = ()
@@ -158,8 +154,6 @@ class Conformance:
                 refusals.append(str(error))
         pytest.skip(f"refused: {refusals[0]}")
 
-    # -- finding and reading -----------------------------------------------------------------------------------------
-
     def test_finding_opens_no_large_file(self, sample: Sample, opened: list[str]) -> None:
         """Enlarge all files to a realistic size and check that finding opens none."""
         declaration, path, _ = sample
@@ -205,10 +199,7 @@ class Conformance:
         assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out"), only="weights").equal
         assert digests(path) == before
 
-    # -- damage ------------------------------------------------------------------------------------------------------
-
     def test_damage_is_found(self, sample: Sample) -> None:
-        """A missing, empty, truncated or zeroed vital file raises CorruptError with its path."""
         declaration, path, _ = sample
         files = [file for pattern in declaration.vital for file in sorted(path.glob(pattern))]
         assert files
@@ -222,7 +213,7 @@ class Conformance:
                     file.write_bytes(damaged)
                 if declaration.is_unchecked_data and damaged is not None and len(damaged) == len(original):
                     continue
-                # Without its only file, the format can't be recognised. Without the model's only file, only half a
+                # Without its only file, the format can't be recognised. Without the model's only file, half a
                 # checkpoint is left.
                 alone = (NotFoundError,) if len(files) <= 2 else ()
                 kinds = (CorruptError, HalfError, *alone) if damaged is None else (CorruptError,)
@@ -258,8 +249,6 @@ class Conformance:
             found = list_unread(ckpt.open(path, declaration.format))
             assert [(one.name, one.kind) for one in found] == [("optimizer_of_rank_97.x", "state")]
             assert not ckpt.check(path, declaration.format).whole
-
-    # -- converting --------------------------------------------------------------------------------------------------
 
     def test_converts_deterministically_and_as_planned(self, sample: Sample, target: str, tmp_path: Path) -> None:
         declaration, path, _ = sample

@@ -8,13 +8,12 @@ import numpy as np
 
 from ckpt.plan.tensors import FlatRange, Shape, Tensor
 
-#: A tensor's dtype name, shape, and bytes in row-major order.
+#: Dtype name, shape, and bytes in row-major order.
 Content = tuple[str, Shape, bytes]
 _NOTHING: Mapping[str, Callable[[], memoryview]] = {}
 
 
 def content(tensor: Tensor, computed: Mapping[str, Callable[[], memoryview]] = _NOTHING) -> Content:
-    """Return a described tensor's content from its files. `computed` is `Checkpoint.computed`."""
     dtype = np.dtype(f"u{tensor.dtype.itemsize}")
     flat = np.zeros(tensor.numel, dtype)
     for fragment in tensor.fragments():

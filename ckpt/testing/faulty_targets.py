@@ -1,7 +1,6 @@
 """Targets from a buggy writer that forgets one tensor. A plan must refuse each.
 
-Swapped slots between two tensors of the same size can't be found here: every slot is filled and every tensor is used.
-Only a comparison with the live engine's truth finds them.
+Only a comparison with the live engine's truth finds swapped slots between two tensors of the same size.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ def forgotten(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, fro
 
 
 def tampered(checkpoint: Checkpoint, target: Target, keys: Set[Key]) -> Iterator[tuple[str, Target]]:
-    """Yield variants of `target` without these tensors' slots, each with a label."""
     slots = [slot for file in target.files for slot in file.slots if slot.key in keys]
     yield "slots to zeros", _without(target, slots, "zeros")
     yield "slots to literals", _without(target, slots, "literals")
@@ -42,7 +40,6 @@ def tampered(checkpoint: Checkpoint, target: Target, keys: Set[Key]) -> Iterator
 
 
 def _without(target: Target, slots: list[Slot], instead: str) -> Target:
-    """Return `target` with these slots replaced by `zeros` or `literals`, or dropped."""
     files = []
     for file in target.files:
         gone = [slot.extent for slot in file.slots if any(slot is one for one in slots)]

@@ -1,4 +1,4 @@
-"""Conformance suite for stores. A store joins with a declaration that creates an empty one.
+"""Conformance suite for stores.
 
 Objects are written and checked with the store's own tools. A round trip through ckpt's code alone proves nothing.
 """
@@ -22,7 +22,7 @@ from ckpt.stores.objects import Entry, Store, WritableStore, store
 class Served(NamedTuple):
     """An empty store: the text after `scheme://` in its URLs, and functions for objects that bypass ckpt.
 
-    `get` returns None for a missing object. `remove` removes an existing one.
+    `get` returns None for a missing object.
     """
 
     root: str
@@ -73,8 +73,6 @@ class StoreConformance:
     def writable(self, opened: _Opened) -> WritableStore:
         assert isinstance(opened.store, WritableStore)
         return opened.store
-
-    # -- reading ----------------------------------------------------------------------------------------------------
 
     def test_a_folder_lists_what_is_in_it_and_nothing_else(self, opened: _Opened) -> None:
         objects = {
@@ -132,8 +130,6 @@ class StoreConformance:
         assert {fqn for fqn, _ in there.tensors} == {"a", "b"}
         assert ckpt.verify(there, here).equal
 
-    # -- writing ----------------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize("num_parts", [0, 1, 3])
     def test_an_object_arrives_whole(self, opened: _Opened, writable: WritableStore, num_parts: int) -> None:
         content = bytes(range(256)) * (opened.part // 256) * num_parts + b"end" * bool(num_parts)
@@ -185,7 +181,6 @@ def _chunks(content: bytes, part: int) -> Iterator[memoryview]:
 
 
 def _model_files() -> dict[str, bytes]:
-    """Return the files of a model with two tensors, written as safetensors by hand."""
     header: dict[str, object] = {
         "a": {"dtype": "F32", "shape": [300], "data_offsets": [0, 1200]},
         "b": {"dtype": "U8", "shape": [2, 3], "data_offsets": [1200, 1206]},

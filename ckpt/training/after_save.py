@@ -1,7 +1,6 @@
 """The process started by `ckpt.TrainerCallback` for one checkpoint: `python -m ckpt.training.after_save JSON`.
 
-It checks, converts, verifies and pushes as requested, prints a line for each step, and exits with the code of the first
-error.
+It exits with the code of the first error.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from ckpt.base.errors import CkptError, CorruptError
 
 @dataclass(frozen=True)
 class AfterSave:
-    """Work for the checkpoint at `path`. `output` is the converted folder."""
-
     path: str
     output: str
     to: str | None = "hf"

@@ -30,10 +30,8 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 
         Trainer(..., callbacks=[ckpt.TrainerCallback(push="org/name", dtype="bf16")])
 
-    `check` tests each checkpoint for completeness. `to` is the target format (None: no conversion). The default output
-    is `OUTPUT_DIR-TO/checkpoint-N`, next to the run folder. `verify` compares every written bit. `push` is a repository
-    on the Hub: its main branch becomes the newest checkpoint. `keep` limits the number of conversions from this run;
-    older ones are removed. `options` are passed to `ckpt.convert`, and checked at once.
+    Conversions go to `OUTPUT_DIR-TO/checkpoint-N`, next to the run folder. The pushed repository's main branch becomes
+    the newest checkpoint. `options` are checked at once.
 
     Training does not wait: the first rank queues each checkpoint, and the work runs one process at a time. Only the end
     of training waits for the queue. A failure is a warning in the log `ckpt.training` and stops nothing, for example if
@@ -90,14 +88,10 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             self._saved.append(AfterSave(str(run / name), str(output), **self._asked))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Queue the recorded checkpoints.
-
-        After a step, all ranks have saved, because this rank has heard from them since.
-        """
+        """Queue the recorded checkpoints. After a step, all ranks have saved: this rank has heard from them since."""
         self._hand_over()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Queue the last checkpoints and wait for all work to finish."""
         self._hand_over()
         self._queue.join()
 
@@ -122,7 +116,6 @@ class TrainerCallback(_Base):  # type: ignore[misc]
                 self._queue.task_done()
 
     def _remove_old(self) -> None:
-        """Remove this run's oldest conversions, so that `keep` are left."""
         while self._keep is not None and len(self._converted) > self._keep:
             shutil.rmtree(self._converted.pop(0))
 
@@ -138,7 +131,7 @@ def _check_options(to: str | None, options: dict[str, Any]) -> None:
 
 
 def _run(work: AfterSave) -> bool:
-    """Do the work in a process without GPUs, and log its output. Return True if all of it succeeded."""
+    """Do the work without GPUs, and log its output. Return True if all of it succeeded."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -5,8 +5,8 @@
     OUTPUT/heartbeats/rank-R.dump     stacks of all threads, written on SIGUSR2 or a request
     OUTPUT/heartbeats/request         touched by a watcher to get dumps from ranks on other machines
 
-The beats come from a thread, so a rank keeps beating while it waits for others; its stack shows the wait. If a process
-is stopped or C code holds its interpreter, the beats end. The last beat's stack then shows the place.
+A thread beats, so a rank keeps beating while it waits for others; its stack shows the wait. If a process is stopped or
+C code holds its interpreter, the beats end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DONE = "done"
 
 
 class Heart:
-    """Thread that writes this process's heartbeats and stack dumps. Use it as a context manager."""
+    """Thread that writes this process's heartbeats and stack dumps."""
 
     def __init__(self, output: Path, rank: int, world_size: int, every: float, started: float) -> None:
         """Set up the beats.
@@ -55,7 +55,7 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heart:
-        self._dump = self.path("dump").open("w")  # stays open because signal handlers can't open files
+        self._dump = self.path("dump").open("w")  # signal handlers can't open files
         faulthandler.register(signal.SIGUSR2, file=self._dump, all_threads=True)
         self._beat()
         self._thread.start()
@@ -70,7 +70,6 @@ class Heart:
         self._dump.close()
 
     def enter(self, phase: str, step: int) -> None:
-        """Record the main thread's phase from now on, in optimizer step `step`."""
         self.facts |= {"phase": phase, "step": step, "since": time.time()}
 
     def path(self, kind: str) -> Path:

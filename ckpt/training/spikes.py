@@ -26,11 +26,10 @@ class SpikeWatch:
     """First batch of the current spike, or None."""
 
     def limit(self) -> float:
-        """Return the largest loss that is no spike."""
         if len(self.history) < RECENT:
             return math.inf
         median = statistics.median(self.history[-RECENT:])
-        # Use changes, not losses: in a run that learns quickly, losses deviate by their trend.
+        # Use changes: in a run that learns quickly, losses deviate by their trend.
         changes = [after - before for before, after in itertools.pairwise(self.history)]
         middle = statistics.median(changes)
         deviation = 1.4826 * statistics.median(abs(change - middle) for change in changes)

@@ -20,10 +20,7 @@ from ckpt.training.spikes import SpikeWatch
 
 
 class Watched(TrainerCallback):  # type: ignore[misc]
-    """Trainer callback with heartbeats every `beat` seconds.
-
-    A rank that fails stops beating, and the watcher notices.
-    """
+    """Trainer callback with heartbeats every `beat` seconds."""
 
     def __init__(self, beat: float = 5.0) -> None:
         self.beat, self.spikes = beat, SpikeWatch()
@@ -38,11 +35,9 @@ class Watched(TrainerCallback):  # type: ignore[misc]
         self.heart.__enter__()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the training phase before an optimizer step."""
         self._enter("training", state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the saving or data phase after an optimizer step."""
         self._enter("saving" if control.should_save else "data", state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -57,7 +52,6 @@ class Watched(TrainerCallback):  # type: ignore[misc]
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the heartbeats when all is done."""
         if self.heart:
             self.heart.__exit__(None)
 

@@ -1,7 +1,4 @@
-"""Target files computed on read instead of written.
-
-The bytes equal the output of `ckpt.move.run`.
-"""
+"""Target files computed on read instead of written, with the same bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from ckpt.plan.tensors import Extent
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_MARGIN = 16  # largest element size: a range may begin and end inside one
+_MARGIN = 16  # largest element: a range may begin and end inside one
 _READ_AHEAD = 256 << 10  # read size for file objects
 _SLOTS = 256  # slots with cached copies
 
@@ -37,8 +34,8 @@ _SLOTS = 256  # slots with cached copies
 class Views:
     """Files of a plan's target, readable in any range and from several threads.
 
-    Computed tensors are cached up to `max_memory` bytes, and the latest one always. Apart from the cache, a read needs
-    only a few buffers, whatever its size.
+    Computed tensors are cached up to `max_memory` bytes, and the latest one always. Reads of any size need only a few
+    buffers.
     """
 
     def __init__(self, plan: Plan, max_memory: int) -> None:
@@ -50,7 +47,7 @@ class Views:
         self._computing = threading.Lock()
 
     def open(self, name: str) -> io.BufferedReader:
-        """Open a target file. Raise NotFoundError if there is no such file."""
+        """Open a target file, or raise NotFoundError."""
         if name not in self._files:
             raise NotFoundError("the target has no such file", path=name, expected=", ".join([*self._files][:8]))
         return io.BufferedReader(_ViewFile(self, self._files[name]), _READ_AHEAD)
@@ -110,8 +107,6 @@ class _Window:
 
 
 class _File:
-    """A target file with lookups by offset."""
-
     def __init__(self, plan: Plan, file: TargetFile) -> None:
         self.name, self.size = file.name, file.size
         self._plan = plan
@@ -191,7 +186,6 @@ def _put_rows(part: Spans, window: _Window, sources: OpenFiles) -> None:
 
 
 def _copies_in(copy: Copy, window: _Window) -> Iterator[Copy]:
-    """Yield the parts of a copy with elements in a window."""
     source, target = copy.source, copy.target
     if not target.numel or not window.touches(target):
         return
@@ -215,8 +209,6 @@ def _copies_in(copy: Copy, window: _Window) -> Iterator[Copy]:
 
 
 class _ViewFile(Seekable):
-    """A target file as a Python file object."""
-
     def __init__(self, views: Views, file: _File) -> None:
         super().__init__(file.size)
         self._views = views

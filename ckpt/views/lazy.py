@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType
 
-#: Attributes that `dir` lists for an open checkpoint. The others are for formats.
+#: Listed by `dir`. The others are for formats.
 _PUBLIC = (
     *("config", "files", "format", "framework", "get", "is_adapter", "items", "keys", "notes", "optimizer_states"),
     *("parameters", "path", "shapes", "state", "step", "tag", "tensors", "ties", "values", "world_size"),
@@ -74,8 +74,8 @@ class LazyTensor:
     def numpy(self, index: Index | tuple[Index, ...] = ...) -> NDArray[Any]:
         """Read the indexed part as a numpy array, by default the whole tensor. torch is not needed.
 
-        bfloat16 and the 8-bit floats need `ml_dtypes`. Raise the same errors as indexing, and UsageError if that
-        package is needed but missing.
+        bfloat16 and the 8-bit floats need `ml_dtypes`. Raise the same errors as indexing, and UsageError without that
+        package.
         """
         import numpy as np
 
@@ -137,7 +137,7 @@ class OpenCheckpoint(Checkpoint):
     def __getitem__(self, key: str | Key) -> LazyTensor:
         """Return the tensor `fqn` (the model's weight, or its master if there is no other), or `(fqn, role)`.
 
-        Indexing reads it: `checkpoint["fqn"][0:8]`. Raise KeyError if it is missing.
+        Raise KeyError if it is missing.
         """
         tensor = self.tensors.get(key) if isinstance(key, tuple) else self._named.get(self.ties.get(key, key))
         if tensor is None:
@@ -170,7 +170,6 @@ class OpenCheckpoint(Checkpoint):
         return True
 
     def _missing(self, key: str | Key) -> str:
-        """Return the message for a missing key."""
         fqn, role = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         roles = [role for name, role in self.tensors if name == fqn]
         if role is not None and roles:

@@ -31,8 +31,6 @@ _POLL = 0.02  # seconds between checks for the mount
 
 
 class Conversion(Protocol):
-    """A conversion to mount, as returned by `ckpt.plan`."""
-
     @property
     def plan(self) -> Plan: ...
     @property
@@ -41,7 +39,7 @@ class Conversion(Protocol):
 
 
 def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> None:
-    """Mount the target of `conversion` at `view`, an empty or missing folder, and serve it until it is unmounted.
+    """Serve the target of `conversion` at `view`, an empty or missing folder, until it is unmounted.
 
     Unless `foreground`, another process serves it, and this one ends once the mount exists. Raise NotFoundError if the
     library or the device is missing, UsageError for an unusable folder, or StorageError.
@@ -150,8 +148,8 @@ class _Served:
 def served_by(words: Sequence[str], view: str | os.PathLike[str] | None) -> Iterator[Path]:
     """Have `ckpt WORDS VIEW` serve `view` (default: a temporary folder) during the block.
 
-    It runs as a separate process: a page fault in a mapped file would block this interpreter forever. Raise
-    StorageError if the process ends before the mount exists.
+    A separate process serves it: a page fault in a mapped file would block this interpreter forever. Raise StorageError
+    if the process ends before the mount exists.
     """
     place = Path(tempfile.mkdtemp(prefix="ckpt-view-")) if view is None else Path(view)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

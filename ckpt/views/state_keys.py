@@ -144,7 +144,7 @@ def _is_parameter(leaf: SourceTensor) -> bool:
 
 
 def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
-    """Return the keys of `checkpoint`, with the model's state dict under the name `model` (`""`: no outer name)."""
+    """Return the keys of `checkpoint`. `model=""` means no outer name."""
     state = services.state_dicts.state_dict(replace(checkpoint, namespace=OWN), None)
     outer = {"model": (model,) if model else (), "optimizer": (optimizer,) if optimizer else ()}
     leaves: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
         place = (*outer[path[0]], *path[1:]) if path[0] in outer else path
         if isinstance(leaf, Alias):
             leaf = leaves[_key((*outer["model"], *leaf.path[1:]))]
-        if _key(place) not in leaves:  # without an outer name, a model's key may collide with another
+        if _key(place) not in leaves:  # a model's key may collide with another
             leaves[_key(place)], paths[_key(place)] = leaf, place
         if path[:2] == ("optimizer", "param_groups"):
             groups.setdefault(path[2], {})[_key(path[3:])] = leaf

@@ -4,8 +4,7 @@
 
 It offers the content that `ckpt convert auto dcp` would write, with the names of `get_model_state_dict` and
 `get_optimizer_state_dict`, nested or flattened (torch 2.13, `distributed/checkpoint/state_dict.py`). Each rank reads
-only its own shards' bytes. If there are several ranks, each also reads a sample of everything, to check that all ranks
-opened the same checkpoint.
+only its own shards' bytes, and a sample of everything to check that all ranks opened the same checkpoint.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ from ckpt.views.state_keys import StateKeys, state_keys
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     """Read a checkpoint in any format for `torch.distributed.checkpoint.load`.
 
-    `path`, `format`, `tag`, `config` and `replica` work as in `ckpt.open`. Without a path, `load`'s `checkpoint_id` is
-    used. The state dict is a model's alone, or has the keys `model` and `optimizer`. A tensor takes the stored content
-    in its own dtype: the master for a float32 parameter, the weight for bfloat16. Param groups are matched by their
+    The state dict is a model's alone, or has the keys `model` and `optimizer`. A tensor takes the stored content in its
+    own dtype: the master for a float32 parameter, the weight for bfloat16. Param groups are matched by their
     parameters, not by number. `bytes_read` counts tensor bytes since the last load began.
 
     Raise the errors of `ckpt.open`. For a missing key, torch raises its own error and a warning names the checkpoint.
@@ -100,7 +98,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self.bytes_read = 0
 
     def read_metadata(self) -> Any:
-        """Return the content in torch's description, with the names used by torch's own functions."""
+        """Return the content in torch's description."""
         self._opened().missing.clear()
         return described.Metadata(_Described(self._opened()), self._opened().first.paths)
 
@@ -164,7 +162,7 @@ class _Contents:
 
     def __init__(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         self.checkpoint = checkpoint
-        self.speaks = False  # only one rank warns about missing and unrequested keys
+        self.speaks = False  # only one rank warns
         self.missing: dict[str, None] = {}  # requested keys that do not exist
         self._outer = model, optimizer
         self._known: list[StateKeys] = []
@@ -176,7 +174,6 @@ class _Contents:
         return next(self.all())
 
     def all(self) -> Iterator[StateKeys]:
-        """Yield the keys for every namespace, built on demand."""
         yield from self._known
         for one in self._unknown:
             self._known.append(one)
@@ -196,14 +193,10 @@ class _Contents:
                 yield state_keys(named, model, self._outer[1])
 
     def find(self, key: str) -> StateKeys | None:
-        """Return the namespace's keys that include `key`, or None."""
         return next((keys for keys in self.all() if key in keys), None)
 
     def keys_of(self, requested: list[str]) -> StateKeys:
-        """Return the keys that have all of `requested`, and warn about unrequested content.
-
-        Raise LossError if there are none.
-        """
+        """Return the keys that have all of `requested`, or raise LossError. Warn about unrequested content."""
         for keys in self.all():
             if all(key in keys for key in requested):
                 left = keys.left(requested)
@@ -219,12 +212,11 @@ class _Contents:
         )
 
     def say(self, *lines: str) -> None:
-        """Warn about each line, but only on one rank."""
         for line in lines if self.speaks else ():
             warnings.warn(f"{shown(self.checkpoint.path)} ({self.checkpoint.format}): {line}", stacklevel=3)
 
     def check_presence(self, kinds: frozenset[LoadItemType], missing: list[str]) -> None:
-        """Raise LossError if none of the requested tensors exists. A name's last component shows if it is a tensor."""
+        """Raise LossError if all requested tensors are missing. A name's last component shows if it is a tensor."""
         endings = {key.rpartition(".")[2] for key, leaf in self.first.leaves.items() if isinstance(leaf, SourceTensor)}
         lost = [name for name in missing if name.rpartition(".")[2] in endings] if kinds else missing
         if not lost or LoadItemType.TENSOR in kinds:
@@ -241,7 +233,7 @@ class _Contents:
         return [name for name in self.first.leaves if ".param_groups." not in name]
 
     def report_missing(self, key: str) -> None:
-        if not self.missing:  # the others are reported together if torch continues
+        if not self.missing:  # reported together if torch continues
             names = self._names()
             self.say(f"{key!r} is requested, but the checkpoint only has {', '.join(names[:3])}, ... ({len(names)})")
         self.missing[key] = None
@@ -278,10 +270,7 @@ class _Share:
 
 
 def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return a label and a digest for a checkpoint.
-
-    They are equal for equal contents, even in copies on several nodes.
-    """
+    """Return a label and a digest, equal for equal contents, even in copies on several nodes."""
     name = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
     has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
     return name, sample_digest(checkpoint) if has_others else ""
@@ -343,7 +332,6 @@ class _RankReading:
         return self._keys.value(key, self._asked)
 
     def fill(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Fill a tensor in this rank's memory with the part requested by `item`."""
         leaf = self._keys.find(item.dest_index.fqn)
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.sizes:

@@ -1,4 +1,4 @@
-"""Placeholder for `ckpt.StorageReader` without torch: the class exists, but can't be created."""
+"""Placeholder for `ckpt.StorageReader` without torch."""
 
 from __future__ import annotations
 
@@ -15,5 +15,4 @@ class StorageReader:
 
 
 def needs_torch(what: str) -> UsageError:
-    """Return the error for a call that needs torch."""
     return UsageError(f"{what} needs torch, but torch is not installed", hint="pip install torch")

@@ -32,12 +32,12 @@ from train.engine import Engine
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
 
-# FSDP1 warns in every rank and for every state dict about its successors FSDP2 and DCP.
+# FSDP1 warns about its successors in every rank and for every state dict.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
-# It also warns on a single rank, because it has nothing to shard there.
+# On a single rank it has nothing to shard.
 warnings.filterwarnings("ignore", message="FSDP is switching to use|When using ``NO_SHARD``")
-# DTensor warns that gathering over two mesh axes at once would be faster.
+# Gathering over two mesh axes at once would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TENSOR_PARALLEL = {
@@ -47,8 +47,6 @@ TENSOR_PARALLEL = {
 
 
 class NativeEngine(Engine):
-    """Model sharded or replicated by torch."""
-
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.config = config
         self.buffers, self.facts = list(truth.persistent_buffers(model)), truth.facts_of(model)
@@ -68,7 +66,7 @@ class NativeEngine(Engine):
         self.parameters = {clean_tensor_name(name): parameter for name, parameter in bare.named_parameters()}
         for group, group_names in zip(groups, self.group_names, strict=True):
             group["params"] = [self.parameters[name] for name in group_names]
-        # On a GPU torch updates parameters in groups. torch 2.13 fails if a group mixes DTensors with plain tensors.
+        # torch 2.13 fails on a GPU if a group mixes DTensors with plain tensors.
         unlike = self.mesh is not None and bool(whole)
         if unlike and config.fused:
             raise UserError(
@@ -114,7 +112,6 @@ class NativeEngine(Engine):
         return logits
 
     def save(self, folder: Path) -> str:
-        """Save to step-N in the format given by --save and --keys."""
         native_files.save(self, folder / f"step-{self.step}")
         return f"step-{self.step}"
 
@@ -181,7 +178,7 @@ def gather(
 
 
 def build_mesh(config: Config) -> DeviceMesh | None:
-    """Return the strategy's device mesh: a row, a grid, or None for DDP and FSDP1."""
+    """Return a row, a grid, or None for DDP and FSDP1."""
     world_size = dist.get_world_size()
     grids = {
         "fsdp2": ((world_size,), ("shard",)),
@@ -212,7 +209,7 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[
             mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None,
             device_id=launch.device(),
             ignored_states=whole,
-            use_orig_params=True,  # otherwise a flat parameter can't mix groups or hold frozen parameters
+            use_orig_params=True,  # a flat parameter can't mix groups or hold frozen parameters
         )
     assert mesh is not None
     if config.strategy == "tp-fsdp":

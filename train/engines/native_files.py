@@ -34,12 +34,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from train import launch, optimizers, randomness
 
-#: Random state key per device type.
 _RANDOM = {"cpu": "rng_state", "cuda": "cuda_rng_state"}
 
 
 def save(engine: Any, folder: Path) -> None:
-    """Write a NativeEngine's whole state into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if engine.config.saving == "ranks":
         _save_ranks(engine, folder)
@@ -60,8 +58,8 @@ def load(engine: Any, folder: Path) -> None:
         for key in ("lr_scheduler", *_RANDOM.values()):  # a conversion may drop them, or this rank's state
             if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
                 state.pop(key, None)
-        # The default flattens the state. torch then drops FSDP1's tensors on ranks without a part of them, and takes
-        # the checkpoint for one from torch 2.3.
+        # By default, torch drops FSDP1's tensors on ranks without a part of them, and takes the checkpoint for one from
+        # torch 2.3.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         _set_state(engine, state, keys, full=False)
     elif (folder / "model.pt").is_file() or (folder / "pytorch_model_fsdp.bin").is_file():
@@ -109,7 +107,7 @@ def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> Non
     else:
         set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=_options(keys, full))
     engine.step = int(state["train_state"]["step"])
-    if engine.scheduler:  # a conversion from another framework keeps only the schedule's position
+    if engine.scheduler:  # a conversion keeps only the schedule's position
         fresh = optimizers.after(engine.step, engine.scheduler.state_dict())
         engine.scheduler.load_state_dict(state.get("lr_scheduler", fresh))
     # A conversion may keep only the step.
@@ -125,7 +123,7 @@ def _options(keys: str, full: bool) -> StateDictOptions:
 
 
 def _scattered(sharded: Any, whole: Any) -> Any:
-    """Return the state `whole` with every tensor cut to this rank's shard, following the state `sharded`."""
+    """Cut every tensor in `whole` to this rank's shard, following `sharded`."""
     if isinstance(sharded, dict):
         return {key: _scattered(sharded[key], value) if key in sharded else value for key, value in whole.items()}
     if not isinstance(sharded, DTensor):
@@ -142,7 +140,7 @@ def _rank_file(folder: Path, kind: str) -> Path:
 
 
 def _sharded(engine: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that makes FSDP1's state_dict() sharded. Other strategies always shard it."""
+    """Make FSDP1's state_dict() sharded. Other strategies always shard it."""
     if engine.config.strategy != "fsdp1":
         return contextlib.nullcontext()
     kind = StateDictType.SHARDED_STATE_DICT

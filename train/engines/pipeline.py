@@ -29,7 +29,7 @@ class PipelineRun(DeepSpeedEngine):
     """DeepSpeed's PipelineEngine on tensor-parallel layers. The model argument only supplies sizes."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        import deepspeed  # after train.engines.zero, because its import reads variables set there
+        import deepspeed  # its import reads variables set in train.engines.zero
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         world_size = dist.get_world_size()
@@ -105,7 +105,6 @@ class PipelineRun(DeepSpeedEngine):
         return tag
 
     def args(self) -> argparse.Namespace:
-        """Return the run arguments that Megatron-DeepSpeed records and readers of its files need."""
         of, config = self.sizes, self.config
         return argparse.Namespace(
             num_layers=of.layers,

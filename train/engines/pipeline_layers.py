@@ -1,9 +1,8 @@
 """Decoder like Megatron-DeepSpeed's: layers for DeepSpeed's PipelineModule, sharded over tensor-parallel ranks.
 
-Module names, layer order and tensor-parallel shards follow Megatron-DeepSpeed's GPTModelPipe. Layer 0 is a function,
-layer 1 the embedding. The transformer layers follow, then the final norm and an untied output layer (docs/pipelines.md
-names the compared commits). Each weight's generator is seeded with the tensor's full name, so every layout has the same
-weights.
+Module names, layer order and shards follow Megatron-DeepSpeed's GPTModelPipe (docs/pipelines.md names the commits).
+Layer 0 is a function, layer 1 the embedding. Each weight's generator is seeded with the tensor's full name, so every
+layout has the same weights.
 """
 
 import zlib
@@ -49,14 +48,14 @@ class Sizes:
 
 
 def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
-    """Return the model's sizes from its transformers config. Raise UserError if the layout does not fit."""
+    """Return the model's sizes. Raise UserError if the layout does not fit."""
     architecture = config.model.removesuffix("_wide").removesuffix("_even")
     if architecture not in ARCHITECTURES:
         raise UserError(
             f"--strategy megatron-deepspeed: --model {config.model} is not one of {', '.join(ARCHITECTURES)}"
         )
     hub, tp, heads = model.config, config.tp, model.config.num_attention_heads
-    neox = architecture == "gpt_neox"  # its config may hold meaningless sizes from other architectures
+    neox = architecture == "gpt_neox"  # its config may hold other architectures' sizes
     kv_heads = heads if neox else hub.num_key_value_heads
     head_dim = (not neox and getattr(hub, "head_dim", None)) or hub.hidden_size // heads
     for name, size in (("attention heads", heads), ("key/value heads", kv_heads)):
@@ -123,8 +122,6 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm if `of.layer_norm` is set."""
-
     def __init__(self, name: str, of: Sizes) -> None:
         super().__init__()
         self.epsilon = of.epsilon
@@ -139,8 +136,6 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word embedding, sharded by rows."""
-
     def __init__(self, of: Sizes) -> None:
         super().__init__()
         self.of = of
@@ -149,7 +144,6 @@ class Embedding(nn.Module):
         self.word_embeddings.weight = _parameter("embedding.word_embeddings.weight", shape, "rows", of)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Look up this rank's rows and sum over the ranks."""
         weight = self.word_embeddings.weight
         local = input_ids - self.of.rank * weight.shape[0]
         here = (local >= 0) & (local < weight.shape[0])
@@ -158,7 +152,6 @@ class Embedding(nn.Module):
 
 
 def output_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
-    """Return a tied embedding's logits."""
     weight = embedding.word_embeddings.weight
     return _gathered(functional.linear(ColumnParallel.apply(embedding.of.group, x), weight), embedding.of)
 
@@ -169,8 +162,6 @@ def _gathered(logits: torch.Tensor, of: Sizes) -> torch.Tensor:
 
 
 class Output(nn.Module):
-    """Output layer for an untied model."""
-
     def __init__(self, of: Sizes) -> None:
         super().__init__()
         self.of = of
@@ -208,7 +199,6 @@ class Attention(nn.Module):
 
 
 def _rotated(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Apply rotary positions to each head's first `dim` elements."""
     inverse = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=x.device).float() / dim)
     angles = torch.outer(torch.arange(x.shape[2], device=x.device).float(), inverse).repeat(1, 2)
     turned, kept = x[..., :dim], x[..., dim:]
@@ -218,8 +208,6 @@ def _rotated(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """MLP, gated by SiLU or plain with GELU."""
-
     def __init__(self, prefix: str, of: Sizes) -> None:
         super().__init__()
         self.gated = of.gated
@@ -265,5 +253,4 @@ def layers(of: Sizes, lib: Any) -> list[Any]:
 
 
 def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the loss of predicting every token but the first from the tokens before it."""
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

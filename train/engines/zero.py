@@ -42,17 +42,16 @@ _LINEAR = nn.functional.linear
 logger.setLevel(logging.ERROR)
 # DeepSpeed calls deprecated torch functions, once per rank.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# No compiled extension is needed here, and the search for them runs a compiler in every process.
+# The search for compiled extensions runs a compiler in every process.
 vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
 def _partition_unsent(init: Init, parameter: Any) -> None:
-    """Run Init._zero_init_param without its broadcast."""
     init._convert_to_deepspeed_param(parameter)
     parameter.partition()
 
 
-# Every rank builds the same model, so no broadcast is needed. DeepSpeed 0.19.8 fails to send a 0-dim parameter.
+# Every rank builds the same model. DeepSpeed 0.19.8 fails to broadcast a 0-dim parameter.
 deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
 Init._zero_init_param = _partition_unsent
 
@@ -75,7 +74,7 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": int(config.strategy[-1]),
-            # The defaults suit large models and would allocate gigabytes here.
+            # The defaults would allocate gigabytes.
             "reduce_bucket_size": 100_000,
             "allgather_bucket_size": 100_000,
             "stage3_prefetch_bucket_size": 10_000,
@@ -87,16 +86,16 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
         },
     }
     if config.optimizer == "adamw":
-        # torch's Adam; DeepSpeed's own would compile a C++ or CUDA extension first.
+        # DeepSpeed's own Adam would compile a C++ or CUDA extension first.
         params = {"lr": config.lr, "torch_adam": True} | ({"fused": True} if config.fused else {})
         generated["optimizer"] = {"type": "AdamW", "params": params}
     if config.optimizer == "muon":  # Adam steps everything but the layers' matrices
         generated["optimizer"] = {"type": "Muon", "params": {"lr": config.lr, "momentum": 0.9, "torch_adam": True}}
-        generated["zero_optimization"]["reduce_scatter"] = False  # Muon refuses reduce_scatter
+        generated["zero_optimization"]["reduce_scatter"] = False  # Muon refuses it
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
         peaks: dict[str, Any] = {"warmup_min_lr": [rate / 10 for rate in rates], "warmup_max_lr": rates}
-        if config.optimizer == "muon":  # DeepSpeed makes the groups itself, so all share one rate
+        if config.optimizer == "muon":  # DeepSpeed makes the groups, so all share one rate
             peaks = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
         lengths = {"total_num_steps": config.schedule_steps, "warmup_num_steps": WARMUP}
         generated["scheduler"] = {"type": "WarmupDecayLR", "params": lengths | peaks}
@@ -104,8 +103,6 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class DeepSpeedEngine(Engine):
-    """Shared base for the ZeRO and pipeline engines."""
-
     engine: Any
 
     @property
@@ -128,7 +125,6 @@ class DeepSpeedEngine(Engine):
             raise ValueError("DeepSpeed found nothing to load")
 
     def close(self) -> None:
-        """Destroy the engine and undo its changes to the process."""
         self.engine.destroy()
         del self.engine, self.optimizer
         decide_on_fp16()
@@ -145,15 +141,15 @@ class ZeroEngine(DeepSpeedEngine):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.options = ds_config(config, groups)
         self.stage = self.options["zero_optimization"]["stage"]
-        # DeepSpeed drops empty parameters from its groups, so they have no master.
+        # DeepSpeed drops empty parameters, so they have no master.
         self.groups = [{self.names[p]: p for p in group["params"] if p.numel()} for group in groups]
         if self.stage == 3 and (blocks := models.sparse_blocks(model)):
-            # Ranks use different experts, so fetching these blocks' parameters one by one would hang.
+            # Ranks use different experts, so fetching their parameters one by one would hang.
             set_z3_leaf_modules(model, blocks)
         if config.optimizer == "muon":
             torch._dynamo.config.disable = True
         decide_on_fp16(config)
-        # ZeRO-3 numbers parameters process-wide and saves the numbers, so every run starts at 0.
+        # ZeRO-3 numbers parameters process-wide and saves the numbers.
         Init.param_id = 0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
@@ -197,7 +193,6 @@ class ZeroEngine(DeepSpeedEngine):
         return logits
 
     def save(self, folder: Path) -> str:
-        """Save under DeepSpeed's default tag, global_stepN."""
         self.engine.save_checkpoint(str(folder))
         return f"global_step{self.engine.global_steps}"
 
@@ -216,8 +211,8 @@ class ZeroEngine(DeepSpeedEngine):
     def _gather_optimizer(self) -> dict[str, torch.Tensor]:
         """Return every master and optimizer state, assembled from the ranks' pieces and checked against DeepSpeed.
 
-        The results of safe_get_full_* are not exact enough for the truth. Below stage 3 they add pieces to zeros, so
-        -0.0 becomes 0.0. They also use the masters' dtype for every state.
+        safe_get_full_* are not exact enough for the truth. Below stage 3 they add pieces to zeros, so -0.0 becomes 0.0.
+        They also use the masters' dtype for every state.
         """
         if self.stage < 3:
             relink(self.optimizer)
@@ -252,13 +247,13 @@ class ZeroEngine(DeepSpeedEngine):
         return fragment(parameter, Place(name, tuple(parameter.shape)), state)
 
 
-#: Muon's state for its matrices. Adam steps the rest without it.
+#: Muon's state for its matrices.
 _MOMENTUM = "momentum_buffer"
 
 
 def state_names(engine: Any) -> list[str]:
     """Return the names of optimizer states shaped like their parameters; these are sharded."""
-    # Sorted, because all ranks must gather in one order and load_universal leaves a set's order.
+    # All ranks must gather in one order, and load_universal leaves a set's order.
     return sorted(
         {
             name
@@ -296,7 +291,7 @@ def adam_step(engine: Any) -> int | None:
 def decide_on_fp16(config: Config | None = None) -> None:
     """Allow fp16 for a run in fp16, or reset to DeepSpeed's answer.
 
-    DeepSpeed rejects fp16 on most CPUs, although torch computes it on all of them, slowly.
+    DeepSpeed rejects fp16 on most CPUs, although torch computes it on all of them.
     """
     accelerator = get_accelerator()
     for name in ("is_fp16_supported", "supported_dtypes"):

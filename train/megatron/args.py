@@ -1,8 +1,6 @@
 """Megatron-LM's `args` of a run, as saved in its checkpoints.
 
-Megatron-LM keeps every option of a run in one argparse.Namespace, builds the model from it and saves it with every
-checkpoint. `arguments` fills such a namespace from a transformers config, with the names of Megatron-LM core_v0.16.1
-(megatron/training/arguments.py). `transformer_config` turns it into megatron-core's config.
+The names are Megatron-LM core_v0.16.1's (megatron/training/arguments.py).
 """
 
 import dataclasses
@@ -19,7 +17,6 @@ from train.config import Config, UserError
 from train.models import DTYPES
 
 _GELU_TANH = partial(functional.gelu, approximate="tanh")
-#: Megatron-LM options that default to off or None.
 _OFF = (
     *("rotary_interleaved", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "quick_geglu"),
     *("openai_gelu", "squared_relu", "multi_latent_attention", "moe_grouped_gemm", "data_parallel_random_init"),
@@ -44,7 +41,6 @@ def arguments(sizes: Any, config: Config) -> Namespace:
 
 
 def transformer_config(args: Namespace) -> Any:
-    """Return megatron-core's config for the same model."""
     from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -75,7 +71,6 @@ def transformer_config(args: Namespace) -> Any:
 
 
 def _common(sizes: Any, config: Config) -> dict[str, Any]:
-    """Return the options shared by most architectures, with Megatron-LM's defaults."""
     heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
     rope = getattr(sizes, "rope_parameters", None) or {}
     return (
@@ -256,7 +251,6 @@ _ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
-    """Return the options that distribute the model over ranks."""
     multiple = config.vocab_multiple * config.tp
     world_size = dist.get_world_size()
     return {
@@ -282,7 +276,6 @@ def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
 
 
 def _training(config: Config) -> dict[str, Any]:
-    """Return the options for training and saving."""
     dtype = DTYPES[config.dtype]
     return {
         "params_dtype": dtype,
@@ -314,7 +307,6 @@ def _training(config: Config) -> dict[str, Any]:
 
 
 def _require_division(config: Config, values: dict[str, Any]) -> None:
-    """Raise UserError if the model does not divide evenly by the parallel sizes."""
     world_size, experts = dist.get_world_size(), values["num_experts"]
     if world_size % (config.tp * config.pp):
         raise UserError(f"--tp {config.tp} --pp {config.pp}: {world_size} ranks do not divide by their product")

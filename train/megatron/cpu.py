@@ -1,7 +1,7 @@
 """Patches to run megatron-core 0.16.1 without a GPU, Transformer Engine or Apex.
 
-docs/training.md lists the patches with reasons. GPU functions are only replaced on a machine without a GPU. The
-transport is then gloo, and gloo has every collective used by megatron-core.
+docs/training.md lists the patches with reasons. The transport is then gloo, and gloo has every collective used by
+megatron-core.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def numbered_device() -> contextlib.AbstractContextManager[Any]:
 
 
 def _has_gpu() -> bool:
-    """Return True on a machine with a GPU. Separate, so that tests can fake a GPU while megatron-core uses the CPU."""
+    """Separate, so that tests can fake a GPU while megatron-core uses the CPU."""
     return torch.cuda.is_available()
 
 
@@ -95,8 +95,6 @@ class _CenteredNorm(torch.nn.LayerNorm):
 
 
 class _CenteredRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with weights stored minus one."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
@@ -111,7 +109,7 @@ def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Accept the widths passed by multi-latent attention, and ignore them: attention reads them off the tensors."""
+    """Accept and ignore multi-latent attention's widths: attention reads them off the tensors."""
 
     def attend(*args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
@@ -131,8 +129,6 @@ def _put_by(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _mesh_by(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-    """Make a CPU mesh even if a GPU mesh is requested."""
-
     def mesh(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
         return make(group, "cpu", *args, **kwargs)
 
@@ -171,7 +167,7 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if _names_cuda(device) or isinstance(device, int) else device
 
 
-#: Stream that is always empty, because CPU calls finish before they return.
+#: Always empty: CPU calls finish before they return.
 _STREAM = mock.MagicMock()
 
 _CUDA: dict[str, Any] = {

@@ -19,7 +19,7 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 from train.truth.pieces import collect
 
-# megatron-core warns on import, on each rank, about every missing GPU package.
+# megatron-core warns about every missing GPU package.
 warnings.filterwarnings("ignore", module="megatron")
 # It calls deprecated torch functions.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -27,8 +27,6 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 class MegatronEngine(Engine):
-    """Megatron-core's GPTModel."""
-
     def __init__(self, sizes: Any, config: Config) -> None:
         self.config = config
         self.args = megatron_args.arguments(sizes, config)
@@ -63,7 +61,6 @@ class MegatronEngine(Engine):
             self.transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
 
     def _wrap(self, chunks: list[Any]) -> list[Any]:
-        """Wrap the chunks for data parallelism."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         args = self.args
@@ -110,7 +107,7 @@ class MegatronEngine(Engine):
                 chunk.eval()
             # With several chunks, the stages must divide the micro batches.
             micro_batches = [input_ids] * self.args.pipeline_model_parallel_size
-            # Layers for multi-token prediction only produce a loss, so they are off here.
+            # Layers for multi-token prediction only produce a loss.
             with (
                 mock.patch.object(self.transformer, "mtp_num_layers", None),
                 mock.patch.object(self.bare[-1], "mtp_process", False),
@@ -155,7 +152,6 @@ class MegatronEngine(Engine):
         }
 
     def close(self) -> None:
-        """Free the model and megatron-core's process groups."""
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -172,7 +168,6 @@ class MegatronEngine(Engine):
         parallel_state.destroy_model_parallel()
 
     def _run(self, micro_batches: list[torch.Tensor], step: Any, **options: Any) -> list[Any]:
-        """Run the schedule over micro batches and return the last stage's results."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         results: list[Any] = get_forward_backward_func()(
@@ -269,8 +264,8 @@ def _gpt_model(args: Any, transformer: Any, vp_stage: int | None, **given: Any) 
 def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
     """Return Megatron's optimizer, chained with a second one for experts on other ranks.
 
-    It has the two param groups from `optimizers.param_groups`, but 2-dim biases, used only by experts, are in the
-    matrix group here.
+    It has the groups from `optimizers.param_groups`, but 2-dim biases, used only by experts, are in the matrix group
+    here.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -304,9 +299,9 @@ def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
 def build_scheduler(optimizer: Any, config: Config) -> Any:
     """Return Megatron's schedule, counted in sequences: cosine, constant, or warmup and linear decay.
 
-    The last differs slightly from DeepSpeed's, which is one step behind and warms up logarithmically from a tenth of
-    each group's peak. Peak, floor and lengths are the same. Only the position is loaded from a checkpoint, like with
-    Megatron-LM's --override-opt-param-scheduler; this run's options set the schedule.
+    The last differs slightly from DeepSpeed's: DeepSpeed is one step behind and warms up logarithmically from a tenth
+    of each group's peak. Only the position is loaded from a checkpoint, like with Megatron-LM's
+    --override-opt-param-scheduler; this run's options set the schedule.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -329,7 +324,6 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
 
 
 def _broadcast_last_stage(tensor: torch.Tensor) -> torch.Tensor:
-    """Broadcast the last pipeline stage's tensor into the other stages' tensors."""
     from megatron.core import parallel_state as mpu
 
     dist.broadcast(tensor, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
@@ -345,13 +339,13 @@ def _inputs(batches: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
     """Run a micro batch through one chunk. Return the output and the last stage's loss function."""
     input_ids, inputs = _inputs(batches)
-    # Every token but the first is predicted from the tokens before it. The last has no target.
+    # The last token has no target.
     labels = input_ids.roll(-1, 1)
     output = chunk(labels=labels, **inputs)
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses[:, :-1].float().mean()
-        # A copy, because the schedule divides the loss in place.
+        # The schedule divides the loss in place.
         return mean, {"loss": mean.detach().clone()}
 
     return output, loss

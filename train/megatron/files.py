@@ -5,9 +5,8 @@
     --save torch_dist  iter_0000004/{.metadata, __R_K.distcp, common.pt, metadata.json}, by megatron-core itself
     --save fsdp_dtensor  iter_0000004/{.metadata, __R_K.distcp}, by torch; can't be loaded
 
-and latest_checkpointed_iteration.txt in the run folder. Contents follow Megatron-LM core_v0.16.1,
-megatron/training/checkpointing.py: save_checkpoint, generate_state_dict, preprocess_fsdp_dtensor_state_dict,
-load_checkpoint.
+Contents follow Megatron-LM core_v0.16.1, megatron/training/checkpointing.py: save_checkpoint, generate_state_dict,
+preprocess_fsdp_dtensor_state_dict, load_checkpoint.
 """
 
 import random
@@ -29,13 +28,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from train.config import UserError
 
-#: Key suffix used by Transformer Engine modules. The stand-ins (`stand_ins`) have fewer such keys.
+#: Used by Transformer Engine modules. The stand-ins (`stand_ins`) have fewer such keys.
 _EXTRA = "._extra_state"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save(engine: Any, folder: Path) -> str:
-    """Write a MegatronEngine's checkpoint into the run folder and return its tag."""
     tag = f"iter_{engine.step:07d}"
     engine.args.iteration = engine.step
     engine.args.consumed_train_samples = engine.sequences
@@ -61,7 +59,6 @@ def load(engine: Any, folder: Path) -> None:
 
 
 def rank_folder(folder: Path) -> Path:
-    """Return the folder with this rank's file in a torch checkpoint."""
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
@@ -71,13 +68,11 @@ def rank_folder(folder: Path) -> Path:
 
 
 def _common(engine: Any) -> dict[str, Any]:
-    """Return the entries shared by all formats."""
     state = {"args": engine.args, "checkpoint_version": 3.0, "iteration": engine.step}
     return state | {"num_floating_point_operations_so_far": 0}
 
 
 def _keys(engine: Any) -> list[str]:
-    """Return the chunks' keys in a state."""
     return [f"model{number}" for number in range(len(engine.bare))] if len(engine.bare) > 1 else ["model"]
 
 
@@ -199,8 +194,8 @@ def _save_torch_dist(engine: Any, folder: Path) -> None:
 def _warn_of_shifted_states(engine: Any) -> None:
     """Warn if megatron-core saves wrong optimizer states, because the truth then contradicts the checkpoint.
 
-    Up to 0.19.0 sharded_param_state_fully_reshardable mixes up offsets: it uses positions that include the padding
-    between buckets to index tensors without padding. States from the second bucket on are shifted.
+    Up to 0.19.0 sharded_param_state_fully_reshardable uses positions with the padding between buckets to index tensors
+    without padding. States from the second bucket on are shifted.
     """
     if not engine.args.use_distributed_optimizer or engine.config.optimizer_format != "fully_reshardable":
         return
@@ -223,7 +218,7 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
     keys = {entry.key for entry in saved.values()}
     optimizer = any(key.startswith(("optimizer.", "chained_")) for key in keys)
     if optimizer and engine.args.use_distributed_optimizer:
-        # megatron-core reads torch Adam's states, but they don't exist before its first step.
+        # torch Adam's states don't exist before its first step.
         for one in engine.optimizer.chained_optimizers:
             one._init_optimizer_states_with_dummy_values()
     state = _sharded_state(engine, metadata, optimizer, loading=True)

@@ -1,7 +1,7 @@
 """Megatron-FSDP: megatron-core's own fully sharded data parallelism.
 
-It is set up like in Megatron-LM core_v0.16.1 with --use-megatron-fsdp --data-parallel-sharding-strategy
-optim_grads_params (megatron/training/training.py, get_model).
+Set up like in Megatron-LM core_v0.16.1 with --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+(megatron/training/training.py, get_model).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,6 @@ from train.truth.pieces import Piece, Place, collect
 
 
 class FsdpEngine(MegatronEngine):
-    """Engine with parameters, gradients and optimizer states sharded over data-parallel ranks."""
-
     def _wrap(self, chunks: list[Any]) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -42,7 +40,6 @@ class FsdpEngine(MegatronEngine):
         self.optimizer.optimizer.register_step_pre_hook(give_empty_gradients)
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Gather from the buffers used for computing."""
         with on_this_machine():
             tensors = collect(list(pieces(self._buffer, self.places, self.optimizer)))
             tensors |= collect(megatron_truth.model_pieces(self.bare, parameters=False))
@@ -57,7 +54,6 @@ class FsdpEngine(MegatronEngine):
 
 
 def open_engine(model: Any, config: Config) -> MegatronEngine:
-    """Return the engine for megatron-core's version of transformers' `model`."""
     return (FsdpEngine if config.saving == "fsdp_dtensor" else MegatronEngine)(model.config, config)
 
 
@@ -81,7 +77,6 @@ def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) ->
 def named_groups(
     buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return every param group with its parameters' names."""
     names = {sharded: places[sharded.orig_param].name for _, sharded in buffer.optimizer_named_parameters}
     groups = optimizer.optimizer.param_groups
     return [(group, [names[parameter] for parameter in group["params"]]) for group in groups]
@@ -90,7 +85,7 @@ def named_groups(
 def give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Give parameters without elements on this rank a gradient, so torch's Adam creates states for them.
 
-    Transformer Engine's Adam creates states without gradients, and saving is collective over all of them.
+    Saving is collective over all states. Transformer Engine's Adam creates them without gradients.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,7 +1,6 @@
 """Stand-ins for Transformer Engine and fla modules used by megatron-core's hybrids, which need a GPU.
 
-From Transformer Engine: the linear layer with a norm in front. From fla: the norm of queries and keys. The rest is
-megatron-core's own: splitting of packed layers, convolutions, gates, and the gated delta rule in torch.
+The splitting of packed layers, convolutions, gates, and the gated delta rule in torch are megatron-core's own.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ from torch.nn import functional
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Make megatron-core build Transformer Engine's layers from its own while open."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs

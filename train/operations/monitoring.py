@@ -35,7 +35,7 @@ def require_free(config: Config) -> None:
 
 
 class Operations:
-    """One run's operations, as a context manager. All ranks call each method together."""
+    """One run's operations. All ranks call each method together."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, Path(config.output)
@@ -61,19 +61,17 @@ class Operations:
         self.heart.__exit__(*reason)
 
     def steps_to_take(self, done: int) -> int:
-        """Return the number of steps left after step `done`. Print a note if --until leaves 0."""
+        """Return the number of steps left. Print a note if --until leaves 0."""
         config = self.config
         if config.until and config.until <= done:
             _say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
         return max(config.until - done, 0) if config.until else config.steps
 
     def ended(self) -> None:
-        """Drop the engine before it is closed."""
         self.enter("closing")
         self.engine = None
 
     def enter(self, phase: str) -> None:
-        """Report a new phase to the watcher."""
         self.heart.enter(phase, self.engine.step if self.engine else self.heart.facts["step"])
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
@@ -201,13 +199,12 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _peak_memory() -> int:
-    """Return the peak memory in bytes: tensors on the GPU, or this process on the CPU."""
+    """Return the peak in bytes: tensors on the GPU, or this process on the CPU."""
     if launch.on_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _say(text: str) -> None:
-    """Print once, on the first rank."""
     if launch.is_first():
         print(text, file=sys.stderr, flush=True)

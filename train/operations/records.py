@@ -1,7 +1,7 @@
 """Records of complete checkpoints: OUTPUT/records/step-N.json.
 
-A record has the files with their sizes, the run's settings, each rank's live state (see state.py), the recent losses
-and the skipped sequences. `ckpt verify --run` compares settings and live states.
+A record has the files with their sizes, the run's settings, each rank's live state, the recent losses and the skipped
+sequences. `ckpt verify --run` compares settings and live states.
 """
 
 import json
@@ -16,8 +16,6 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Record:
-    """Record for one checkpoint in `output`. `facts` is the record file's content."""
-
     output: Path
     facts: dict[str, Any]
 
@@ -27,7 +25,6 @@ class Record:
 
     @property
     def checkpoint(self) -> Path:
-        """Checkpoint folder written by the engine."""
         return self.output / str(self.facts["checkpoint"])
 
 
@@ -45,7 +42,6 @@ def read(output: Path, step: int) -> Record | None:
 
 
 def read_all(output: Path) -> list[Record]:
-    """Read a run's records, oldest first."""
     steps = [int(path.stem.partition("-")[2]) for path in (output / FOLDER).glob("step-*.json")]
     return [record for step in sorted(steps) if (record := read(output, step)) is not None]
 

@@ -8,17 +8,16 @@ import torch
 from train import randomness
 from train.config import Config, read_ds_config
 
-#: Options that affect the result. The others set paths, duration, parallelism or file layout.
+#: Options that affect the result.
 SETTINGS = (
     *("model", "dtype", "precision", "dropout", "batch", "length", "seed", "optimizer", "scheduler", "schedule_steps"),
     *("lr", "weight_decay", "freeze", "lora", "vocab", "layers", "mtp_layers"),
 )
-#: DeepSpeed config keys that affect the result. The others place data.
+#: DeepSpeed config keys that affect the result.
 _DS_CONFIG = ("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "data_types", "train_batch_size")
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the run's settings by option, equal on every rank."""
     found = {name: getattr(config, name) for name in SETTINGS}
     requested = read_ds_config(config.ds_config)
     return _plain(found | {"ds_config": {key: requested[key] for key in _DS_CONFIG if key in requested}})
@@ -52,7 +51,7 @@ def live(engine: Any) -> dict[str, Any]:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return an optimizer's state tensors without the per-parameter step counters."""
+    """Return state tensors without the per-parameter step counters."""
     return [
         value
         for state in optimizer.state.values()
@@ -73,7 +72,6 @@ def dropout(modules: list[Any]) -> dict[str, list[float]]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return 16 hex digits that identify the tensor's bytes."""
     return hashlib.blake2b(tensor.contiguous().cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
@@ -82,7 +80,7 @@ def _state(scaler: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value's JSON-compatible part, like a JSON round trip would."""
+    """Return a value's JSON-compatible part."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items() if _is_plain(entry)}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,7 @@
 """Trackers for a run's metrics: W&B, TensorBoard or trackio, imported only if requested.
 
-A tracker gets the same numbers as the JSON-lines log. No tracker needs a network. TensorBoard and trackio write files.
-W&B runs offline if WANDB_MODE is unset and there is no API key or no connection to its server. Upload such a run later
-with `wandb sync OUTPUT/wandb/offline-run-*`.
+No tracker needs a network. W&B runs offline if WANDB_MODE is unset and there is no API key or no connection to its
+server. Upload such a run later with `wandb sync OUTPUT/wandb/offline-run-*`.
 """
 
 import importlib.util
@@ -29,7 +28,7 @@ def require(name: str) -> None:
 
 
 def open_tracker(config: Config) -> Any:
-    """Return the run's --track tracker, with log(metrics, step) and finish(), or None. Its files go to --output."""
+    """Return the run's --track tracker, with log(metrics, step) and finish(), or None."""
     output = Path(config.output)
     if config.track == "wandb":
         import wandb
@@ -42,7 +41,7 @@ def open_tracker(config: Config) -> Any:
             config=asdict(config),
         )
     if config.track == "trackio":
-        os.environ.setdefault("TRACKIO_DIR", str(output / "trackio"))  # trackio reads it during import
+        os.environ.setdefault("TRACKIO_DIR", str(output / "trackio"))  # read during import
         import trackio
 
         return trackio.init(project=PROJECT, name=output.name, config=asdict(config), embed=False)
@@ -59,7 +58,6 @@ def flat(line: dict[str, Any]) -> dict[str, float]:
 
 
 def wandb_is_reachable(timeout: float = 3.0) -> bool:
-    """Return True if an API key is set and W&B's server answers within `timeout` seconds."""
     address = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     if not os.environ.get("WANDB_API_KEY") and not (netrc.is_file() and str(address.hostname) in netrc.read_text()):
@@ -73,8 +71,6 @@ def wandb_is_reachable(timeout: float = 3.0) -> bool:
 
 
 class TensorBoard:
-    """TensorBoard's writer with the other trackers' interface."""
-
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

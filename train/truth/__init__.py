@@ -65,9 +65,9 @@ def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]
 
 
 def record(engine: Engine, config: Config, tag: str) -> None:
-    """Write the engine's truth and logits files into the run folder. All ranks call it together."""
+    """Write the engine's truth and logits files. All ranks call it together."""
     tensors, facts = engine.gather()
-    # The same sequences for every run, far beyond any training step.
+    # Far beyond any training step.
     input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
     logits = engine.logits(input_ids)
     if dist.get_rank() == 0:

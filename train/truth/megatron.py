@@ -23,7 +23,7 @@ _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 
 
 def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
-    """Yield every parameter (True) and persistent buffer (False) in a GPTModel with its place."""
+    """Yield every parameter (True) and persistent buffer (False) with its place."""
     from megatron.core import parallel_state as mpu
 
     kept = chunk.state_dict().keys()
@@ -35,7 +35,7 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
         # Attention sinks are sharded by heads but carry no attributes for it.
         sinks = name.endswith(".softmax_offset")
         if is_parameter and (sinks or getattr(tensor, "tensor_model_parallel", False)):
-            # Parameters of a gated delta net are sharded along dim 0, but megatron-core 0.16.1 does not record it.
+            # A gated delta net is sharded along dim 0, but megatron-core 0.16.1 does not record it.
             dim = 0 if sinks or tensor.partition_dim < 0 else tensor.partition_dim
             stride = 1 if sinks else tensor.partition_stride
             if _EXPERT.search(name) or _GROUPED.search(name):
@@ -60,7 +60,6 @@ def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def canonical(chunk: Any, name: str) -> str:
-    """Return a tensor's name in the whole model."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return _EMBEDDING  # the last stage's copy
     numbered = _NUMBERED.match(name)
@@ -122,7 +121,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> list[Piece]:
-    """Return this rank's pieces: every parameter and buffer, or only buffers if not `parameters`."""
+    """Return this rank's pieces."""
     return [
         Piece("weight" if is_parameter else "buffer", place, 0, _elements(tensor))
         for chunk in chunks
@@ -132,7 +131,6 @@ def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> lis
 
 
 def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]:
-    """Return this rank's piece of every master and optimizer state."""
     places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
     pieces = []
     for one in leaves(optimizer):

@@ -31,21 +31,18 @@ class Place:
         return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Cut this part out of the whole tensor."""
         if self.dim is None:
             return whole
         blocks = [block.chunk(self.count, self.dim)[self.index] for block in self._blocks(whole, self.count)]
         return torch.cat(blocks, self.dim)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join all parts, in order, into the whole tensor."""
         if self.dim is None:
             return parts[0]
         blocks = [self._blocks(part, 1) for part in parts]
         return torch.cat([block for column in zip(*blocks, strict=True) for block in column], self.dim)
 
     def _blocks(self, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-        """Split a tensor with `count` parts into its blocks."""
         assert self.dim is not None
         if self.sections:
             return tensor.split([size * count for size in self.sections], self.dim)

@@ -5,8 +5,8 @@ A checkpoint is whole if all of these hold:
 - The format's reader can open it.
 - The parts of every tensor cover it exactly once.
 - Names and shapes match the model's config.
-- No file is missing, empty or truncated (`ckpt.commands.check.files`).
-- No unread file looks like training state (`ckpt.runs.unread_files`).
+- No file is missing, empty or truncated.
+- No unread file looks like training state.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")
 _MANY_FILES = 1000  # per checkpoint, in a run's list
 _MAX_SHOWN = 20  # damaged tensors per report
-#: Names of folders during a save: `tmp-checkpoint-3` (transformers before 4.40), `global_step3.tmp`,
+#: Folders during a save: `tmp-checkpoint-3` (transformers before 4.40), `global_step3.tmp`,
 #: `step-3.orbax-checkpoint-tmp-0`.
 _STAGING = re.compile(r"\.?tmp[-_.](?P<to_come>.+)|(?P<before>.+?)[._-](?:[\w-]+-)?tmp(?:[._-].*)?")
 #: Tracker content in Megatron-LM's release checkpoints (megatron/training/checkpointing.py).
@@ -131,7 +131,6 @@ class Checked:
         return next((kind for kind in (DAMAGED, INCOMPLETE, HALF, UNKNOWN, NOT_READ, UNPROVED) if kind in kinds), WHOLE)
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells under `HEADS`."""
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
         state = printable(f"{self.state}: {self.problems[0]}{more}") if self.problems else WHOLE
         step = "" if self.step is None else str(self.step)
@@ -226,9 +225,8 @@ def check(
     """Check that the checkpoint at `path`, or each checkpoint in the run folder `path`, is whole.
 
     By default, no tensor data is read. `every_byte` also compares the checksums in torch's files and ckpt's manifest.
-    `values` reads every value: NaN and infinities are damage. Zeros, constants, equal experts, untrained adapters and
-    tensors unchanged since the previous step are noted. Raises NotFoundError if nothing is there, UsageError for
-    several runs.
+    With `values`, NaN and infinities are damage. Zeros, constants, equal experts, untrained adapters and tensors
+    unchanged since the previous step are noted. Raises NotFoundError if nothing is there, UsageError for several runs.
 
     Args:
         path: The checkpoint or run folder.
@@ -236,7 +234,7 @@ def check(
         tag: The step's folder or number; None for the latest.
         every_byte: Read all tensor data and compare checksums.
         values: Read every value and look for damage.
-        progress: Called with the number of bytes since the last call.
+        progress: Called with the number of new bytes.
     """
     path = local(path)
     takes_long = every_byte or values  # a trainer may save or remove steps in the meantime
@@ -268,7 +266,6 @@ def _uninspected(place: Path, root: Path, every: list[Path]) -> Checked | None:
 
 
 def expected_bytes(path: str | Path, tag: str | None = None) -> int:
-    """Return the total size in bytes for `check` to read."""
     path = local(path)
     with translate_os_errors(path):
         return size_of(files_below(path if tag is None else _tagged(path, tag, AUTO)))
@@ -277,14 +274,14 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
 def checkpoints_of(path: Path) -> list[Path]:
     """Return the checkpoints in a run folder, newest first.
 
-    `path` itself comes first if it is a checkpoint or has no steps. Steps are found by name, without opening them. Any
-    `checkpoint-N` counts, whatever it contains. Raise SeveralRunsError for a folder of several runs.
+    `path` itself comes first if it is a checkpoint or has no steps. Steps are found by name: any `checkpoint-N` counts.
+    Raise SeveralRunsError for a folder of several runs.
     """
     return _run_of(path)[1]
 
 
 def _run_of(path: Path) -> tuple[Path, list[Path]]:
-    """Return the run folder at `path`, or the only run below it, and the run's checkpoints."""
+    """Return the run folder at `path`, or the only run below it, and its checkpoints."""
     if models_of(path):
         return path, [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
@@ -308,7 +305,7 @@ def _may_be_run(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if the folder's own files are a checkpoint, and not files of a step inside it."""
+    """Return True if the folder's own files are a checkpoint, not a step's files."""
     return any(not _is_stray(one, path) for one in formats_of(path))
 
 
@@ -320,7 +317,6 @@ def _is_stray(one: Format, place: Path) -> bool:
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
-    """Return the folder for `tag`: in `path`, or in a step or run there."""
     if path.is_dir() and tag:
         named, steps = confined(path, tag), run_at(path).tagged(tag)
         if named != path and (named.is_dir() or steps):
@@ -337,7 +333,6 @@ def _recorded(path: Path) -> dict[str, str]:
 
 
 def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
-    """Yield problems with unfinished steps and with files that name the current step."""
     recorded = _recorded(path)
     for name in (LATEST, LATEST_UNIVERSAL, TRACKER):
         said = recorded_step(path / name)
@@ -432,7 +427,7 @@ def _check_one(
         problems += _missing_content(one)
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
     told: dict[str, Problem] = {}
-    # report the reader's problem before a second one about the same file
+    # report the reader's problem first
     for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING)):
         told.setdefault(problem.where, problem)
     return Checked(
@@ -449,7 +444,6 @@ def _check_one(
 
 
 def _together(models: list[Checkpoint], place: Path) -> Checkpoint:
-    """Return the save's only model, or the first one with all models' files."""
     if len(models) == 1:
         return models[0]
     files = {file.path: file for one in models for file in one.files}
@@ -463,7 +457,6 @@ def _findings(
     problems: list[Problem],
     progress: Callable[[int], None] | None,
 ) -> list[ValueFinding]:
-    """Read every value, and add damage to `problems`."""
     from ckpt.commands.check.findings import findings  # imports numpy; header checks don't need it
 
     try:
@@ -493,7 +486,6 @@ def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Chec
 
 
 def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
-    """Yield formats that open `place` itself instead of `others` below it."""
     below = [other for other in others if other.is_relative_to(place)]
     is_first = True
     for one in registry.all_formats():
@@ -511,7 +503,7 @@ def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
 
 
 def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
-    """Yield the formats that can still be read in an incomplete folder, with a note if the optimizer is missing."""
+    """Yield readable formats in an incomplete folder, with a note if the optimizer is missing."""
     for name in formats:
         with suppress(CkptError):
             open_checkpoint(place, name)
@@ -519,7 +511,6 @@ def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
 
 
 def _unread_findings(checkpoint: Checkpoint, place: Path, *, of_run: bool) -> Iterator[Problem]:
-    """Yield unread files in and next to the checkpoint's folder. Include the run's files if `of_run`."""
     for one in list_unread(checkpoint):
         path = Path(os.path.normpath(Path(checkpoint.path) / one.name))
         is_within = path.is_relative_to(place)
@@ -538,7 +529,6 @@ def _differing_from_manifest(place: Path) -> list[Problem]:
 
 
 def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield tensors with gaps or overlaps between their parts."""
     found = list(damaged(checkpoint.tensors.values()))
     for one in found[:_MAX_SHOWN]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
@@ -557,7 +547,6 @@ def _mixed_save_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield problems for parameters without elements and missing optimizer states."""
     states, is_all = missing_states(checkpoint)
     if states and is_all:
         yield Problem(UNKNOWN, "optimizer", states, CorruptError.exit_code)
@@ -568,7 +557,6 @@ def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield missing and unexpected quantization parts, and an unknown quantization method."""
     weights = services.quantization.quantized_weights(checkpoint)
     for fault in weights.faults[:_MAX_SHOWN]:
         yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
@@ -610,7 +598,7 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems for tensors that the config expects and the checkpoint lacks.
 
-    A trainer may leave out frozen or unused parts. A folder for from_pretrained needs every tensor.
+    A trainer may leave out frozen or unused parts. from_pretrained needs every tensor.
     """
     parts, tensors = services.expected.missing_content(checkpoint)
     is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
@@ -621,7 +609,6 @@ def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield names and shapes that contradict the config."""
     if checkpoint.namespace in OF_THE_MODEL or checkpoint.is_adapter:
         return
     namespace = registry.namespace(checkpoint.namespace)
@@ -639,7 +626,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
-    """Yield problems with files that a conversion copies from outside the checkpoint's folder."""
+    """Yield problems with carried files outside the checkpoint's folder."""
     carried: set[Path] = set()
     for model in models:
         try:

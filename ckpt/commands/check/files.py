@@ -1,7 +1,7 @@
 """Completeness of files, one by one and as sets, to find interrupted saves.
 
-This module knows no formats. Readers check that all tensors are present. By default it reads only headers, directories
-and indexes. To check every byte, it compares CRC-32s in torch's zip files and reads all other files to the end.
+By default it reads only headers, directories and indexes. To check every byte, it compares CRC-32s in torch's zip files
+and reads all other files to the end.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
 from ckpt.runs.file_table import TORCH_SUFFIXES
 
-#: A file is missing, empty or truncated; a file contradicts itself; a file can't be read.
+#: A file is missing, empty or truncated; contradicts itself; can't be read.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
 #: Optimizer states without a model from the same save.
 HALF = "half a checkpoint"
 #: An unread file looks like training state.
 NOT_READ = "not all read"
-#: An unused file is not torch's, or holds program objects. This is not an error.
+#: An unused file is not torch's, or holds program objects. This is no error.
 LEFT = "not looked into"
-#: A quantization method or an adapter setting is unknown, so the expected parts are unknown.
+#: A quantization method or an adapter setting is unknown, so the expected parts are too.
 UNPROVED = "parts not checked"
-#: No file has some tensors in the config. The run saved none, so the files are fine.
+#: Some tensors in the config were not saved. The files are fine.
 LACKING = "lacking"
 
 #: Words in error messages about incomplete files.
@@ -75,7 +75,7 @@ class Problem:
 
 
 def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
-    """Return all files below `folder`, sorted, broken links included. Skip hidden folders and the folders `without`."""
+    """Return all files below `folder`, sorted, with broken links, without hidden folders and the folders `without`."""
     left_out = set(without)
 
     def walk(place: Path) -> Iterator[Path]:
@@ -92,7 +92,6 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Return the total size in bytes, with 0 for broken links."""
     return sum(file.stat().st_size for file in files if not is_broken_link(file))
 
 
@@ -108,7 +107,7 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
             yield Problem(kind, relative(folder / name, root), what)
 
 
-@once  # several steps of a run share the files around them
+@once  # steps share the files around them
 def _problem_in(path: Path, root: Path) -> Problem | None:
     try:
         check_file(path, root)
@@ -118,7 +117,6 @@ def _problem_in(path: Path, root: Path) -> Problem | None:
 
 
 def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
-    """Describe an error in one line. `path` is used if the error has none."""
     facts = error.facts()
     where = Path(error.path) if error.path is not None else path or root
     parts = [f"{name} {facts[name]}" for name in ("tensor", "rank", "expected", "found") if name in facts]
@@ -129,7 +127,7 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
 
 
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
-    """Return a problem for an unread file: another kind of pickle, or objects in a sound zip archive."""
+    """Return a problem for another kind of pickle, or for objects in a sound zip archive."""
     return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}") if is_unread(error, path) else None
 
 
@@ -147,11 +145,7 @@ def relative(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.name
 
 
-# -- sets of files ---------------------------------------------------------------------------------------------
-
-
 def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, name and reason for each missing file."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for name in names:
         if (shard := SHARD.fullmatch(name)) is not None:
@@ -192,13 +186,8 @@ def _named_by_index(index: Path) -> set[str]:
         return set()
 
 
-# -- every byte ------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class ComparedBytes:
-    """Bytes compared with a checksum, and bytes without one."""
-
     compared: int = 0
     without: int = 0
 
@@ -207,7 +196,7 @@ def read_all(
     root: Path, files: Iterable[Path], count: ComparedBytes, progress: Callable[[int], None]
 ) -> Iterator[Problem]:
     """Read all bytes in `files`, and compare CRC-32s in torch's zip files."""
-    places = cache(lambda folder: read_metadata(folder).places)  # for all `.distcp` files in a folder
+    places = cache(lambda folder: read_metadata(folder).places)  # for a folder's `.distcp` files
     for path in files:
         size = 0
         try:
@@ -263,8 +252,6 @@ def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> 
 
 
 class _FileRange(Seekable):
-    """A file object for `length` bytes at `offset` in an open file."""
-
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         super().__init__(length)
         self._file, self._offset = file, offset

@@ -1,4 +1,4 @@
-"""Findings about tensor values, with summary lines for reports."""
+"""Findings about tensor values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class ValueFinding:
 
 
 def sentences(found: Iterable[ValueFinding]) -> Iterator[str]:
-    """Yield a line per kind of finding, without damage."""
     notes = sorted((one for one in found if not one.is_damage), key=lambda one: one.kind)
     for kind, group in groupby(notes, key=lambda one: one.kind):
         every = list(group)

@@ -1,6 +1,6 @@
 """Findings about values: damage (NaN, infinities, contradicting parts) and remarkable values.
 
-Equal experts and unchanged tensors are found by a sample first. Only tensors with equal samples are read again.
+Equal experts and unchanged tensors are found by a sample first, then compared in full.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?B(\..*)?")
 _ADAPTER = re.compile(r"(.*\.)?(lora_|modules_to_save\.)")
 #: Infinities are normal in these tensors.
 _MASK = re.compile(r"mask|alibi", re.IGNORECASE)
-#: Smallest size for constant tensors: below it, equal values may be a coincidence.
+#: Smallest constant tensor: below it, equal values may be a coincidence.
 _MIN_CONSTANT = 16
 _SAMPLE = 4096  # bytes
 _BLOCK = 8 << 20  # bytes per comparison
@@ -60,9 +60,6 @@ def findings(
     if before is not None:
         found += _unchanged(checkpoint, before)
     return sorted(found, key=lambda one: not one.is_damage)
-
-
-# -- one tensor ------------------------------------------------------------------------------------------------
 
 
 def _value_findings(
@@ -157,9 +154,6 @@ def _all_bits(checkpoint: Checkpoint, tensor: Tensor) -> Any:
     return bits.view(f"u{bits.dtype.itemsize}")
 
 
-# -- several tensors -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Expert:
     number: int
@@ -217,7 +211,6 @@ def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[ValueFind
 
 
 def _is_trainable(checkpoint: Checkpoint, fqn: str) -> bool:
-    """Return True if the tensor has an optimizer state or belongs to an adapter."""
     states: Sequence[str] = checkpoint.optimizer_states
     return any((fqn, role) in checkpoint.tensors for role in states) or _ADAPTER.match(fqn) is not None
 
@@ -234,7 +227,6 @@ def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
 
 
 def _digest(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
-    """Return a digest of a box, read in blocks of rows."""
     found = hashlib.blake2b(digest_size=16)
     axis = next((number for number, size in enumerate(box.sizes) if size > 1), None)
     if axis is None:

@@ -1,7 +1,7 @@
 """Scan of all tensor values for NaN, infinities, zeros and constants, in one pass over the files.
 
-A clean block needs two integer maxima: the sign bit is on top, so NaN and infinities are the largest values of either
-sign. Only blocks with such a value are searched element by element.
+The sign bit is on top, so NaN and infinities are the largest integers of either sign. Two maxima prove a clean block.
+Only other blocks are searched element by element.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt.plan.checkpoint import Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 
-_BLOCK = 2 << 20  # bytes read and scanned at a time: fits a processor cache
+_BLOCK = 2 << 20  # bytes scanned at a time: fits a processor cache
 _MAX_WORKERS = 4
 
 
@@ -71,8 +71,6 @@ E8M0 = BY_NAME["float8_e8m0fnu"]
 
 
 class Values:
-    """Scan results for one tensor: counts, first positions, and a constant's value."""
-
     __slots__ = ("_lock", "dtype", "first_infinity", "first_nan", "infinities", "nans", "scanned", "shape", "single")
 
     def __init__(self, dtype: DType, shape: Shape) -> None:
@@ -80,7 +78,7 @@ class Values:
         self.nans = self.infinities = self.scanned = 0
         self.first_nan: int | None = None
         self.first_infinity: int | None = None
-        #: Bits if there is only one value so far; None before the first element, -1 for several values.
+        #: None before the first element, -1 for several values.
         self.single: int | None = None
         self._lock = threading.Lock()
 
@@ -146,7 +144,7 @@ def _single(block: NDArray, bits: FloatBits | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements of a tensor to scan: `count` from number `start` on, at a file's `offset` or in a box."""
+    """Elements to scan: `count` from number `start` on, at a file's `offset` or in a box."""
 
     key: Key
     start: int
@@ -221,7 +219,7 @@ def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
 
 
 def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent, int]]:
-    """Return a tensor's contiguous runs in files, or nothing if it is computed or strided."""
+    """Return contiguous runs in files, or nothing if the tensor is computed or strided."""
     found = [(start, stop, extent, at) for start, stop, extent, at, _ in tensor.runs() or ()]
     return [] if any(extent.path in checkpoint.computed for _, _, extent, _ in found) else found
 
@@ -240,5 +238,4 @@ def _boxes(tensor: Tensor) -> Iterator[_Block]:
 
 
 def bits_of(tensor: Tensor, box: Box, computed: Mapping[str, Callable[[], memoryview]]) -> NDArray:
-    """Return a box's bits, flat."""
     return read_box(tensor, box, computed).reshape(-1).view(storage_dtype(tensor.dtype))

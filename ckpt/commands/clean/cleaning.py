@@ -27,13 +27,12 @@ from ckpt.runs.output_place import run_root
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import Step, run_at
 
-#: Leftovers by kind.
 STAGING, COPY, CONVERSION = "staging folder", "resume copy", "conversion"
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder made by ckpt. `kind` is STAGING, COPY or CONVERSION, `why` the reason to remove or keep it."""
+    """A folder made by ckpt. `why` is the reason to remove or keep it."""
 
     path: str
     kind: str
@@ -63,7 +62,7 @@ class Cleaned(Returned):
         return f"<{printable(self.path)}: {self._summary()}>"
 
     def remove(self) -> Cleaned:
-        """Delete the removable leftovers, and return them.
+        """Delete and return the removable leftovers.
 
         A folder stays if another process is writing to it.
         """
@@ -106,7 +105,7 @@ def clean(path: str | os.PathLike[str] = ".") -> Cleaned:
 
     Removable are staging folders of interrupted conversions, copies of `ckpt resume` before the newest step, and
     conversions with a newer one of the same run. A copy stays if the next resume uses it, or if the run has lost its
-    step. The run's checkpoints are never listed. Raises NotFoundError if the folder is missing.
+    step. Raises NotFoundError if the folder is missing.
 
     Args:
         path: The run folder.
@@ -116,7 +115,7 @@ def clean(path: str | os.PathLike[str] = ".") -> Cleaned:
         raise NotFoundError("folder not found", path=place, hint="give a run folder")
     with translate_os_errors(place):
         found = tuple(_leftovers(run_root(Path(os.path.abspath(place)))))
-        if not place.is_absolute():  # paths read like the user's own
+        if not place.is_absolute():  # show paths as the user writes them
             found = tuple(replace(one, path=os.path.relpath(one.path)) for one in found)
         return Cleaned(str(place), found)
 
@@ -198,7 +197,7 @@ def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str
 def _conversions(run: Path) -> Iterator[Leftover]:
     """Yield conversions that a newer one with the same target replaces.
 
-    A conversion's name starts with its run and step: `run-2-checkpoint-4-hf` belongs to `run-2`.
+    `run-2-checkpoint-4-hf` belongs to `run-2`.
     """
     neighbours = [place for place in folders_in(run.parent) if place.name.startswith(f"{run.name}-")]
     places = [*neighbours, *(inner for place in neighbours for inner in folders_in(place))]

@@ -23,14 +23,12 @@ from ckpt.options.printing import carry_out, say_result, say_source
 from ckpt.plan.groups import Check, Config, Planning, ReadOptions, WriteOptions
 
 _USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
-#: Options that may differ between processes.
+#: May differ between processes.
 _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Output folder."""
-
     out: Annotated[Path | None, Positional(metavar="OUT", help="The folder to write, the same as -o.")] = None
     output: Annotated[
         Path | None,
@@ -90,7 +88,7 @@ def convert(
         source, target, path, place = _with_output_last(source, target, path, place)
         source, target, path, config = _resolve_arguments(source, target, path, to, requested, quiet)
         destination = place.folder or default_output(path, target)
-        check_destination(destination, path)  # before reading the source, as this may take long
+        check_destination(destination, path)  # reading the source may take long
         check_place(destination)
         keywords = {"format": source, **options, **vars(requested), "config": config, "group": group}
         written = carry_out(
@@ -123,7 +121,7 @@ def _resolve_arguments(
 ) -> tuple[str, str, Path, Config]:
     """Return FROM, TO, PATH and the config. A single word is PATH: detect FROM, and ask for TO on a terminal.
 
-    Raise UsageError with the list of formats if there is no terminal, or if the words come in another order.
+    Raise UsageError if there is no terminal, or if the words come in another order.
     """
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
@@ -164,7 +162,6 @@ def _resolve_arguments(
 
 
 def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
-    """Return an error with a suggestion for two words other than PATH and TO."""
     from ckpt.runs.opening import AUTO
 
     given = [word for word in words if word in formats]
@@ -180,7 +177,6 @@ def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
 
 
 def _quantizes(words: list[str]) -> str:
-    """Return a hint for a quantization method or another unknown format."""
     if re.search(r"gptq|awq|gguf|ggml|q\d|bnb|nf4|fp8|int\d|mlx|onnx|exl|quant", words[1].lower()):
         line = f"ckpt convert {shlex.quote(words[0])} hf"
         return f"ckpt quantizes nothing: `{line}` writes the model; use another tool to quantize it"
@@ -188,7 +184,7 @@ def _quantizes(words: list[str]) -> str:
 
 
 def _in_order(words: list[str], place: str) -> str:
-    """Return FROM TO PATH for two formats and the path `place`. The checkpoint's format decides which is FROM."""
+    """Return FROM TO PATH. The checkpoint's format decides which is FROM."""
     from ckpt import api
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
@@ -202,7 +198,6 @@ def _in_order(words: list[str], place: str) -> str:
 
 
 def is_interactive() -> bool:
-    """Return True if a user can answer questions on a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 

@@ -25,14 +25,12 @@ from ckpt.runs.search import MANIFEST
 from ckpt.runs.unread_files import list_unread
 from ckpt.stores.placeholder_files import is_standin
 
-#: A command, its read-only part, and True if users expect it to work on the checkpoint.
+#: A command, its read-only part, and True if users expect it to work.
 Proof = tuple[str, Callable[[], Any], bool]
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Returned):
-    """Facts about the installation, and usable `commands` for a `checkpoint`."""
-
     facts: Facts
     checkpoint: Checkpoint | None = None
     commands: tuple[Trial, ...] = ()
@@ -42,7 +40,6 @@ class Diagnosis(Returned):
         return f"<ckpt {self.facts.version}: {works} of {pluralize(len(self.commands), 'command')} work>"
 
     def lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield the command's output, in tables up to `width` columns."""
         yield from text.lines(self.facts, width)
         if self.checkpoint is not None:
             left = [one.to_json() for one in list_unread(self.checkpoint)]
@@ -73,7 +70,6 @@ def doctor(path: str | PathLike[str] | None = None) -> Diagnosis:
 
 
 def gather(path: Path | None) -> Facts:
-    """Return this machine's facts, with the disk at `path`."""
     from ckpt.move.threads import num_cores
     from ckpt.views.mount import library
 
@@ -84,13 +80,12 @@ def gather(path: Path | None) -> Facts:
 
 
 def diagnosed(facts: Facts, path: Path) -> Diagnosis:
-    """Return the diagnosis for the checkpoint at `path`."""
     checkpoint = api.open(path)
     return Diagnosis(facts, checkpoint, tuple(known.attempt(*one) for one in _proofs(path, checkpoint)))
 
 
 def _proofs(path: Path, checkpoint: Checkpoint) -> Iterator[Proof]:
-    """Yield commands for `checkpoint`, each with a function for its read-only part."""
+    """Yield commands, each with a function for its read-only part."""
     from ckpt.commands.resume.resuming import source_of
     from ckpt.compare import manifest
 

@@ -1,7 +1,4 @@
-"""Facts about the installation and the machine. Versions come from metadata, so no listed package is imported.
-
-ckpt's own metadata names the packages and the extras that need them.
-"""
+"""Facts about the installation and the machine, from metadata: no listed package is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from ckpt.base.version import __version__
 DISTRIBUTION = "ckpt-toolkit"
 #: Another project on PyPI: its module and command have the same name.
 NAMESAKE = "ckpt"
-#: What each extra is for. Developers' extras are not listed.
+#: Purpose of each user's extra.
 UNLOCKS = {
     "transformers": "architectures whose names only transformers knows, and `ckpt verify --loads`",
     "lora": "`ckpt merge-lora`",
@@ -35,8 +32,6 @@ UNLOCKS = {
 
 @dataclass(frozen=True)
 class Package:
-    """A required package and its installed version, or None."""
-
     name: str
     takes: str
     version: str | None
@@ -48,8 +43,6 @@ class Package:
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra with its purpose and packages."""
-
     name: str
     unlocks: str
     packages: tuple[Package, ...]
@@ -72,8 +65,6 @@ class System:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder and its file system."""
-
     path: str
     file_system: str
     free: int
@@ -83,8 +74,6 @@ class Disk:
 
 @dataclass(frozen=True)
 class Cache:
-    """Hugging Face Hub's cache."""
-
     path: str
     num_repositories: int
     is_offline: bool
@@ -92,10 +81,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Trial:
-    """A command and the `problem` with it, or None.
-
-    `is_expected` is True if users expect it to work on this checkpoint.
-    """
+    """A command and the `problem` with it, or None."""
 
     command: str
     problem: str | None = None
@@ -118,7 +104,6 @@ class Facts:
 
 
 def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
-    """Return the current facts. `places` are existing folders."""
     required = requirements()
     every = {package.name: package for packages in required.values() for package in packages}
     extras = tuple(Extra(name, UNLOCKS[name], required[name]) for name in UNLOCKS if name in required)
@@ -153,7 +138,7 @@ def _version(name: str) -> str | None:
 
 
 def system_of(cores: int) -> System:
-    """Return the system, the usable `cores`, and the memory: installed, or the cgroup's limit."""
+    """Return the system, with memory as installed or limited by the cgroup."""
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
     installed, available = (int(sizes[name]) * 1024 if name in sizes else None for name in ("MemTotal", "MemAvailable"))
     allowed = _text("/sys/fs/cgroup/memory.max").strip()
@@ -177,7 +162,6 @@ def disk_of(path: Path) -> Disk:
 
 
 def cache() -> Cache:
-    """Return the Hub library's cache for downloads."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
@@ -204,7 +188,6 @@ def _parts(error: CkptError) -> Iterator[str]:
 
 
 def _text(path: str) -> str:
-    """Return a system file's text, or "" if it is missing."""
     try:
         return Path(path).read_text()
     except OSError:

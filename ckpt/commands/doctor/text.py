@@ -11,7 +11,6 @@ from ckpt.commands.doctor.facts import DISTRIBUTION, NAMESAKE, Disk, Extra, Fact
 
 
 def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
-    """Yield all facts in sections, in tables up to `width` columns."""
     yield f"ckpt {facts.version}"
     if facts.namesake is not None:
         yield f"warning: another project, {NAMESAKE} {facts.namesake}, is installed, with the same module and command"
@@ -40,7 +39,6 @@ def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
 
 
 def report(facts: Facts) -> Iterator[str]:
-    """Yield the facts for a bug report."""
     yield f"ckpt {facts.version}"
     yield from _system(facts.system)
     yield "packages: " + ", ".join(f"{p.name} {p.version}" for p in facts.packages if p.version)

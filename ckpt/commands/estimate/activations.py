@@ -1,18 +1,15 @@
 """Bytes that the forward pass saves for the backward pass, per layer and in total.
 
 Counts follow Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4): every
-tensor that autograd saves, once. Attention is fused (flash or memory-efficient), so no tensor has sequence length
-squared elements unless eager attention is requested. There are two implementations:
+tensor that autograd saves, once. Attention is fused (flash or memory-efficient), unless eager attention is requested.
 
-* `transformers`: its modules as they are (5.23). A norm keeps its float32 input, its normalised input and its output. A
-  gated MLP keeps gate, its activation, up and their product. Counts follow the modules' source and equal the results of
-  `torch.autograd.graph.saved_tensors_hooks`.
+* `transformers`: its modules (5.23). A norm keeps its float32 input, its normalised input and its output. A gated MLP
+  keeps gate, its activation, up and their product. Counts equal `torch.autograd.graph.saved_tensors_hooks`.
 * `megatron`: fused layers, as in the paper without dropout. Tensor parallelism divides tensors inside attention and MLP
   (section 4.2.1), sequence parallelism divides everything (4.2.2). Pipeline stages hold one micro batch for each later
   stage (4.2.3).
 
-With checkpointing, every layer keeps only its input, and one layer at a time is recomputed (section 5). Context
-parallelism gives each GPU its share of the tokens.
+With checkpointing, every layer keeps only its input, and one layer at a time is recomputed (section 5).
 
 A fused loss (Cut cross-entropy, Wijmans et al. 2024; Liger-Kernel ops/fused_linear_cross_entropy.py) never holds all
 logits. It holds the gradients of its two operands, and logits for a few tokens at a time, by Liger's rule.
@@ -27,9 +24,9 @@ from ckpt.commands.estimate.setup import Setup
 from ckpt.state.parameters import Block
 
 _FP32 = 4
-#: Routing keeps these bytes for each token and expert: an index, a float32 weight and its position.
+#: Routing's bytes per token and expert: an index, a float32 weight and its position.
 _ROUTED = 38
-#: Layer inputs on the GPU with offloading: one in use, one in transfer. Host memory has the others.
+#: Layer inputs on the GPU with offloading: one in use, one in transfer.
 _IN_USE = 2
 
 
@@ -97,7 +94,6 @@ def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
 
 
 def _activations(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setup) -> Activations:
-    """Return the activations, from bytes per layer, loss, recomputed layer and layer input."""
     checkpointed, host = inputs * len(layers), 0
     if setup.activation_offload:
         host = max(0, checkpointed - _IN_USE * inputs)
@@ -119,7 +115,7 @@ def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Acti
 def megatron(
     blocks: Sequence[Block], in_flight: int, hidden: int, vocabulary: int, setup: Setup, tp: int, has_loss: bool
 ) -> Activations:
-    """Return the activations of a pipeline stage with the layers `blocks` and `in_flight` micro batches.
+    """Return the activations of a pipeline stage with `in_flight` micro batches.
 
     `vocabulary` is padded. `has_loss` marks the last stage.
     """
@@ -138,10 +134,7 @@ def megatron(
 
 
 def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:
-    """Return bytes per token in a fused layer: inputs to norms, linear layers, attention and activation.
-
-    Recomputed modules' outputs do not count.
-    """
+    """Return bytes per token in a fused layer: inputs to norms, linear layers, attention and activation."""
     norms = 2 if "layernorm" in recompute else 4
     inside = block.queries + block.keys + block.values + block.attended + 2 * block.latent
     if "mlp" not in recompute:

@@ -1,7 +1,7 @@
 """Settings in a DeepSpeed config that the estimate does not model.
 
-Every setting is read, or has no effect on memory, or is refused by name if it is on. Names from deepspeed 0.19.8
-(runtime/config.py, runtime/constants.py, runtime/zero/config.py, runtime/zero/offload_config.py).
+Every setting is read, harmless, or refused by name if it is on. Names from deepspeed 0.19.8 (runtime/config.py,
+runtime/constants.py, runtime/zero/config.py, runtime/zero/offload_config.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Settings that `ckpt.commands.estimate.run_config` reads.
 _READ = _names("bf16 bfloat16 fp16 optimizer train_micro_batch_size_per_gpu zero_optimization")
-#: Settings without effect on memory, or for models other than transformers'.
+#: Without effect on memory, or for models other than transformers'.
 _HARMLESS = _names(
     """
     activation_checkpointing aio autotuning checkpoint comet comms_logger communication_data_type compile csv_monitor
@@ -32,7 +31,7 @@ _HARMLESS = _names(
     use_node_local_storage wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     """
 )
-#: The same in `zero_optimization`, without the prefix `stage3_`.
+#: In `zero_optimization`, without the prefix `stage3_`.
 _ZERO = _names(
     """
     max_live_parameters offload_optimizer offload_param overlap_comm param_persistence_threshold reduce_bucket_size
@@ -46,14 +45,14 @@ _ZERO = _names(
     use_multi_rank_bucket_allreduce
     """
 )
-#: The same in `offload_optimizer` and `offload_param`.
+#: In `offload_optimizer` and `offload_param`.
 _OFFLOAD = _names(
     """
     buffer_count buffer_size device max_in_cpu
     cpuadam_cores_perc fast_init nvme_path pin_memory pipeline pipeline_read pipeline_write
     """
 )
-#: Values that leave a setting off. Sizes of groups are off at 1, and so is the part of the optimizer to offload.
+#: Values that leave a setting off. Group sizes and the part to offload are off at 1.
 _OFF: tuple[Any, ...] = (None, False, -1, 0, 1, "", "auto", "none")
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ckpt.plan.keywords import EstimateKeywords
 
-#: Minimum by option.
 _LEAST = dict.fromkeys(("batch_size", "seq_len", "gpus", "cp", "tp", "pp", "ep"), 1) | {"lora_r": 0}
 
 
@@ -43,7 +42,7 @@ class Estimate(Sizing, Returned):
         return text.to_json(self)
 
     def picture(self) -> str:
-        """Return an SVG with stacked bars per strategy under the GPU's limit, as in `ckpt estimate --picture`."""
+        """Return an SVG with stacked bars per strategy under the GPU's limit."""
         return draw_bars(*text.title_lines(self), text.bars(self), self.gpu_memory, USABLE)
 
 
@@ -54,8 +53,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory that each GPU needs in training, by strategy, and suggest a strategy that fits.
 
-    Options are the same as in `ckpt estimate`. Missing options come from the run's config, or else from the command's
-    defaults.
+    Missing options come from the run's config, or else from the defaults of `ckpt estimate`.
 
     Raises the errors of `ckpt.errors`.
 
@@ -73,15 +71,15 @@ def estimate(
         activation_offload: Keep inputs of checkpointed layers in host memory.
         recompute_modules: Modules that Megatron recomputes.
         gpus: Number of GPUs.
-        gpu_memory: Memory per GPU: a number of GB, or a size such as `24GB`.
+        gpu_memory: Memory per GPU in GB, or as `24GB`.
         cp: Context parallel size.
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size.
         no_sequence_parallel: Turn Megatron's sequence parallelism off.
         optimizer: The optimizer, such as `adam` or `adamw_8bit`.
-        master_dtype: Dtype for masters in DeepSpeed's and Megatron's optimizers.
-        state_dtype: Dtype for states in DeepSpeed's and Megatron's optimizers.
+        master_dtype: Dtype for masters in DeepSpeed and Megatron.
+        state_dtype: Dtype for states in DeepSpeed and Megatron.
         offload_optimizer: `cpu`, `nvme` or `none`.
         offload_param: `cpu`, `nvme` or `none`.
         lora_r: LoRA rank; 0 for none.
@@ -143,7 +141,6 @@ def estimate(
 
 
 def _listed(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return names from a sequence or a comma-separated text, or None if there are none."""
     return tuple(names.split(",") if isinstance(names, str) else names) if names else None
 
 

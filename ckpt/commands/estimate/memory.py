@@ -1,4 +1,4 @@
-"""Memory of each GPU in training, by strategy: pure arithmetic on shapes.
+"""Memory of each GPU in training, by strategy: pure arithmetic on shapes, in bytes.
 
 Model states follow the ZeRO paper (Rajbhandari et al. 2020, section 3.1) and the engines' allocations, padding
 included. They count the rank with the most memory:
@@ -10,11 +10,11 @@ included. They count the rank with the most memory:
   step. zero1 keeps all gradients until they are reduced. zero2 keeps whole gradients of every parameter that overlaps
   the partition.
 * zero3: runtime/zero/stage3.py and partition_parameters.py. Every parameter is padded alone and partitioned over all
-  ranks. There are whole copies of parameters in use (`stage3_max_live_parameters`) and of the smallest ones
-  (`stage3_param_persistence_threshold`).
-* Offload: DeepSpeed's `offload_optimizer` and `offload_param`, alone or together, to device cpu or (stage 3) nvme.
-  ZeRO-Infinity has buffers in host memory, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py. FSDP's
-  CPUOffload and CPUOffloadPolicy move parameters, gradients and states together.
+  ranks. Parameters in use (`stage3_max_live_parameters`) and the smallest ones (`stage3_param_persistence_threshold`)
+  are whole.
+* Offload: `offload_optimizer` and `offload_param`, to device cpu or (stage 3) nvme. ZeRO-Infinity has buffers in host
+  memory, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py. FSDP's CPUOffload and CPUOffloadPolicy move
+  parameters, gradients and states together.
 * fsdp1, fsdp2: torch.distributed.fsdp, one unit per layer and one for the rest, which stays gathered between forward
   and backward. FSDP2 shards dim 0 of each parameter into equal chunks. FSDP1 shards a unit's flat parameter, which
   aligns parameters to 16 bytes.
@@ -22,7 +22,7 @@ included. They count the rank with the most memory:
   (distributed/param_and_grad_buffer.py: parameters start at multiples of 64, buffers end at a multiple of 128 and of
   the data parallel size).
 
-Sizes are in bytes. Not counted: the CUDA context, NCCL's own buffers, and the allocator's fragmentation.
+Not counted: the CUDA context, NCCL's own buffers, and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, ITEMSIZES, NVME, ZERO1
 from ckpt.state.parameters import EXPERT, LINEAR, Block, Model, Parameter, Stage, num_elements
 
 _FP32 = 4
-#: Alignment in FSDP1's flat parameters under use_orig_params, in bytes (_flat_param.py `_get_aligned_numel`).
+#: In bytes, under use_orig_params (_flat_param.py `_get_aligned_numel`).
 _FLAT_ALIGNMENT = 16
 #: bitsandbytes 4-bit: elements per scale, and 8-bit scales per float32 scale.
 _NF4_BLOCK, _NF4_NESTED = 64, 256
@@ -51,10 +51,10 @@ _NF4_TABLES = (16 + 256 + 1) * _FP32
 class Memory:
     """Bytes on the GPU with the highest use.
 
-    `gathered` counts temporary whole copies of sharded or cast tensors. `buffers` are for communication; `late` buffers
-    peak at the end of the backward pass, when few activations are left. `step` is for the optimizer's step, without
-    activations. `activations` is None for unknown layers. `host` counts one rank's host memory without activations,
-    `nvme` its data on disks.
+    `gathered` counts temporary whole copies of sharded or cast tensors. `late` buffers for communication peak at the
+    end of the backward pass, when few activations are left. `step` is for the optimizer's step, without activations.
+    `activations` is None for unknown layers. `host` counts one rank's host memory without activations, `nvme` its data
+    on disks.
     """
 
     parameters: int
@@ -71,7 +71,6 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """Parameters, gradients, optimizer states and masters."""
         return self.parameters + self.gradients + self.optimizer + self.masters
 
     def total(self, *, checkpointing: bool) -> int:
@@ -83,7 +82,6 @@ class Memory:
         return self.states + max(self.gathered + backward, self.step)
 
     def at_peak(self, *, checkpointing: bool) -> dict[str, int]:
-        """Return the total's non-zero parts."""
         total, made = self.total(checkpointing=checkpointing), self.activations
         acts = 0 if made is None else made.checkpointed if checkpointing else made.kept
         parts = {
@@ -138,9 +136,6 @@ def megatron(
     return max(found, key=lambda memory: memory.total(checkpointing=False))
 
 
-# -- data parallel -------------------------------------------------------------------------------------------
-
-
 def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     if not setup.lora_rank:
         return (), model.parameters
@@ -163,7 +158,7 @@ def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
 
 
 def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
-    """Return the bytes of a frozen parameter. 4-bit ones add an 8-bit scale per 64 weights, a float32 per 256 scales.
+    """Return bytes. 4-bit parameters add an 8-bit scale per 64 weights, a float32 per 256 scales.
 
     QLoRA (Dettmers et al. 2023), section 3, double quantization. transformers quantizes linear layers, but not the
     output layer and not stacked experts (integrations/bitsandbytes.py).
@@ -204,8 +199,8 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage
     )
     if not setup.offload_optimizer:
         return made
-    # Host memory holds masters, states, gradients in the masters' dtype, and updated parameters on their way back. Both
-    # sides hold the largest gradient in transfer.
+    # Host memory also holds gradients in the masters' dtype, and updated parameters on their way back. Both sides hold
+    # the largest gradient in transfer.
     largest = item * max(p.numel // p.count for p in trained)
     host = made.optimizer + made.masters + master * part + item * part + largest
     left = made.gradients if stage == ZERO1 else 0  # reduced at the end
@@ -270,14 +265,13 @@ def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engin
 
 
 def _frozen_part(parameter: Parameter, setup: Setup) -> int:
-    """Return bytes per rank for a frozen parameter under zero3."""
     if setup.quantized and parameter.kind == LINEAR:
         return ceil(_frozen_bytes(parameter, setup, setup.itemsize) / setup.gpus)
     return setup.itemsize * parameter.count * ceil(parameter.numel // parameter.count / setup.gpus)
 
 
 def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine: str, setup: Setup) -> Memory:
-    held = setup.itemsize if frozen or not setup.mixed else _FP32  # one dtype per unit: adapters have the model's
+    held = setup.itemsize if frozen or not setup.mixed else _FP32  # adapters have the model's dtype
     item = setup.itemsize
     part = _flat_parts(trained, setup) if engine == FSDP1 else _chunks(trained, setup.gpus)
     still = _flat_parts(frozen, setup) if engine == FSDP1 else _chunks(frozen, setup.gpus)
@@ -320,9 +314,6 @@ def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
     for parameter in parameters:
         units[parameter.layer] = multiple(units.get(parameter.layer, 0), aligned) + parameter.numel
     return sum(ceil(numel / setup.gpus) for numel in units.values())
-
-
-# -- Megatron ------------------------------------------------------------------------------------------------
 
 
 def _stage_memory(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:

@@ -1,4 +1,4 @@
-"""Options of `ckpt estimate`, for the function and the command."""
+"""Options of `ckpt estimate`."""
 
 from __future__ import annotations
 

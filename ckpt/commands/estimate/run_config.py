@@ -13,14 +13,14 @@ from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME,
 from ckpt.runs.yaml_files import read_run_config
 
 #: DeepSpeed's zero_optimization fields, with transformers' value for "auto" (integrations/deepspeed.py), a function of
-#: the hidden size. Stage 3's fields also work without their prefix (zero/config.py, `populate_by_name`).
+#: the hidden size. Stage 3's prefix is optional (zero/config.py, `populate_by_name`).
 _ZERO: dict[str, tuple[str, Callable[[int], int] | None]] = {
     "reduce_bucket_size": ("reduce_bucket_size", lambda hidden: hidden * hidden),
     "max_live_parameters": ("stage3_max_live_parameters", None),
     "param_persistence_threshold": ("stage3_param_persistence_threshold", lambda hidden: 10 * hidden),
     "sub_group_size": ("sub_group_size", None),
 }
-#: Words in an optimizer's name, in search order.
+#: In search order.
 _OPTIMIZERS = (("adam", "adamw"), ("lion", "lion"), ("sgd", "sgd"))
 
 
@@ -34,7 +34,6 @@ class RunConfig:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def under(self, other: RunConfig) -> RunConfig:
-        """Merge two configs. Settings in `other` win."""
         return RunConfig(
             other.model or self.model,
             other.strategy or self.strategy,
@@ -44,7 +43,6 @@ class RunConfig:
 
 
 def model_of(content: Mapping[str, Any], path: Path) -> str:
-    """Return the base model in Axolotl's config."""
     if not isinstance(content.get("base_model"), str):
         raise CorruptError(
             "the config has no model",
@@ -113,8 +111,7 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     stage = stated.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UsageError("unknown ZeRO stage", path=path, expected="0, 1, 2 or 3", found=repr(stage))
-    # Stage 0 is a data-parallel run with DeepSpeed's own 16-bit optimizer: unsupported. A fragment without a stage only
-    # gives sizes.
+    # Stage 0 has DeepSpeed's own 16-bit optimizer: unsupported. A fragment without a stage only gives sizes.
     if "stage" in stated and not stage:
         raise UsageError(
             "estimate doesn't support DeepSpeed without ZeRO", path=path, expected="stage 1, 2 or 3", found=stage
@@ -131,7 +128,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
-    """Return `Setup.optimizer` for an optimizer's name in transformers, DeepSpeed or bitsandbytes."""
+    """Return `Setup.optimizer` for a name in transformers, DeepSpeed or bitsandbytes."""
     lower = name.lower().replace("-", "_")
     found = next((ours for word, ours in _OPTIMIZERS if word in lower), None)
     if found == "sgd" and momentum:
@@ -201,7 +198,6 @@ def _refuse_tensor_parallel(size: Any, path: Path) -> None:
 
 
 def _other(named: Any, path: Path, hidden: int) -> RunConfig:
-    """Return the config's DeepSpeed config, from the current folder or next to it."""
     if isinstance(named, dict):
         return understand(named, path, hidden)
     for place in (Path(str(named)), path.parent / str(named)):

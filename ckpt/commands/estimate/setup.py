@@ -1,4 +1,4 @@
-"""Facts about a run that decide its memory: strategy, sizes, precision, and offloading."""
+"""Facts about a run that decide its memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 from ckpt.base.errors import UsageError
 
-TrainDType = Literal["bf16", "fp16", "fp32"]  # dtypes for computing
-StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # dtypes for masters and states
+TrainDType = Literal["bf16", "fp16", "fp32"]  # for computing
+StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # for masters and states
 Optimizer = Literal["adam", "adamw", "adamw_8bit", "lion", "lion_8bit", "momentum", "momentum_8bit", "sgd"]
-Device = Literal["none", "cpu", "nvme"]  # offloading targets
+Device = Literal["none", "cpu", "nvme"]
 
-#: In table order: strategies with more sharding come later.
+#: Strategies with more sharding come later.
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-offload-params"),
     *("fsdp1", "fsdp2", "fsdp2-offload", "megatron"),
@@ -22,7 +22,7 @@ DDP, ZERO1, ZERO2, ZERO2_OFFLOAD, ZERO3, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = STRA
 FSDP1, FSDP2, FSDP2_OFFLOAD, MEGATRON = STRATEGIES[7:]
 
 CPU, NVME = "cpu", "nvme"
-#: Short names for offloading: the engine, and the devices for its optimizer and its parameters.
+#: Engine, and devices for its optimizer and its parameters.
 OFFLOADED = {
     ZERO2_OFFLOAD: (ZERO2, CPU, ""),
     ZERO3_OFFLOAD: (ZERO3, CPU, ""),
@@ -42,7 +42,7 @@ OPTIMIZER_STATES = {
     "momentum_8bit": 1,
     "sgd": 0,
 }
-#: Modules in Megatron's `--recompute-modules`, if they count here.
+#: In Megatron's `--recompute-modules`.
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 #: bitsandbytes 0.50 optim/optimizer.py: elements per float32 scale. Smaller tensors are not quantized.
@@ -71,15 +71,13 @@ class ZeroOptions:
 class Setup:
     """A training run.
 
-    - `dtype` is for computing. `mixed` (ddp, fsdp) keeps float32 parameters under autocast or MixedPrecision; otherwise
-      everything has `dtype`.
+    - `mixed` (ddp, fsdp) keeps float32 parameters under autocast or MixedPrecision; otherwise everything has `dtype`.
     - `batch` counts sequences in one GPU's micro batch. `context_parallel` GPUs share each sequence.
     - `lora_rank` freezes the model. `lora_targets` names modules with adapters, None for PEFT's "all-linear".
     - `quantized` holds the frozen model's linear layers in 4 bits (QLoRA).
     - `master_dtype` and `state_dtype` are for DeepSpeed's and Megatron's optimizers.
     - `fused_loss` never holds all logits (Cut cross-entropy, Liger). `eager_attention` keeps the scores.
     - `activation_offload` keeps inputs of checkpointed layers in host memory.
-    - `recompute` names modules of Megatron's layers.
     - `offload_*` is empty, "cpu" or "nvme".
     - `reshard` frees gathered parameters after a unit's forward pass (FSDP).
     """
@@ -118,7 +116,7 @@ class Setup:
         return ceil(self.batch * self.length / self.context_parallel)
 
     def state_bytes(self, numel: int, itemsize: int) -> int:
-        """Return a tensor's optimizer state bytes, with `itemsize` per element unless they are 8-bit."""
+        """Return state bytes, with `itemsize` per element unless they are 8-bit."""
         states = OPTIMIZER_STATES[self.optimizer]
         if not self.optimizer.endswith("_8bit"):
             return states * itemsize * numel
@@ -128,8 +126,8 @@ class Setup:
 def placed(strategy: str, setup: Setup) -> tuple[str, str, str]:
     """Return the engine, and the devices for its optimizer and its parameters.
 
-    Raise UsageError if the engine does not support the offloading. DeepSpeed offloads the optimizer from stage 1 on.
-    NVMe and parameters need stage 3. FSDP's CPUOffload moves parameters, gradients and states together.
+    Raise UsageError for unsupported offloading. DeepSpeed offloads the optimizer from stage 1 on. NVMe and parameters
+    need stage 3. FSDP's CPUOffload moves everything together.
     """
     if strategy in OFFLOADED:
         return OFFLOADED[strategy]

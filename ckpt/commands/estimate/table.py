@@ -55,7 +55,7 @@ USABLE = 0.9
 #: Tensor parallelism across nodes is slow, and experts are rarely spread over more ranks.
 _MAX_TP, _MAX_EP = 8, 64
 _MAX_GPUS = 4096
-#: GPUs per node: larger numbers are multiples.
+#: GPUs per node.
 _NODE = 8
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -63,8 +63,6 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to estimate, its config if there is one, and notes on the search."""
-
     path: str
     model: Model
     config: Mapping[str, Any] | None = None
@@ -102,14 +100,11 @@ class Sizing:
     suggestions: tuple[str, ...]
 
 
-# -- the model -----------------------------------------------------------------------------------------------
-
-
 def find(where: str) -> Subject:
     """Return the model at `where`: a config.json or its folder, a Hub id, or a checkpoint in any format.
 
-    A config comes before a checkpoint's tensors, which may be quantized or an adapter's. Raise NotFoundError if neither
-    exists, UsageError for an unknown architecture.
+    A config comes before a checkpoint's tensors: they may be quantized or an adapter's. Raise NotFoundError if both are
+    missing, UsageError for an unknown architecture.
     """
     path = Path(where)
     with translate_os_errors(path):
@@ -171,9 +166,6 @@ def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
     return Subject(where, model, None, (*notes, note))
 
 
-# -- the table -----------------------------------------------------------------------------------------------
-
-
 def size(
     subject: Subject,
     setup: Setup,
@@ -231,7 +223,7 @@ def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
 
 
 def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> EstimateRow:
-    """Return Megatron's row for these sizes. Raise UsageError if a size does not divide."""
+    """Return Megatron's row. Raise UsageError if a size does not divide."""
     if not _has_megatron(subject):
         raise UsageError("unknown Megatron layout for this model", found=subject.model.name)
     assert subject.config is not None
@@ -252,7 +244,7 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
 def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
     """Yield a row for each number of ranks per model, with as much tensor parallelism as possible.
 
-    Experts are spread over as many ranks as possible, which does not reduce data parallelism.
+    Experts are spread widely: data parallelism stays the same.
     """
     num_experts = max((block.num_experts for block in subject.model.blocks), default=0)
     most = _MAX_TP * (len(subject.model.blocks) + 2)
@@ -266,9 +258,7 @@ def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
             break
 
 
-# -- suggestions ---------------------------------------------------------------------------------------------
-
-#: Preferred strategies first: less sharding and less traffic is faster.
+#: Less sharding and less traffic is faster.
 _PREFERRED = (DDP, ZERO1, ZERO2, FSDP2, ZERO3)
 _OFFLOADED = (ZERO2_OFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD, ZERO3_OFFLOAD_ALL)
 
@@ -278,10 +268,10 @@ def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
 
 
 def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
-    """Suggest the simplest strategies that fit, or more GPUs if none does.
+    """Suggest the simplest strategies that fit, or more GPUs.
 
-    Data parallelism comes first, then data parallelism with activation checkpointing, then offloading with LoRA as the
-    alternative. Megatron, another framework, comes last.
+    Activation checkpointing comes second, then offloading with LoRA as the alternative. Megatron, another framework,
+    comes last.
     """
     mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
     data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)

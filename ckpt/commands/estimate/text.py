@@ -57,7 +57,6 @@ def lines(sizing: Sizing) -> Iterator[str]:
 
 
 def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
-    """Return the model, and lines on its training."""
     model, setup = sizing.subject.model, sizing.setup
     precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
     facts = (
@@ -70,7 +69,6 @@ def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
 
 
 def bars(sizing: Sizing) -> list[Bar]:
-    """Return a bar with the peak memory for each strategy."""
     return [
         Bar(
             row.title,
@@ -184,7 +182,6 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def to_json(sizing: Sizing) -> dict[str, Any]:
-    """Return the table as plain values, with sizes in bytes."""
     setup = sizing.setup
     return {
         "model": sizing.subject.path,

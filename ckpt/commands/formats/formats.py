@@ -27,7 +27,6 @@ class Formats(Returned):
         return iter(self.formats)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the cells under `HEADS`."""
         return [(one.name, *map(_mark, (one.reads, one.writes, one.carries_optimizer)), _title(one)) for one in self]
 
     def lines(self) -> Iterator[str]:
@@ -57,5 +56,4 @@ def _mark(able: bool) -> str:
 
 
 def _title(one: Format) -> str:
-    """Return the format's title and its aliases."""
     return one.title + (f"; also {', '.join(one.aliases)}" if one.aliases else "")

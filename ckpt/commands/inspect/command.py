@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Options for pictures and pages."""
-
     picture: Annotated[
         Path | None,
         Flag(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.", section=SHOWN),
@@ -41,7 +39,6 @@ class Drawn:
     overwrite: Annotated[bool, Flag(help="Replace an existing picture or page.", section=WRITTEN)] = False
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise UsageError if a picture or page can't be written."""
         for place, suffix in ((self.picture, ".svg"), (self.html, ".html")):
             if place is not None:
                 check_place(place, suffix, checkpoint)

@@ -29,7 +29,7 @@ from ckpt.runs.opening import AUTO, open_checkpoint
 from ckpt.runs.unread_files import list_unread
 from ckpt.stores import placeholder_files
 
-_MAX_STEPS = 20  # steps to check without `everything`
+_MAX_STEPS = 20  # checked without `everything`
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +65,6 @@ class Inspection(Returned):
             yield from ("", *one)
 
     def facts(self, width: int | None = None) -> Iterator[str]:
-        """Yield the overview, wrapped to `width` columns."""
         return map(shown, overview.lines(self.checkpoint, self.unread, everything=self.everything, width=width))
 
     def csv(self) -> str:
@@ -81,7 +80,6 @@ class Inspection(Returned):
         return page("inspect", content), damaged
 
     def parts(self) -> Iterator[list[str]]:
-        """Yield the lines for each `matching` tensor's parts."""
         for one in self.matching or ():
             yield [shown(line) for line in part_lines(one, self.checkpoint.path)]
 
@@ -125,7 +123,7 @@ def inspect(
 
 
 def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Tensor, ...]:
-    """Return the tensors whose names match any of `patterns`. Raise UsageError for a pattern without a match."""
+    """Return matching tensors. Raise UsageError for a pattern without a match."""
     names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -1,8 +1,4 @@
-"""Content of the `ckpt inspect --html` page: every tensor in columns, and each distinct sharding once.
-
-This module is pure and works on the description alone, without tensor data. Texts have a maximum length, and the page
-escapes them.
-"""
+"""Content of the `ckpt inspect --html` page: every tensor in columns, and each distinct sharding once."""
 
 from __future__ import annotations
 
@@ -28,8 +24,6 @@ One = TypeVar("One", bound=Hashable)
 
 @dataclass
 class _Table(Generic[One]):
-    """Numbers for distinct values."""
-
     numbers: dict[One, int] = field(default_factory=dict)
 
     def __call__(self, value: One) -> int:
@@ -46,7 +40,7 @@ def inspection(
     tensors, padding = selected_tensors(checkpoint, only), padding_of(checkpoint)
     sketcher = Sketcher(naming(checkpoint, tensors))
     names, roles, dtypes, shapes = _Table[str](), _Table[str](), _Table[Any](), _Table[Any]()
-    looks: dict[int, tuple[int, Sketch]] = {}  # keyed by identity: hashing a sketch with many slices is slow
+    looks: dict[int, tuple[int, Sketch]] = {}  # keyed by identity: hashing many slices is slow
     columns: list[list[int]] = [[], [], [], [], []]
     damaged = []
     for tensor in tensors:
@@ -79,7 +73,6 @@ def inspection(
 def _holders(
     checkpoint: Checkpoint, holders: Iterable[Holder], by_role: Mapping[Holder, Mapping[str, int]]
 ) -> list[list[Any]]:
-    """Return each rank's number or file's name, its bytes by kind, and its coordinates in Megatron's mesh."""
     places = coordinates(checkpoint)
     return [
         [

@@ -1,7 +1,7 @@
 """Overview of a checkpoint: identity, contents and size on disk, without reading tensor data.
 
-Names and values come from untrusted files, so all output is escaped and limited in length. Objects from pickles are
-never asked for their own text.
+Names and values come from untrusted files: output is escaped and limited, and pickled objects never give their own
+text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt.plan.tensors import Tensor
 from ckpt.runs.quantization import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
-UnreadFiles = Sequence[Mapping[str, str]]  # JSON from `ckpt.runs.unread_files`
+UnreadFiles = Sequence[Mapping[str, str]]  # from `ckpt.runs.unread_files`
 
-_MAX_LISTED = 20  # shown ties, groups, items and notes
+_MAX_LISTED = 20
 _FEW_RANKS = 8
-_MANY = 200_000  # tensors times ranks; counting more would take too long
+_MANY = 200_000  # tensors times ranks; more would take too long
 
 
 def describe(
@@ -35,8 +35,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the checkpoint as plain JSON values: short, finite, without control characters.
 
-    `unread` lists unread files of its folder. `tensors` adds one entry per tensor. `everything` allows much longer
-    values than frameworks save.
+    `everything` allows much longer values than frameworks save.
     """
     bounds = FULL if everything else SHORT
     found = {
@@ -78,7 +77,7 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, JSON] | None:
 def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return numbers of tensors and elements, with each parameter counted once.
 
-    A parameter is trainable if the optimizer lists it or has state for it. Without an optimizer, the count is None.
+    A parameter is trainable if the optimizer lists it or has state for it.
     """
     trained = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, BUFFER)}
     trained.update(fqn for values in checkpoint.state.scalars.values() for fqn in values)
@@ -124,7 +123,7 @@ def _per_parameter(nbytes: int, parameters: int | None) -> float | None:
 def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
     """Return the sizes of the parallel axes `tp`, `pp`, `ep`, `cp` and `dp`, or None if they are not recorded.
 
-    They come from Megatron's arguments or ZeRO's partitions. ZeRO's axis is always `dp`, whatever the ranks' mesh was.
+    ZeRO's axis is always `dp`, whatever the ranks' mesh was.
     """
     args, world_size = checkpoint.state.args or {}, checkpoint.world_size
     found = {axis: size for axis, name in AXES.items() if type(size := args.get(name)) is int and size > 0}
@@ -139,9 +138,8 @@ def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
 def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
     """Return each rank's coordinates on Megatron's mesh, or an empty dict if they are not recorded.
 
-    Ranks are numbered as in megatron-core (`parallel_state.py`, `RankGenerator`): `tp` varies fastest, then `cp`, `dp`
-    and `pp`. With `use_tp_pp_dp_mapping`, `pp` comes before `dp`. If one rank writes for the whole `dp` axis, its size
-    is 1.
+    As in megatron-core (`parallel_state.py`, `RankGenerator`), `tp` varies fastest, then `cp`, `dp` and `pp`. With
+    `use_tp_pp_dp_mapping`, `pp` comes before `dp`. If one rank writes for the whole `dp` axis, its size is 1.
     """
     args, sizes = checkpoint.state.args or {}, dict(mesh(checkpoint) or {})
     if "tp" not in sizes or "pp" not in sizes or (ranks := registry.get(checkpoint.format).ranks_on_axes) is None:
@@ -163,7 +161,6 @@ def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
 
 
 def mesh_text(checkpoint: Checkpoint) -> str:
-    """Describe the mesh in words. The text is empty if the mesh is not recorded."""
     found, stage, ranks = mesh(checkpoint), checkpoint.state.zero_stage, checkpoint.world_size
     if found is None:
         return ""
@@ -269,10 +266,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 def lines(
     checkpoint: Checkpoint, unread: UnreadFiles = (), *, everything: bool = False, width: int | None = None
 ) -> Iterator[str]:
-    """Yield the description as text, wrapped to `width` columns.
-
-    If anything is shortened, the last line says so. `everything` shortens nothing.
-    """
+    """Yield the description as text, wrapped to `width` columns. If anything is shortened, the last line says so."""
     found = named_facts(checkpoint, unread, everything=everything)
     first = max(len(name) for name, _ in found) + 2
     if any("..." in text for _, text in found):
@@ -290,7 +284,6 @@ def named_facts(checkpoint: Checkpoint, unread: UnreadFiles = (), *, everything:
 
 
 def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield names and texts for all facts. A repeated name is empty."""
     limit = FULL.text if everything else SHORT.text
 
     def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -361,7 +354,6 @@ def _by_dtype_text(elements: Mapping[str, int]) -> str:
 
 
 def _per_rank_texts(nbytes: Mapping[str, int] | None, everything: bool) -> list[str]:
-    """Describe tensor bytes by rank: every rank if they are few, else the minimum and maximum."""
     if not nbytes or len(nbytes) == 1:
         return []
     least, most = min(nbytes, key=lambda r: nbytes[r]), max(nbytes, key=lambda r: nbytes[r])
@@ -392,7 +384,6 @@ RIGHT = ("bytes", "fragments")
 
 
 def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """Return a table row per tensor, with cells under `HEADS`."""
     return [_row(_tensor(tensor)) for tensor in checkpoint.tensors.values()]
 
 

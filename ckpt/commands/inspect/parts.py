@@ -34,7 +34,6 @@ def parts_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def part_lines(tensor: Tensor, folder: str) -> Iterator[str]:
-    """Yield the parts as text, with files relative to `folder`."""
     yield one_line(f"{tensor.fqn}  {tensor.role} {tensor.dtype.name} {list(tensor.shape)}, {show_size(tensor.nbytes)}")
     for copy, source in enumerate((tensor.source, *tensor.replicas)):
         for fragment in source.fragments(tensor.shape):

@@ -1,7 +1,6 @@
 """Rows for `ckpt inspect --picture`: a checkpoint's tensors as slices, with their ranks.
 
-This module is pure and works on the description alone. Similar tensors share a row: a model with a hundred layers has
-as many rows as one layer has tensors, and each row names its layers.
+Similar tensors share a row: many layers have as many rows as one layer, and each row names its layers.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from ckpt.plan.tiling import Damage
 
 Only = Literal["all", "weights", "optimizer"]
 
-_FEW_ROWS, _FEW_PATCHES = 4, 150  # a tensor's rows beyond this are merged if the result has few patches
+_FEW_ROWS, _FEW_PATCHES = 4, 150  # more rows are merged if the result has few patches
 _MAX_ROWS = 100  # in total; beyond this, all rows are merged
 _MOST_ROWS = 400
-_MAX_FILES = 64  # shown separately if no ranks are known
+_MAX_FILES = 64  # if no ranks are known
 _MAX_COLUMNS, _MAX_PATCHES = 300, 1200  # per row
 _COARSE_COLUMNS, _COARSE_BANDS = 96, 16
 
@@ -35,8 +34,8 @@ _COARSE_COLUMNS, _COARSE_BANDS = 96, 16
 class Row:
     """Tensors drawn as one: they differ only in their roles and in numbers in their names.
 
-    `name` shows all numbers in braces. `roles` holds pairs of role and dtype. `nbytes` is the total. If `is_grid`, the
-    row has one cell per tensor, in columns and lines.
+    `name` shows all numbers in braces. `roles` holds pairs of role and dtype. If `is_grid`, the row has one cell per
+    tensor.
     """
 
     name: str
@@ -54,10 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """All rows in a picture. `by_role` holds each rank's or file's stored bytes by role, in order.
-
-    `rows_left_out` counts the rows beyond the limit.
-    """
+    """All rows in a picture. `by_role` holds each rank's or file's stored bytes by role, in order."""
 
     rows: tuple[Row, ...]
     by_role: Mapping[Holder, Mapping[str, int]]
@@ -71,10 +67,7 @@ class Picture:
 
 
 def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, only: Only = "all") -> Picture:
-    """Return the picture for the tensors in `only`.
-
-    `padding` holds padded boxes by name. None asks the namespace for them.
-    """
+    """Return the picture for the tensors in `only`. `padding` holds padded boxes by name."""
     if padding is None:
         padding = padding_of(checkpoint)
     wanted = selected_tensors(checkpoint, only)
@@ -96,7 +89,6 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, on
 
 
 def padding_of(checkpoint: Checkpoint) -> Mapping[str, Box]:
-    """Return padded boxes, if the namespace knows them."""
     space = checkpoint.namespace
     return {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
 
@@ -125,7 +117,7 @@ def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragm
 
 
 def _first_place(tensor: Tensor) -> tuple[str, int | None]:
-    """Return file and rank for a tensor's first element, without listing all fragments."""
+    """Return the first element's file and rank, without listing all fragments."""
     if hasattr(tensor.source, "runs") and (runs := runs_of(tensor.source, tensor.shape, 0, min(1, tensor.numel))):
         return runs[0][2].path, runs[0][4]
     return next(((one.extent.path, one.rank) for one in tensor.fragments()), ("", -1))
@@ -135,15 +127,12 @@ def _relative(path: str, folder: str) -> str:
     return path[len(folder) + 1 :] if path.startswith(folder + os.sep) else os.path.basename(path)
 
 
-# -- rows ----------------------------------------------------------------------------------------------------
-
-
 def _fold(sketches: Iterable[tuple[Tensor, Sketch]]) -> list[Row]:
     """Put tensors into one row if they look the same and their names differ only in numbers. Keep the model's order."""
     by_fqn: dict[str, dict[tuple[Shape, Sketch], list[Tensor]]] = {}
     for tensor, sketch in sketches:
         by_fqn.setdefault(tensor.fqn, {}).setdefault((tensor.shape, sketch), []).append(tensor)
-    # Rows with the same name pattern stay together, whatever their holders.
+    # Rows with the same name pattern stay together.
     rows: dict[tuple[str, ...], dict[tuple[object, Sketch], list[Tensor]]] = {}
     for fqn, looks in by_fqn.items():
         for (shape, sketch), tensors in looks.items():
@@ -167,7 +156,7 @@ def _pattern(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _name(fqns: Sequence[str]) -> str:
-    """Return one name for several names with the same pattern: `layers.{0-3}.mlp.weight`."""
+    """Return one name for all: `layers.{0-3}.mlp.weight`."""
     pattern, _ = _pattern(fqns[0])
     columns = zip(*(_pattern(fqn)[1] for fqn in fqns), strict=True)
     texts = iter([str(c[0]) if len(set(c)) == 1 else "{" + ranks_text(set(c)) + "}" for c in columns])
@@ -193,7 +182,6 @@ def _fold_layers(rows: list[Row]) -> list[Row]:
 
 
 def _fold_sound(family: list[Row]) -> list[Row]:
-    """Merge a family's sound rows into one, if they are many and one row can show them."""
     sound = [row for row in family if not row.sketch.faults]
     if len(sound) <= _FEW_ROWS:
         return family
@@ -279,7 +267,7 @@ def _touch(a: Patch, b: Patch, across: bool) -> bool:
 
 
 def _coarse(sketch: Sketch) -> Sketch:
-    """Return `sketch`, with slices merged if there are too many to distinguish."""
+    """Merge slices if there are too many to distinguish."""
     marks = [patch for patch in sketch.patches if patch.kind in ("padding", "hole", "overlap")]
     held = [patch for patch in sketch.patches if patch.kind not in ("padding", "hole", "overlap")]
     if len({patch.left for patch in held}) <= _MAX_COLUMNS and len(held) <= _MAX_PATCHES:

@@ -1,11 +1,7 @@
-"""Drawing of a tensor: slices as patches of a rectangle, with their ranks.
-
-This module is pure and works on the description alone, without tensor data. The description may be wrong, so damaged
-tensors have a drawing too, which includes the faults.
+"""Drawing of a tensor: slices as patches of a rectangle, with their ranks, even if the tensor is damaged.
 
 Elements run from left to right in row-major order, so along the first dim. If another dim is sharded, as in a
-row-parallel layer, it runs from top to bottom. So each slice has its true form, and its area is its share of the
-tensor.
+row-parallel layer, it runs from top to bottom. So each slice has its true form, and its area is its share.
 """
 
 from __future__ import annotations
@@ -33,9 +29,9 @@ from ckpt.plan.tensors import (
 )
 from ckpt.plan.tiling import TilingFault, faults_of
 
-#: A slice's holder: a rank or, if no rank is known, a file.
+#: A rank or, if no rank is known, a file.
 Holder = int | str
-#: `several` means different holders' slices, too narrow to draw separately.
+#: `several`: different holders' slices, too narrow to draw separately.
 Kind = Literal["held", "several", "padding", "hole", "overlap"]
 
 
@@ -57,7 +53,7 @@ class Sketch:
     """Drawing of one tensor.
 
     `across` and `down` name the horizontal and vertical dims. `down` is empty if no other dim is sharded. `bands`
-    counts slices from top to bottom, `copies` counts replicas. `faults` and `remarks` are texts.
+    counts slices from top to bottom.
     """
 
     patches: tuple[Patch, ...]
@@ -79,7 +75,7 @@ def holder_text(holders: Iterable[Holder]) -> str:
 
 
 class Sketcher:
-    """Draws tensors, equally sharded ones only once, and counts each holder's bytes by role."""
+    """Draws equally sharded tensors once, and counts each holder's bytes by role."""
 
     def __init__(self, name: Callable[[Fragment], Holder]) -> None:
         self._name = name
@@ -111,7 +107,7 @@ class Sketcher:
         return found
 
     def _parts(self, tensor: Tensor) -> tuple[tuple[tuple[_Part, ...], ...], tuple[_Part, ...]]:
-        """Return the parts in each copy, and the tensor's padding."""
+        """Return each copy's parts, and the padding."""
         copies = tuple(
             tuple(
                 _Part(fragment.region, self._name(fragment), fragment.extent.nbytes)
@@ -124,8 +120,6 @@ class Sketcher:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A fragment without its file position."""
-
     region: Region
     holder: Holder
     nbytes: int
@@ -197,7 +191,7 @@ class _Plane:
     """Coordinates for drawing a tensor's elements.
 
     Either all `numel` elements run from left to right in row-major order. Or dim `across` runs from left to right and
-    the dims `down` run from top to bottom, later ones nested in the parts of earlier ones. `edges` holds these parts.
+    the dims `down` from top to bottom, later ones nested in the parts (`edges`) of earlier ones.
     """
 
     shape: Shape
@@ -242,7 +236,6 @@ class _Plane:
         return [((start + i * step) / size, (start + i * step + 1) / size) for i in range(box.sizes[dim])]
 
     def _rows(self, box: Box, level: int) -> Iterator[tuple[float, float]]:
-        """Yield a box's vertical extents."""
         if level == len(self.down):
             yield 0.0, 1.0
             return

@@ -21,7 +21,7 @@ _PER_LINE = 32
 _COLUMN = 26.0  # maximum column height, without lines for holders
 _MAX_MESH = 256  # ranks in a drawn mesh
 
-#: Patterns for tensor names by part. The first match decides the colour in a picture with one file.
+#: The first matching pattern decides the colour in a picture with one file.
 PARTS: Mapping[str, str] = {
     "adapters": r"lora_|\.adapter",
     "router": r"\brouter\b|mlp\.gate\.|block_sparse_moe\.gate\.|shared_expert_gate",
@@ -37,7 +37,6 @@ PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 7, 1, 0, 4, 2,
 
 
 def part_of(name: str) -> str:
-    """Guess the kind of module from a tensor's name."""
     # a norm before attention or an MLP is still a norm
     last = ".".join(name.split(".")[-2:])
     if re.search(PARTS["norms"], last):
@@ -138,7 +137,6 @@ def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
 
 
 def by_kind(roles: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return bytes by kind: weights, masters, optimizer states, buffers."""
     kinds: dict[str, int] = dict.fromkeys(("weights", "masters", "optimizer states", "buffers"), 0)
     names = {WEIGHT: "weights", MASTER: "masters", BUFFER: "buffers"}
     for role, nbytes in roles.items():
@@ -150,7 +148,6 @@ _OPACITY = {"weights": "1", "masters": ".72", "optimizer states": ".44", "buffer
 
 
 def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_part: bool) -> None:
-    """Draw a line for each holder: name, coordinates in the mesh, and bytes by role."""
     most, places = max([1, *picture.holders.values()]), coordinates(checkpoint)
     named_axes = {axis for at in places.values() for axis, number in at.items() if number}
     there = {kind for roles in picture.by_role.values() for kind, _ in by_kind(roles)}
@@ -182,7 +179,7 @@ def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_
 
 
 def _draw_numbered(canvas: Canvas, picture: Picture) -> None:
-    """Draw each holder's number in its colour. Unless all sizes are equal, draw a column above it for its bytes."""
+    """Draw each holder's number in its colour, below a column for its bytes unless all sizes are equal."""
     holders, sizes = list(picture.holders), picture.holders
     shown = holders[: len(COLOURS)]
     width = (canvas.width - 2 * MARGIN) / _PER_LINE
@@ -234,7 +231,7 @@ def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None
 
 
 def _draw_kinds(canvas: Canvas, picture: Picture) -> None:
-    """Draw the legend for everything besides a single rank's plain slices. Faults always have an entry."""
+    """Draw the legend for everything besides a single rank's plain slices."""
     patches = [patch for row in picture.rows for patch in row.sketch.patches]
     kinds = {patch.kind for patch in patches}
     any_two = list(picture.holders)[:2]
@@ -269,7 +266,6 @@ def draw_patch(
     *,
     has_label: bool = True,
 ) -> None:
-    """Draw a slice, hole, overlap or padding. A browser shows `text` with it."""
     if patch.kind == "hole":
         canvas.rect(x + 0.75, y + 0.75, width - 1.5, height - 1.5, PAPER, text, ' class="p o"')
         canvas.mark(x, y, width, height, "hole", "l r")

@@ -1,6 +1,6 @@
-"""SVG picture of a checkpoint: one text file for every browser, with the same bytes for the same checkpoint.
+"""SVG picture of a checkpoint, with the same bytes for the same checkpoint.
 
-This module is pure. The file has a light and a dark style, and the browser chooses (`prefers-color-scheme`).
+The browser chooses a light or a dark style (`prefers-color-scheme`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from ckpt.commands.inspect.summary import draw_head, draw_patch, part_colour, pa
 from ckpt.pictures.canvas import GAP, GREY, LETTER, MARGIN, RED, SANS, TRACK, Canvas, escaped, n, shortened
 from ckpt.plan.checkpoint import Checkpoint
 
-_BAR, _LONG_BAR, _NOTES = 580.0, 740.0, 250.0  # column widths; the longest name decides the first column
+_BAR, _LONG_BAR, _NOTES = 580.0, 740.0, 250.0  # the longest name decides the first column
 _LONG_FROM = 32  # ranks
 _MAX_NAME = 96  # letters
 _ROW, _BAND, _MAX_HEIGHT = 30.0, 12.0, 448.0
 _STRIP, _BETWEEN = 3.0, 14.0
-_THIN = 3.0  # minimum width for faults and padding
+_THIN = 3.0  # for faults and padding
 _MAX_TOOLTIPS = 10_000  # patches with their own texts
 
 
 def draw(picture: Picture, checkpoint: Checkpoint) -> str:
-    """Return the picture of `checkpoint` as SVG text."""
     return _Drawing(picture, checkpoint).draw("/".join(Path(checkpoint.path).parts[-2:]))
 
 
 class _Drawing:
     def __init__(self, picture: Picture, checkpoint: Checkpoint) -> None:
         self.picture, self.checkpoint, rows = picture, checkpoint, picture.rows
-        #: Without sharded tensors, bars have no inner structure, so their lengths show the sizes.
+        #: Without sharded tensors, bars show sizes by their lengths.
         self.is_by_size = all(isinstance(holder, str) for holder in picture.holders) and all(
             not row.sketch.faults and all(patch.kind == "held" for patch in row.sketch.patches) for row in rows
         )
@@ -135,7 +134,6 @@ class _Drawing:
 
 
 def _about(row: Row) -> str:
-    """Describe shape, bytes, and roles by dtype."""
     dtypes: dict[str, list[str]] = {}
     for role, dtype in row.roles:
         dtypes.setdefault(dtype, []).append(one_line(role, 40))
@@ -144,7 +142,6 @@ def _about(row: Row) -> str:
 
 
 def _labels(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the labels next to a bar, with their styles."""
     sketch, count = row.sketch, len(row.fqns)
     if row.is_grid:
         yield f"{pluralize(count, 'tensor', ',')} side by side", "b"

@@ -1,20 +1,20 @@
 """Arithmetic of a LoRA merge, with the order and dtypes of `merge_and_unload` of peft 0.21.2 on a CPU.
 
-Sources: peft `tuners/lora/layer.py` (`Linear`, `Embedding`, `_ConvNd`, `ParamWrapper`: `merge` with `safe_merge=False`,
-`get_delta_weight`), `tuners/lora/variants.py` and `dora.py` (DoRA), `tuners/trainable_tokens`.
+Sources in peft: `tuners/lora/layer.py` (`merge` with `safe_merge=False`, `get_delta_weight`), `tuners/lora/variants.py`
+and `dora.py`, `tuners/trainable_tokens`.
 
 These choices decide the bits:
 
 - PEFT loads an adapter in fp32 (`autocast_adapter_dtype=True`) whatever the file's dtype, or in fp64 over an fp64 base.
-  An adapter made by PEFT (`cat`) may have the base's dtype. Then the delta has this dtype too, computed in fp32.
-- The product is one call, `B @ A`, on [out, r] and [r, in] with their strides in memory, and scaled afterwards. BLAS
-  adds in an order that depends on shapes and strides. Stacked experts use one `einsum`, because a product per expert
-  gives other bits.
-- A linear layer adds the fp32 delta to the weight in place and rounds once, to the weight's dtype. Embeddings, targeted
-  parameters and attention round twice: the delta to the weight's dtype, then the sum.
+  An adapter made by PEFT (`cat`) may have the base's dtype. Then the delta is computed in fp32 and has this dtype too.
+- The product is one call, `B @ A`, scaled afterwards. BLAS adds in an order that depends on shapes and strides in
+memory.
+  Stacked experts use one `einsum`, because a product per expert gives other bits.
+- A linear layer adds the fp32 delta in place and rounds once. Embeddings, targeted parameters and attention round the
+  delta to the weight's dtype, then the sum.
 - DoRA divides in fp32 and rounds once. Its norm uses the same views as in PEFT.
 
-Every function may reuse the memory of its weight, and returns the merged weight in the same dtype.
+Every function may reuse its weight's memory, and returns the merged weight in the same dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ import torch
 
 @dataclass
 class _Threads:
-    """Running computations, and torch's number of threads `before` the first."""
-
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_running: int = 0
     before: int = 1
@@ -42,7 +40,7 @@ _THREADS = _Threads()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch in the calling thread alone, then restore the number of threads."""
+    """Run torch in the calling thread alone."""
     with _THREADS.lock:
         number = torch.get_num_threads()  # a new thread takes over the process's number at this first call
         if not _THREADS.num_running:
@@ -58,7 +56,6 @@ def one_thread() -> Iterator[None]:
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:
-    """Return PEFT's dtype for an adapter over a weight with dtype `weight`."""
     return torch.float64 if weight == torch.float64 else torch.float32
 
 
@@ -73,7 +70,7 @@ def merge_linear(
 ) -> torch.Tensor:
     """Merge `a` [r, in] and `b` [out, r] into `weight` [out, in], or [in, out] if `transposed` (Conv1D).
 
-    With DoRA, scale each output's row to its `magnitude` [out].
+    DoRA's `magnitude` is [out].
     """
     if magnitude is None:
         return _add(weight, _product(a, b, transposed), scaling, b.dtype)
@@ -93,7 +90,7 @@ def merge_experts(
 ) -> torch.Tensor:
     """Merge linear layers into experts stacked in `weight`, [experts, in, out] if `transposed`.
 
-    `factors` holds `a` and `b` for each part. A part is an expert and a half of the rows. None means all.
+    `factors` holds `a` and `b` for each part: an expert and a half of the rows. None means all.
     """
     merged = weight.clone()
     for number, (expert, half) in enumerate(parts):
@@ -110,10 +107,10 @@ def merge_experts(
 def merge_attention(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, is_output: bool
 ) -> torch.Tensor:
-    """Merge into a projection of `nn.MultiheadAttention`: `weight` [out, in], `a` [r, in], `b` [out, r].
+    """Merge `a` [r, in] and `b` [out, r] into a projection of `nn.MultiheadAttention`.
 
-    PEFT adds the delta to the output projection twice: once in the attention layer, once in the `Linear` around the
-    projection. The forward pass in training does the same.
+    PEFT adds the delta to the output projection twice: in the attention layer, and in the `Linear` around the
+    projection. Training does the same.
     """
     weight += _linear_delta(a, b, scaling, False).to(weight.dtype)
     return merge_linear(weight, a, b, None, scaling=scaling, transposed=False) if is_output else weight
@@ -122,10 +119,7 @@ def merge_attention(
 def merge_embedding(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, *, scaling: float
 ) -> torch.Tensor:
-    """Merge `a` [r, num] and `b` [dim, r] into `weight` [num, dim].
-
-    With DoRA, scale each column to its `magnitude` [dim].
-    """
+    """Merge `a` [r, num] and `b` [dim, r] into `weight` [num, dim]. DoRA's `magnitude` is [dim]."""
     delta = _linear_delta(a, b, scaling, True)
     if magnitude is None:
         weight += delta.to(weight.dtype)
@@ -139,7 +133,7 @@ def merge_conv(
 ) -> torch.Tensor:
     """Merge `a` [r, in, *kernel] and `b` [out, r, 1, ...] into `weight` [out, in, *kernel].
 
-    With DoRA, scale each output's kernel to its `magnitude` [1, out, 1, ...].
+    DoRA's `magnitude` is [1, out, 1, ...].
     """
     delta = _conv_delta(weight, a, b, scaling)
     if magnitude is None:
@@ -174,7 +168,6 @@ def merge_parameter(
 
 
 def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    """Merge `lora_B`'s bias (`lora_bias=True`) into `bias`."""
     bias += b_bias * scaling
     return bias
 
@@ -201,7 +194,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor
 def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
     """Compute `weight += (product * scaling).to(dtype)` as torch does: add in the wider dtype, round once.
 
-    Work on a few rows at a time, so they stay in the processor's cache from scaling to rounding.
+    Work on a few rows at a time, so they stay in the processor's cache.
     """
     wider = torch.promote_types(weight.dtype, dtype)
     for part, rows in zip(weight.split(_rows_at_once(weight)), product.split(_rows_at_once(weight)), strict=True):
@@ -215,13 +208,12 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
 
 
 def _rows_at_once(weight: torch.Tensor) -> int:
-    """Return how many rows fit in the processor's cache during `_add`."""
     columns: int = weight.shape[1]
     return max(1, (1 << 17) // max(1, columns))
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:
-    """Return a 16-bit factor in fp32 for the product. The delta is rounded to the factor's dtype later."""
+    """Return a 16-bit factor in fp32. The delta is rounded to the factor's dtype later."""
     return factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
 
 

@@ -1,7 +1,4 @@
-"""Adapters with old names of modules: from the base's files, from transformers 4, or from their trainer.
-
-transformers 5 renames modules when it loads a model. Older adapters keep the old names.
-"""
+"""Adapters with module names from before transformers 5, or from their trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.state.naming import to_namespace
 
-#: Path prefix for placeholder tensors. They have a name but no bytes.
+#: Path prefix for placeholder tensors without bytes.
 _NAME = "name:"
 _NUMBER = re.compile(r"\d+")
 
@@ -55,7 +52,7 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
 
 
 def _trainer_names(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[str]:
-    """Yield transformers' names for the names in Tinker's and in Unsloth's gpt-oss in bitsandbytes.
+    """Yield transformers' names for Tinker's names, and for Unsloth's gpt-oss in bitsandbytes.
 
     Only Tinker's adapters record `all-linear`: PEFT lists the layers instead.
     """
@@ -70,7 +67,7 @@ def _trainer_names(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[
 
 
 def _modules(fqn: str) -> Iterator[str]:
-    """Yield possible base modules for an adapter's tensor, innermost first."""
+    """Yield possible base modules, innermost first."""
     name = parse_name(fqn)
     module = name.module
     if name.kind != names.BASE:
@@ -88,8 +85,8 @@ def _with_module(fqn: str, old: str, new: str) -> str:
 def _names_in_memory(base: Checkpoint, weights: Iterable[str]) -> dict[str, str]:
     """Return the names in memory after the model of `base` loads `weights`.
 
-    A name may come from a file, or mix file and memory names: transformers 4.52 had `model.vision_tower.vision_model`
-    in memory. The second pass uses the real shapes, because a conversion that permutes rows is no renaming.
+    A name may mix file and memory names: transformers 4.52 had `model.vision_tower.vision_model` in memory. The second
+    pass uses the real shapes, because a conversion that permutes rows is no renaming.
     """
     shapes = base.shapes
     found: dict[str, str] = {}
@@ -102,7 +99,7 @@ def _names_in_memory(base: Checkpoint, weights: Iterable[str]) -> dict[str, str]
 
 
 def _loaded(base: Checkpoint, weights: Mapping[str, Shape], namespace: str) -> dict[str, str]:
-    """Return in-memory names for tensors with these shapes, without rearranged tensors."""
+    """Return in-memory names, without rearranged tensors."""
     try:
         return _translated(base, weights, namespace)
     except CkptError:  # a name may mean a part of a tensor: try names together if they differ only in numbers

@@ -1,8 +1,7 @@
 """PEFT's own operations: combine adapters (`add_weighted_adapter`), convert transformers 4's adapters.
 
-PEFT needs a model to hold the adapters and gets one without weights (`ckpt.commands.merge_lora.empty_model`). Combining
-reads only the adapters' factors, so the bits are the same as in the real model. With the same seed, so are the random
-draws for `dare_*`.
+PEFT needs a model to hold the adapters and gets one without weights. Combining reads only the factors, so the bits are
+the same as in the real model. With the same seed, so are the random draws for `dare_*`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def combine(
     density: float | None = None,
     seed: int | None = None,
 ) -> Adapter:
-    """Combine several adapters into one, with one weight each, by PEFT's `combination_type`.
+    """Combine several adapters into one by PEFT's `combination_type`, or raise UsageError.
 
-    `density` is the fraction kept by ties, dare and magnitude_prune. `seed` is for dare's random draws. Raise
-    UsageError if PEFT can't combine the adapters.
+    `density` is the fraction kept by ties, dare and magnitude_prune. `seed` is for dare's random draws.
     """
     _check(adapters, weights, combination, density, seed)
     require_peft("combining adapters")
@@ -72,8 +70,8 @@ def combine(
     factors = {fqn: factor for fqn, factor in of_all if parse_name(fqn).kind == names.BASE}
     factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
     raw = _plain_config(wrapped.peft_config[_NAME].to_dict())
-    # The factors are already scaled, so alpha equals the rank. PEFT leaves the first adapter's rsLoRA on. It would
-    # scale them again, by the rank's root (peft#3473, in 0.21.2).
+    # The factors are already scaled. PEFT leaves the first adapter's rsLoRA on, and would scale them again, by the
+    # rank's root (peft#3473, in 0.21.2).
     settings = parse_config(raw | {"use_rslora": False}, Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
@@ -162,5 +160,4 @@ def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:
 
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a LoraConfig's dict in `adapter_config.json` form."""
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

@@ -75,7 +75,7 @@ def merge_lora(
         facts["base"] = shown(str(source.base or trained_on or merge.source.path))
         facts["adapters"] = shown(", ".join(one.source for one in merge.opened))
         if push:
-            # HF Trainer pushes the adapter to the run's own repository, at the end at the latest
+            # HF Trainer pushes the adapter to the run's own repository
             to = push_target(at_hub, merged.names, [merge.opened[0].folder, Path(wanted[0])], "-merged")
             if not outcome.dry_run:
                 check_room(set(merge.files), to)

@@ -1,7 +1,7 @@
 """Effect of a merge on each targeted layer: changed, nothing to add, or rounded away.
 
-Effects are recorded while the weights are computed. Each update compares a sample of the weight before and after. If
-the sample is equal, the weight is computed again and compared in full.
+Each update compares a sample of the weight before and after. If it is equal, the weight is computed again and compared
+in full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPARED = 1 << 14  # sampled values per weight
 class Update:
     """A change to one weight by `adapter`, for `target`: a layer or a parameter.
 
-    `is_nothing` is called if the target's weights did not change. It returns True if there was nothing to add.
+    `is_nothing` is called if the target did not change. It returns True if there was nothing to add.
     """
 
     adapter: str
@@ -42,8 +42,6 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect on a target's weight in `dtype`. `is_nothing` marks unchanged targets with nothing to add."""
-
     adapter: str
     target: str
     dtype: str
@@ -52,14 +50,11 @@ class Effect:
 
     @property
     def is_lost(self) -> bool:
-        """True if there was something to add, but the weight did not change."""
         return not self.is_changed and not self.is_nothing
 
 
 @dataclass(frozen=True)
 class Effects:
-    """Effects on all targets after merging `num_adapters` adapters."""
-
     targets: tuple[Effect, ...]
     num_adapters: int = 1
 
@@ -79,7 +74,6 @@ class Effects:
 
     @property
     def is_plain(self) -> bool:
-        """True if every target was changed."""
         return bool(self.targets) and self.num_changed == len(self.targets)
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +81,6 @@ class Effects:
         return {"changed": self.num_changed, "zero": self.num_zero, "unchanged": named}
 
     def lines(self) -> Iterator[str]:
-        """Yield the counts, then the warnings."""
         if self.targets:
             why = "nothing was to be added: a factor is zero, or trained rows equal the base's"
             zero = f"; to {self.num_zero} {why}" if self.num_zero else ""
@@ -95,7 +88,6 @@ class Effects:
         yield from self.warnings()
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning for each rounded-away change, and for a merge without any effect."""
         for one in self.lost[:_SHOWN]:
             of = f" of {printable(one.adapter)}" if self.num_adapters > 1 else ""
             yield (
@@ -111,8 +103,6 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class _AppliedUpdate:
-    """An update applied to a weight in `dtype`. `is_changed` if any byte differs."""
-
     update: Update
     dtype: str
     is_changed: bool
@@ -123,8 +113,8 @@ class Noted:
     """Computed weights by name, with functions to `compute` the others.
 
     `made_anew` describes tensors missing from the adapter's file: PEFT computed them from the base. `divided` maps each
-    adapter to the layers it changes while layers with tied weights stay unchanged. `shared` maps it to the tied layers
-    that get one change together. `untied` holds the aliases that the result no longer ties.
+    adapter to its changed layers with unchanged tied weights, `shared` to the tied layers that get one change together.
+    `untied` holds aliases that the result no longer ties.
     """
 
     num_adapters: int
@@ -137,7 +127,7 @@ class Noted:
 
     @cached_property
     def effects(self) -> Effects:
-        """Effects on all targets. Weights written by an earlier, interrupted merge are computed again."""
+        """Effects on all targets. Weights written by an interrupted merge are computed again."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
         by_target: dict[tuple[str, str], list[_AppliedUpdate]] = {}
@@ -184,9 +174,9 @@ class MergedModel(api.Converted):
 
 @dataclass(frozen=True, repr=False)
 class Merge(api.Conversion):
-    """A conversion that merges `adapters`. `noted` records the effect on each computed weight.
+    """A conversion that merges `adapters`.
 
-    `opened` holds the adapters (`find.Adapter`) before combining, `combined` the merged ones.
+    `opened` holds the adapters before combining, `combined` the merged ones.
     """
 
     noted: Noted = field(default_factory=lambda: Noted(0))
@@ -202,7 +192,6 @@ class Merge(api.Conversion):
         return {**report, "not_read": [*report["not_read"], *found]}
 
     def write(self, output: Any, **options: Any) -> MergedModel:
-        """Run the conversion, and return the result with its effects."""
         written = super().write(output, **options)
         return MergedModel(**{**vars(written), "effects": self.noted.effects})
 
@@ -215,7 +204,6 @@ def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _sample_bytes(weight: torch.Tensor) -> bytes:
-    """Return the bytes of values sampled over the whole weight."""
     values = weight.reshape(-1)
     return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
 

@@ -1,9 +1,7 @@
 """Models without weights, for PEFT to work on adapters whose merge reads one layer's weight at a time.
 
-Every parameter is a single zero expanded to the parameter's shape, so it takes no memory. PEFT combines and converts
-adapters in an empty model. It also merges kinds whose layers share tensors by shape (VeRA, PVeRA, RandLoRA) there.
-
-If transformers does not know a model, the empty model holds its matrices only.
+Every parameter is a single zero expanded to the parameter's shape. PEFT combines and converts adapters in an empty
+model, and merges kinds whose layers share tensors by shape (VeRA, PVeRA, RandLoRA).
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def empty_model(
     if model is None:
         raise UsageError("transformers doesn't know the base model", path=base.path)
     dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
-    stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # keyed by the original parameter: tied parameters stay tied
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # keyed by the original parameter: tied ones stay tied
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
@@ -69,8 +67,7 @@ def empty_model(
 class EmptyModel:
     """A base model without weights, with an adapter's `factors` loaded by PEFT.
 
-    `adapted` names the layers with adapter tensors. `stored` returns a parameter before any update, from the base or
-    from a copy in an adapter.
+    `adapted` names the layers with adapter tensors. `stored` returns a parameter before any update.
     """
 
     adapter: Adapter
@@ -82,7 +79,7 @@ class EmptyModel:
 
     @cached_property
     def peft_config(self) -> Any:
-        """PEFT's config for the adapter, without fully saved modules."""
+        """PEFT's config, without fully saved modules."""
         from peft import PeftConfig
 
         raw = self.adapter.config.raw
@@ -109,15 +106,14 @@ class EmptyModel:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=path) from error
 
     def wrap(self, model: Any) -> Any:
-        """Return PEFT's version of the empty `model`, with the adapter loaded."""
         state = {fqn: one.load() for fqn, one in self.factors.items()}
         return with_adapter(model, self.peft_config, state, self.adapter.config.path)
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
-        """Return a model with the matrices in `shapes`: PEFT needs each adapted layer's class and shape.
+        """Return a model with the matrices in `shapes`.
 
         transformers' Conv1D always has a bias. If the bias size does not show the class, the adapter's config does.
-        PEFT corrects that entry at each layer, so the other layers must have one class.
+        PEFT corrects its entry at each layer, so the other layers must have one class.
         """
         shapes = {**{alias: shapes[owner] for alias, owner in self.base.ties.items()}, **shapes}
         matrices = {fqn.removesuffix(".weight"): shape for fqn, shape in shapes.items() if fqn.endswith(".weight")}
@@ -142,14 +138,12 @@ class EmptyModel:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Layers changed by the adapter."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         modules = self.wrapped.base_model.model.named_modules()
         return tuple(name for name, module in modules if isinstance(module, BaseTunerLayer))
 
     def merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return `module`'s `weight` with the adapter's change."""
         from torch import nn
 
         with _LOCK:
@@ -163,8 +157,6 @@ class EmptyModel:
         return merged
 
     def update(self, module: str) -> Update:
-        """Return PEFT's update for `module`'s weight."""
-
         def is_nothing() -> bool:
             fqn = f"{module}.weight"
             weight = self.stored(fqn).load().float()
@@ -174,7 +166,6 @@ class EmptyModel:
 
 
 def _excluded(saved: Sequence[str], others: str | Iterable[str] | None) -> str:
-    """Return a pattern for modules to exclude: `others`, and `saved` modules with everything below them."""
     wholly = [rf"(.*\.)?{one}(\..*)?" for one in saved]  # regular expressions in PEFT
     if isinstance(others, str):
         return "|".join(f"(?:{one})" for one in (*wholly, others))

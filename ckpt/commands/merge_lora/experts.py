@@ -1,7 +1,7 @@
 """LoRA on experts, in the layouts of Unsloth and Tinker.
 
-Unsloth's gpt-oss in bitsandbytes has a linear layer for each expert (`experts.gate_up_projs.3`). Tinker stores the
-factors of all experts in one tensor (`experts.w1`, [experts, rank, in]), with size 1 if the experts share a factor.
+Unsloth's gpt-oss in bitsandbytes has a linear layer for each expert (`experts.gate_up_projs.3`). Tinker stacks all
+experts' factors (`experts.w1`, [experts, rank, in]), with size 1 for a shared factor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_TINKER = {"1": ("gate_up_proj", 0), "2": ("down_proj", None), "3": ("gate_up
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Part of a stacked parameter for one adapter layer: one expert or all, gate or up or all rows."""
+    """Part of a stacked parameter: one expert or all, gate or up or all rows."""
 
     module: str
     parameter: str
@@ -39,7 +39,7 @@ class ExpertPart:
 
 
 def part_of(module: str, parameters: Collection[str]) -> ExpertPart | None:
-    """Return the part in `parameters` that `module` changes, or None for any other layer."""
+    """Return the part in `parameters` that `module` changes, or None."""
     if found := _UNSLOTH.fullmatch(module):
         part = ExpertPart(module, f"{found['experts']}.{found['name']}_proj", int(found["number"]))
     elif found := _TINKER.fullmatch(module):

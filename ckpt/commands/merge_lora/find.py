@@ -37,20 +37,17 @@ if TYPE_CHECKING:
     import torch
 
 PEFT = "peft"
-#: Library that packed an adapter with stacked experts.
 ExpertLayout = Literal["peft", "unsloth"]
 _COLUMNS: Mapping[ExpertLayout, Columns] = {"peft": "rank_major", "unsloth": "grouped_by_expert"}
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-#: Suffix for quantized copies.
 _QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|fp8|gptq|awq)([-_].*)?$")
-#: Suffix for copies in another floating-point dtype.
 _FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor in the checkpoint `of`, usually an adapter: its shape and a function to load it.
+    """A tensor in the checkpoint `of`, usually an adapter.
 
     `choice` is the stored tensor. `is_held` marks tensors computed by PEFT, already in the merge's dtype.
     """
@@ -74,8 +71,6 @@ class Factor:
         return next((one.extent.path for one in fragments), None)
 
     def rounded(self, dtype: DType) -> Factor:
-        """Return the same tensor in another dtype."""
-
         def load() -> torch.Tensor:
             import torch
 
@@ -85,7 +80,6 @@ class Factor:
 
 
 def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> torch.Tensor:
-    """Return the chosen tensor from the checkpoint `of`, in the choice's dtype."""
     import torch
 
     tensor = LazyTensor(choice.tensor, of.computed, sources)[...]
@@ -100,7 +94,7 @@ class AdapterFiles:
         weakref.finalize(self, self._sources.close)
 
     def load(self, choice: Choice, of: Checkpoint) -> torch.Tensor:
-        with self._lock:  # opening a file must not close one in another thread
+        with self._lock:
             return load(choice, of, self._sources)
 
 
@@ -121,7 +115,7 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """The adapter's folder or file, chosen within a run, or the user's URL or Hub id."""
+        """The adapter's folder or file within a run, or the user's URL or Hub id."""
         return self.checkpoint.path if Path(self.path).exists() else self.path
 
 
@@ -142,16 +136,7 @@ def open_adapter(
 ) -> Adapter:
     """Return the adapter at `where`: a PEFT folder, run (newest adapter), sharded checkpoint, URL or cached Hub id.
 
-    Args:
-        where: Path, URL or Hub id.
-        config: Folder with `adapter_config.json`, if the checkpoint has none.
-        tag: Step to open.
-        expert_layout: Packing of stacked experts, if it is not recorded.
-        options: Options for `ckpt.open`.
-        base: Model whose config maps the adapter's names to PEFT's, if the adapter has no config.
-        base_config: Config for a `base` without one.
-        peft_version: PEFT release that trained the adapter, if its config records none.
-        accept_settings: Recorded settings to ignore.
+    `base`, with `base_config` if it has no config, maps the names of an adapter without a config to PEFT's.
     """
     path = local(where)
     if is_repository(where):
@@ -209,7 +194,6 @@ def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None
 
 
 def _model(path: Path, config: str | None) -> Checkpoint:
-    """Return the model at `path`. If it has no config, like Megatron's files, use the config in the folder `config`."""
     model = api.open(path)
     if model.config is None and config is not None:
         with suppress(NotFoundError):  # the folder may have an adapter's config only
@@ -218,7 +202,6 @@ def _model(path: Path, config: str | None) -> Checkpoint:
 
 
 def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str, Any]) -> Checkpoint:
-    """Return the adapter at `path`: the same as `ckpt.open`, or else the adapter file there."""
     empty: list[tuple[str, str, int, int]] = []
 
     def holds(checkpoint: Checkpoint) -> bool:
@@ -235,7 +218,7 @@ def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str,
             raise
         checkpoint = None  # the sharded checkpoint next to the empty adapter is damaged
     if checkpoint is None and tag is None and not empty:
-        # An adapter file without its config: the missing config is reported later. PEFT prefers safetensors.
+        # The missing config is reported later. PEFT prefers safetensors.
         alone = sorted(path.glob("adapter_model.*"), key=lambda file: file.suffix != ".safetensors")
         path = alone[0] if alone else path
         checkpoint = open_accepted(path, want, tag=tag, config=config, options=options) if alone else None
@@ -287,10 +270,9 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
 
 
 def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, config: str | None = None) -> Checkpoint:
-    """Return the base to merge into: `where`, the checkpoint's own base, or the base that the adapter's config records.
+    """Return the base at `where`, from the adapter's own checkpoint, or from its config's record.
 
-    `config` is the folder of a config.json for a base without one. Raise UsageError if `where` is known to differ from
-    the recorded model, unless `accept`.
+    Raise UsageError if `where` is known to differ from the recorded model, unless `accept`.
     """
     if where is None and (own := own_base(adapter)) is not None:
         return own
@@ -330,7 +312,6 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
 
 
 def check_one_base(adapters: Sequence[Adapter]) -> None:
-    """Raise UsageError if the adapters record different bases."""
     named = [(one.config.base, one.config.path) for one in adapters if one.config.base]
     for base, path in named[1:]:
         first, where = named[0]
@@ -382,7 +363,6 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
 
 
 def _model_name(repo_id: str) -> str:
-    """Return the repository's name without the suffix for a copy's precision."""
     return _FLOATING.sub("", _QUANTIZED.sub("", repo_id.rpartition("/")[2])).lower()
 
 

@@ -1,7 +1,4 @@
-"""Bases for adapters trained with a head, if the base has none.
-
-A reward model or a classifier is trained on a base without its head. PEFT saves the whole head with the adapter.
-"""
+"""Bases for adapters trained with a head, if the base has none: PEFT saves the whole head with the adapter."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """A base in the adapter's model class, and the changed config entries."""
-
     base: Checkpoint
     entries: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -45,7 +40,7 @@ class TrainedBase:
 def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
     """Return `base` in the adapter's recorded model class. `base` uses transformers' names.
 
-    Raise LossError if neither the base nor the adapter holds one of the class's tensors.
+    Raise LossError if one of the class's tensors is missing from both.
     """
     raw = adapter.config.raw
     mapping = raw.get("auto_mapping")
@@ -67,13 +62,11 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
 
 
 def _has_other_names(base: Checkpoint, adapter: Adapter) -> bool:
-    """Return True if the base lacks a parameter for one of the adapter's tensors."""
     known = base.shapes.keys() | base.ties.keys()
     return any(_parameter(fqn) not in known for fqn in adapter.factors)
 
 
 def _parameter(fqn: str) -> str:
-    """Return the model's parameter for an adapter's tensor."""
     name = parse_name(fqn)
     if name.kind == names.SAVED:
         return f"{name.module}.{name.rest}"
@@ -140,7 +133,7 @@ def _spellings(fqn: str, prefix: str) -> Iterator[str]:
 
 
 def _label_entries(base: Checkpoint, adapter: Adapter, num_labels: int | None) -> dict[str, Any]:
-    """Return the head's config entries: from the config next to the adapter, or transformers' default labels."""
+    """Return entries from the config next to the adapter, or transformers' default labels."""
     recorded = adapter.checkpoint.config or {}
     entries = {key: recorded[key] for key in _OF_TRAINER if recorded.get(key) is not None}
     if num_labels is None or len((base.config or {}).get("id2label") or (0, 1)) == num_labels:

@@ -4,7 +4,7 @@
 - Inits computed from the base weight and subtracted on loading (PiSSA, OLoRA), or rounded differently (MiCA).
 - PEFT's other methods (LoHa, LoKr, IA3, OFT, ...).
 
-Each layer is merged in a model that holds nothing else, under its own name: rank and block patterns match names.
+Each layer is merged in a model of its own, under its own name: rank and block patterns match names.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ _ELSEWHERE = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "ensure_weight_tying"),
 )
-#: Layer classes.
 LINEAR, CONV1D = "Linear", "Conv1D"
 #: Suffix for AdaMSS's frozen projection, computed by PEFT from the base.
 _PROJECTION = ".adamss_newB"
-#: Largest relative distance of a projection's row. Rounding differs by processor, and bf16 rounds more. Another base or
-#: other random numbers change everything.
+#: Largest relative distance of a projection's row, due to another processor or bf16. Another base or other random
+#: numbers change everything.
 _TOLERANCE = 0.02
-#: Errors that PEFT raises for a config that it does not load. Few of its configs check the values.
+#: Errors that PEFT raises for a config that it does not load.
 PEFT_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
     *(ValueError, re.error),
@@ -55,10 +54,9 @@ def merge_layer(
     parameters: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Merge an adapter's `state`, under PEFT's names, into the `parameters` of `module`, and return the parameters.
+    """Merge an adapter's `state`, under PEFT's names, into the `parameters` of `module`.
 
-    `layer` is `module`'s class. Raise CorruptError if PEFT can't load the adapter, UsageError if the installed PEFT
-    does not know its kind.
+    `layer` is `module`'s class. Raise CorruptError if PEFT can't load the adapter, UsageError for an unknown kind.
     """
     import torch
     from peft import PeftConfig
@@ -108,10 +106,7 @@ def check_installed(config: AdapterConfig) -> None:
 
 
 def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path: str) -> Any:
-    """Return PEFT's version of `model`, with an adapter (config `made`, tensors `state`).
-
-    Raise CorruptError for unexpected or missing tensors.
-    """
+    """Return PEFT's version of `model`, or raise CorruptError for unexpected or missing tensors."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     wrapped = get_peft_model(model, made)
@@ -128,9 +123,9 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
 def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], path: str) -> None:
     """Raise LossError if the factors in `state` belong to other rows than PEFT's tensors in `made`.
 
-    AdaMSS's factors belong to groups of rows. No file records the groups: PEFT finds them again with scikit-learn when
-    it loads an adapter, and continues if they differ from training. The saved projection comes from the same
-    decomposition of the base, so it shows a difference. So do group sizes.
+    AdaMSS's factors belong to groups of rows. No file records them: PEFT finds them again with scikit-learn when it
+    loads an adapter, and continues if they differ from training. The saved projection and the group sizes show a
+    difference.
     """
     for fqn, tensor in made.items():
         saved = state.get(fqn)
@@ -162,7 +157,7 @@ def _are_near(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 def updates(
     adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
 ) -> Iterator[tuple[str, Update]]:
-    """Yield PEFT's update for each parameter in a layer. `state` holds the adapter's tensors for the layer."""
+    """Yield PEFT's update for each parameter in a layer."""
     one = _PeftLayer(adapter, module, layer, parameters, state)
     for name in parameters:
         yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
@@ -181,7 +176,6 @@ class _PeftLayer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def merged(self, name: str, one: torch.Tensor) -> torch.Tensor:
-        """Return the merged parameter `name`. `one` is its value before the merge."""
         with self.lock:
             if name not in self.kept:
                 self.kept = self._merge({**self._loaded(besides=name), name: one})
@@ -203,7 +197,6 @@ class _PeftLayer:
 
 
 def _settings(config: AdapterConfig, module: str, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the adapter's config for this layer alone."""
     found = {key: value for key, value in config.raw.items() if key not in _ELSEWHERE}
     found |= {"target_modules": [module], "task_type": None} | ({"bias": "none"} if "bias" in found else {})
     if config.kind == LORA:
@@ -230,10 +223,7 @@ def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> t
 
 
 def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """Return a model with only these `layers`, under their names and in their order.
-
-    A layer must come before the layers below it.
-    """
+    """Return a model with only these `layers`. A layer must come before the layers below it."""
     from torch import nn
 
     root = nn.Module()
@@ -249,7 +239,6 @@ def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 
 def empty_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
-    """Return an empty layer of class `layer` for a weight with this shape."""
     import torch
     from torch import nn
 

@@ -1,8 +1,7 @@
 """Adapters that PEFT merges in the loaded model: their merge needs more than one layer's weight.
 
 FRoD computes a basis from all layers in a category. TinyLoRA and UniLoRA share vectors by layer order. AdaMSS clusters
-rows again. Newer PEFT kinds are unknown. transformers loads the base, PEFT loads and merges the adapter, and the
-changed parameters are written like other merged tensors.
+rows again. Newer PEFT kinds are unknown.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from ckpt.commands.merge_lora.empty_model import EmptyModel
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape
 
-#: Config key, and its default, for kinds whose file can save everything that PEFT derives from the layer order.
+#: Config key, and its default, for kinds whose file can save everything derived from the layer order.
 _RECORDED = {FROD: ("save_projection", True), UNILORA: ("save_indices", False)}
 #: Bytes for libraries that PEFT imports, like scikit-learn.
 _LIBRARIES = 128_000_000
-#: Bytes per matrix element while PEFT decomposes it: the matrix and its factors, partly in fp64.
+#: Bytes per matrix element while PEFT decomposes it, partly in fp64.
 _DECOMPOSED = 40
 #: Bytes per element in FRoD's largest category of matrices, decomposed together.
 _TOGETHER = 16
@@ -41,7 +40,6 @@ _DRAWN = 64
 
 
 def needs_order(config: AdapterConfig) -> bool:
-    """Return True if the merge may depend on layer order."""
     key, default = _RECORDED.get(config.kind, ("", False))
     return config.kind != ADAMSS and not config.raw.get(key, default)
 
@@ -50,8 +48,8 @@ def needs_order(config: AdapterConfig) -> bool:
 class LoadedModel(EmptyModel):
     """A base model with its weights, with an adapter's `factors` loaded by PEFT.
 
-    `parameters` holds the names in the model. `merge_all` fills `merged` with the changed parameters. It fills
-    `unchanged` with the unchanged layers: True if there was nothing to add.
+    `parameters` holds the names in the model. `merge_all` fills `merged` with the changed parameters, and `unchanged`
+    with the other layers: True if there was nothing to add.
     """
 
     parameters: set[str] = field(default_factory=set)
@@ -80,7 +78,6 @@ class LoadedModel(EmptyModel):
         return needed + kept + _TOGETHER * max(categories.values(), default=0) + _DRAWN * widest**2
 
     def check_memory(self) -> None:
-        """Raise StorageError if the merge needs more memory than is available."""
         available = available_memory()
         if available is not None and available < self.needed_memory:
             raise StorageError(
@@ -106,7 +103,6 @@ class LoadedModel(EmptyModel):
         return super().of_shapes(shapes)
 
     def wrap(self, model: Any) -> Any:
-        """Return PEFT's version of `model`, after loading the base's values."""
         from torch import nn
 
         loaded: dict[str, Any] = {}  # tied parameters stay one
@@ -124,7 +120,6 @@ class LoadedModel(EmptyModel):
         return wrapped
 
     def untie(self, fqns: Collection[str]) -> None:
-        """Give the parameters `fqns` their own values in the model."""
         from torch import nn
 
         for fqn in fqns:
@@ -174,11 +169,9 @@ class LoadedModel(EmptyModel):
                     self.unchanged[module] = _adds_nothing(layers[module])
 
     def is_plain(self, owner: str) -> bool:
-        """Return True if the tensor's dtype can be loaded directly."""
         return self.chosen[owner].dtype in CAST_SOURCES
 
     def updates(self, owners: Mapping[str, str]) -> Iterator[tuple[str, Update]]:
-        """Yield each changed or adapted tensor with PEFT's result."""
         layers = {owner: module for module, owner in owners.items()}
         for owner in dict.fromkeys([*owners.values(), *self.merged]):
             module = owner.rpartition(".")[0]
@@ -188,7 +181,6 @@ class LoadedModel(EmptyModel):
 
     @property
     def notes(self) -> Iterator[str]:
-        """Memory use, and tensors missing from the adapter's file: PEFT computed them again."""
         config = self.adapter.config
         size = show_size(self.needed_memory)
         yield f"PEFT merged this adapter in the loaded model, which takes about {size} of memory"
@@ -226,8 +218,8 @@ def _adds_nothing(layer: Any) -> bool:
 def _decompose_by_saved_basis(wrapped: Any) -> None:
     """Decompose FRoD's weights by the loaded basis.
 
-    PEFT computes a basis from the base, decomposes the weights by it, and then loads the saved basis. The two differ if
-    training ran on another kind of processor.
+    PEFT decomposes them by the base's basis, and then loads the saved one. They differ if training ran on another
+    processor.
     """
     from peft.tuners.frod.layer import FrodLayer
 

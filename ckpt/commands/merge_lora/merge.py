@@ -1,11 +1,7 @@
-"""Merge of LoRA adapters, tensor by tensor.
+"""Merge of LoRA adapters, tensor by tensor, under transformers' names.
 
-A merge is a conversion that computes some tensors. Each adapted tensor is read, merged and written by itself, and all
-other tensors are copied. So the largest adapted tensor bounds the memory: its base and its fp32 delta.
-`ckpt.commands.merge_lora.arithmetic` has the arithmetic.
-
-Names in memory are transformers' names, like in adapters. A base with the Hub's names is renamed first, and the result
-renamed back.
+Each adapted tensor is read, merged and written by itself. So the largest one bounds the memory: its base and its fp32
+delta.
 """
 
 from __future__ import annotations
@@ -61,23 +57,17 @@ if TYPE_CHECKING:
 
 #: Path prefix for tensors computed during the merge.
 _MERGED = "merged:"
-#: Config key for the vocabulary size.
 _ROWS = "vocab_size"
-#: Config key for tied embeddings.
 _TIE = "tie_word_embeddings"
 #: Path parts in PEFT's copies of a module, if the vocabulary was resized.
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
 #: Steps to try if the adapter in the run folder does not fit.
 _MAX_STEPS = 8
-#: Path part for a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-#: Patterns for tokenizer files next to a model's weights.
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """A merged tensor: `source`, in `dtype`, with every update in turn."""
-
     fqn: str
     source: Factor
     dtype: DType
@@ -113,9 +103,8 @@ def plan(
 ) -> Merge:
     """Plan the conversion of `base`, with `adapters` merged into it one after the other, to a Hugging Face folder.
 
-    `base` may have any format, with the Hub's or transformers' names. `as_peft` keeps tied weights tied, as PEFT's
-    merge does. Raise LossError if an adapter does not fit the base, UsageError if a merge is unsupported or torch is
-    missing.
+    `base` may have any format, with the Hub's or transformers' names. `as_peft` keeps tied weights tied, as PEFT does.
+    Raise LossError if an adapter does not fit the base, UsageError if a merge is unsupported or torch is missing.
     """
     if find_spec("torch") is None:
         raise UsageError("merging needs torch", hint="pip install torch")
@@ -179,7 +168,7 @@ def is_merged(tensor: Tensor) -> bool:
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
-    """Add the adapters' files and folders to `merged`, to detect changes and protect them from the output."""
+    """Add the adapters' files and folders, to detect changes and protect them from the output."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
@@ -188,7 +177,7 @@ def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpo
 def _identity(adapters: Sequence[Adapter]) -> str:
     """Return a digest of everything besides the source files that decides a merge's bits.
 
-    The journal keeps the digest, and an interrupted merge continues only if the digest is the same.
+    An interrupted merge continues only if the digest in its journal is the same.
     """
     from xxhash import xxh3_128
 
@@ -220,8 +209,6 @@ def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
 
 @dataclass
 class _Merge:
-    """Plan for a merge into `base`'s tensors, under transformers' names."""
-
     base: Checkpoint
     layout: Layout
     noted: Noted
@@ -251,7 +238,7 @@ class _Merge:
         return next((rows for part in config_parts(self.base.config) if (rows := part.get(_ROWS))), None)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the base's `config` with the merge's changes: tied embeddings and vocabulary size."""
+        """Return `config` with the merge's changes: tied embeddings and vocabulary size."""
         changed = {**config, **self.entries}
         if self.untied:
             changed = services.ties.untied_config(changed, self.untied) or {**changed, _TIE: False}
@@ -264,10 +251,8 @@ class _Merge:
                 changed |= rows
         return changed
 
-    # -- changes by an adapter -------------------------------------------------------------------------------
-
     def add(self, adapter: Adapter) -> None:
-        """Plan the merge for `adapter`'s tensors. Skip PEFT's second copy of a resized embedding."""
+        """Plan the merge, without PEFT's second copy of a resized embedding."""
         of = adapter.factors
         loaded = {fqn: factor for fqn, factor in of.items() if not (_COPY.search(fqn) and _COPY.sub("", fqn) in of)}
         adapter = replace(adapter, factors=loaded)
@@ -391,7 +376,6 @@ class _Merge:
             self._place_layer(adapter, module, state | shared)
 
     def _merge_whole(self, adapter: Adapter, model: LoadedModel, placed: Mapping[str, str]) -> None:
-        """Let PEFT merge the adapter into the loaded model, and plan the changed parameters."""
         model.untie(self.untied)
         model.merge_all(placed, {fqn: self._owner(fqn) for fqn in (*self.chosen, *self.base.ties)})
         self.noted.made_anew.extend(model.notes)
@@ -403,7 +387,6 @@ class _Merge:
             self._update(owner, update)
 
     def _layer_of(self, adapter: Adapter, fqn: str) -> str:
-        """Return the base layer for an adapter's tensor."""
         module = fqn.removeprefix(names.PREFIX)
         while module := module.rpartition(".")[0]:
             if self.base.ties.get(f"{module}.weight", f"{module}.weight") in self.shapes:
@@ -451,7 +434,7 @@ class _Merge:
     def _replace_all(
         self, adapter: Adapter, whole: Mapping[str, Factor], modules: Mapping[str, Mapping[str, Factor]]
     ) -> None:
-        """Replace parameters by the adapter's `whole` ones. The adapter's own copies decide which weights stay tied."""
+        """Replace parameters by the adapter's `whole` ones. Its own copies decide which weights stay tied."""
         targets = {self._target(parse_name(fqn)) for fqn in whole}
         self._tie_copies(targets.union(f"{_without_wrappers(module)}.weight" for module in modules))
         for fqn in whole:
@@ -478,7 +461,6 @@ class _Merge:
                 self._untie(alias)
 
     def _divide(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Untie weights that the adapter changes in only some layers."""
         changes = {_without_wrappers(module): parts for module, parts in modules.items()}
         kept = services.ties.kept_names(self.base)
         for owner in dict.fromkeys(self.base.ties.values()):
@@ -519,11 +501,9 @@ class _Merge:
                 del self.chosen[alias], self.shapes[alias]
 
     def _owner(self, fqn: str) -> str:
-        """Return the tensor for the parameter `fqn`."""
         return fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
 
     def _shared(self, owner: str) -> list[str]:
-        """Return a tensor's aliases."""
         return [alias for alias, of in self.base.ties.items() if of == owner and alias not in self.untied]
 
     def _untie(self, alias: str) -> None:
@@ -553,7 +533,6 @@ class _Merge:
         return sorted(found, key=lambda module: order.get(module, len(order)))
 
     def _has_own_base(self, adapter: Adapter, owner: str) -> bool:
-        """Return True if the adapter includes the base weight `owner`, changed by its init."""
         return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
 
     def _is_tied_duplicate(self, module: str, modules: Iterable[str]) -> bool:
@@ -612,7 +591,7 @@ class _Merge:
             self.replaced[owner] = factor
 
     def check_vocabulary(self, adapter: Adapter) -> None:
-        """Raise LossError if an adapter resizes some embeddings but not all of them.
+        """Raise LossError if an adapter resizes only some embeddings.
 
         `resize_token_embeddings` fills new rows with random values, so unsaved rows are lost.
         """
@@ -673,7 +652,6 @@ class _Merge:
         self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
 
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """Add a linear or convolution weight's update."""
         a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
         has_base = adapter.config.init_changes_base and self._has_own_base(adapter, self._weight(adapter, module))
         if adapter.config.is_of_peft and not has_base:
@@ -715,7 +693,6 @@ class _Merge:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
     def _place_by_peft(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """Add an update for a linear layer that PEFT itself merges."""
         require_peft("merging this kind of adapter")
         owner = self._weight(adapter, module)
         if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
@@ -747,7 +724,7 @@ class _Merge:
         self._update(fqn, Update(adapter.path, module, apply, _is_zero(scaling, factor)))
 
     def _place_experts(self, adapter: Adapter, modules: dict[str, dict[str, Factor]]) -> None:
-        """Add updates for stacked experts from single-expert layers, and remove these layers from `modules`."""
+        """Add updates for stacked experts, and remove their single-expert layers from `modules`."""
         found: dict[str, list[ExpertPart]] = {}
         for module in modules:
             if (part := part_of(module, self.shapes)) is not None:
@@ -776,7 +753,7 @@ class _Merge:
             self._update(fqn, Update(adapter.path, fqn, apply, partial(_are_true, is_zero)))
 
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
-        """Add updates for `target_parameters`. `wrappers` are `module`'s nested wrappers, innermost first."""
+        """Add updates for `target_parameters`. `wrappers` are nested, innermost first."""
         targeted = [fqn for fqn in self._own_parameters(module) if adapter.config.targets_parameter(fqn)]
         if len(targeted) != len(wrappers):
             raise _misfit(
@@ -821,7 +798,7 @@ class _Merge:
         self._update(self._owner(fqn), update)
 
     def _has_input_last(self, adapter: Adapter, module: str, fqn: str) -> bool:
-        """Return True if square experts are stored as [out, in]: PEFT changed this twice, and shapes are equal."""
+        """Return True for square experts stored as [out, in]: PEFT changed this twice."""
         is_transposed = self._module(adapter, module).is_transposed
         trained = adapter.config.has_input_last(is_transposed)
         if trained is None:
@@ -859,10 +836,7 @@ class _Merge:
             self.overruled.append(fqn)
         return layout == "grouped_by_expert"
 
-    # -- facts about the base --------------------------------------------------------------------------------
-
     def _weight(self, adapter: Adapter, module: str) -> str:
-        """Return the tensor with `module`'s weight."""
         fqn = f"{module}.weight"
         owner = self._owner(fqn)
         inner = _without_wrappers(module)
@@ -881,18 +855,17 @@ class _Merge:
         return owner
 
     def _nearest(self, fqn: str) -> str:
-        """Say that the base lacks `fqn`, and name the most similar parameter with the same ending."""
+        """Name the most similar parameter with the same ending."""
         end = fqn.split(".")[-2:]
         near = get_close_matches(fqn, [name for name in self.shapes if name.split(".")[-2:] == end], 1)
         return "none of this name" + (f"; {near[0]} is the nearest" if near else "")
 
     def _attention(self, module: str) -> str | None:
-        """Return the `nn.MultiheadAttention` at `module` or around this output projection, or None."""
         attention = _without_wrappers(module.removesuffix(".out_proj"))
         return attention if f"{attention}.in_proj_weight" in self.shapes else None
 
     def _stored(self, fqn: str) -> Factor:
-        """Return a parameter before any update, from the base or from an adapter's replacement, in the chosen dtype."""
+        """Return a parameter before any update, in the chosen dtype."""
         found, choice = self.replaced.get(fqn), self.chosen[fqn]
         return found.rounded(choice.dtype) if found else Factor.stored(fqn, choice, self.base)
 
@@ -900,7 +873,7 @@ class _Merge:
         return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]
 
     def _is_transposed(self, adapter: Adapter, module: str, shape: Shape, a: Factor, b: Factor) -> bool:
-        """Return True if the weight is [in, out], like in transformers' Conv1D. Decide by the class, like PEFT."""
+        """Return True if the weight is [in, out], as in transformers' Conv1D. Decide by the class, like PEFT."""
         wanted = (b.shape[0], a.shape[-1])
         if wanted[0] != wanted[1] or shape != wanted:
             return shape == wanted[::-1] and shape != wanted
@@ -931,8 +904,6 @@ class _Merge:
     def _registered(self, adapter: Adapter, module: str, fqns: Iterable[str]) -> list[str]:
         order = self._module(adapter, module).parameters
         return sorted(fqns, key=lambda fqn: order.index(fqn.rpartition(".")[2]))
-
-    # -- the result ------------------------------------------------------------------------------------------
 
     def _update(self, fqn: str, update: Update) -> None:
         if self.chosen[fqn].dtype not in CAST_SOURCES:
@@ -1004,15 +975,13 @@ def _are_true(every: Iterable[Callable[[], bool]]) -> bool:
 
 
 def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:
-    """Return a function: True if the scaling or a factor is zero. It reads no weight."""
+    """Return a check for a zero scaling or factor, without reading a weight."""
     return lambda: not scaling or any(not factor.load().any() for factor in factors)
 
 
 def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from `arithmetic` for a weight, with PEFT's `factors` and `options`."""
-
     def update(weight: torch.Tensor) -> torch.Tensor:
-        from ckpt.commands.merge_lora import arithmetic  # imports torch; planning doesn't need it
+        from ckpt.commands.merge_lora import arithmetic  # imports torch
 
         def loaded_factor(factor: Factor) -> torch.Tensor:
             tensor = factor.load()
@@ -1032,7 +1001,6 @@ def _is_saved_base_weight(fqn: str) -> bool:
 
 
 def _without_wrappers(module: str) -> str:
-    """Return the module inside nested parameter wrappers."""
     while module.endswith(".base_layer"):
         module = module.removesuffix(".base_layer")
     return module
@@ -1088,8 +1056,6 @@ def _token_index(config: AdapterConfig, module: str) -> list[int]:
 
 
 def _with_config(target: Target, changed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Target:
-    """Return `target` with the merge's changes to the config."""
-
     def written(file: TargetFile) -> TargetFile:
         if file.name != CONFIG:
             return file
@@ -1103,7 +1069,7 @@ def _is_tokenizer(name: str) -> bool:
 
 
 def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
-    """Return `target` with the tokenizer saved with the adapter, if any: the model was trained with it."""
+    """Return `target` with the adapter's tokenizer, if any: the model was trained with it."""
     found = {name: content for name, content in companions([adapter.folder]).items() if _is_tokenizer(name)}
     if "tokenizer_config.json" not in found:
         return target

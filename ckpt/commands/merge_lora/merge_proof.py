@@ -1,8 +1,8 @@
 """Comparison of a merged model with its base and adapters: `ckpt verify BASE MERGED --adapter A`.
 
-Every tensor is computed again from the base and the adapter, and compared bit by bit. A differing tensor is compared
-with the base too. If nothing was merged, it has the base's bits. If additions ran in another order, the difference is a
-small part of the adapter's change.
+Every tensor is computed again and compared bit by bit. A differing tensor is compared with the base too. If nothing was
+merged, it has the base's bits. If additions ran in another order, the difference is a small part of the adapter's
+change.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SHOWN = 20  # tensors per kind shown without `verbose`
 class Deviation:
     """A tensor of the merged model that differs from the expected merge.
 
-    `is_target` is True if an adapter changes the tensor, `is_base` if the tensor still has the base's bits. `off` is
-    its distance from the expected tensor, relative to the adapter's change.
+    `is_target`: an adapter changes the tensor. `is_base`: the tensor still has the base's bits. `off`: distance from
+    the expected tensor, relative to the adapter's change.
     """
 
     fqn: str
@@ -120,7 +120,6 @@ class MergeReport(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """Yield the differences, the counts and the outcome, line by line."""
         named = self.deviations if verbose else self.deviations[:_SHOWN]
         yield from (f"* {one}" for one in named)
         if len(named) < len(self.deviations):
@@ -175,12 +174,12 @@ def verify_merge(
         adapters: Adapters: folders, checkpoints or Hub ids in the cache.
         expert_layout: Who packed stacked experts: `peft` or `unsloth`.
         peft_version: PEFT release that trained the adapter, if none is recorded.
-        accept_settings: Recorded settings to ignore, by name.
+        accept_settings: Recorded settings to ignore.
         ignore_files: Files next to the adapter to leave out.
-        format: The format of `merged`.
-        tag: The step of `merged`.
+        format: Format of `merged`.
+        tag: Step of `merged`.
         config: Config for `merged`, and for a `base` without one: a folder, a config.json or a Hub id.
-        progress: Called with the number of bytes since the last call.
+        progress: Called with the number of new bytes.
         expected: Called first with the total number of bytes.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
@@ -257,7 +256,6 @@ def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> t
 
 
 def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str]) -> Iterator[Deviation]:
-    """Yield weights with different ties in `merged`'s config and in the merge."""
     if merged.config is None:
         return
     declared = services.ties.declared_ties(merged.config)
@@ -291,7 +289,7 @@ def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
 
 
 def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
-    """Return the squared distance between each merged tensor and the base's. Equal bits give 0.0."""
+    """Return squared distances between merged and base tensors. Equal bits give 0.0."""
     a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
     wanted = {fqn for fqn, _ in a.tensors} & {fqn for fqn, _ in b.tensors} & set(fqns)
     if not wanted:
@@ -309,7 +307,6 @@ def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dic
 
 
 def _difference_words(result: Any) -> str:
-    """Describe a tensor's difference in words."""
     if result.difference is not None:
         return str(result.difference)
     if result.kind in ("shape", "dtype"):

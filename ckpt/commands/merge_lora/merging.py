@@ -87,17 +87,15 @@ def merge_lora(
 ) -> MergedModel:
     """Merge a LoRA adapter into its base model without loading the model, and write it to `output`.
 
-    An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache.
     Several adapters are merged one after the other. With `adapter_weights`, PEFT's `combination` makes them one first.
 
     The bits are PEFT's, except if only one of two tied weights changes. By default, the result is the trained model,
     with both weights. `as_peft` adds the change to both, like PEFT's `merge_and_unload`.
 
     Raises LossError if the merge would leave out trained weights in an adapter's folder, such as a value head.
-    `ignore_files` names files to leave out.
 
     Args:
-        adapters: Adapters: folders, checkpoints or Hub ids in the cache.
+        adapters: Adapters: PEFT folders, run folders (the newest adapter), sharded checkpoints, Hub ids in the cache.
         output: The folder or URL to write to.
         describe: Returns more files for the written folder: their content by name.
         base: The model to merge into, in any format; None for the recorded one.
@@ -105,27 +103,27 @@ def merge_lora(
         tag: The step's folder or number; None for the latest.
         accept_base: Merge into a base that the adapter does not name.
         expert_layout: Who packed stacked experts, if it is not recorded: `peft`, or `unsloth` before 2026.9.6.
-        peft_version: PEFT release that trained the adapter, if its config records none.
-        accept_settings: Unknown entries of `adapter_config.json`, or settings of the adapter's run, to ignore.
+        peft_version: PEFT release that trained the adapter, if none is recorded.
+        accept_settings: Unknown settings of the adapter or its run, to ignore.
         ignore_files: Files next to the adapter to leave out.
         adapter_weights: Weights for combining the adapters into one.
-        combination: PEFT's `combination_type` for several adapters.
+        combination: PEFT's `combination_type`.
         density: Fraction of weights kept by ties, dare and magnitude_prune.
         seed: Random seed for dare.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Merge into the plain values of quantized weights.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         names: `hub`, or `own` to write other names as they are.
-        as_peft: Add a change of tied weights to both, as PEFT does.
+        as_peft: Add a change of tied weights to both.
         workers: Number of copying threads; 0 chooses.
-        manifest: Write digests of the output to ckpt-manifest.json.
+        manifest: Write digests to ckpt-manifest.json.
         overwrite: Replace a model at `output`.
-        restart: Delete the files of an interrupted run, and start again.
-        verify: Read back and compare every written bit.
-        progress: Called with the number of bytes since the last call.
-        phase: Called with the name and the bytes of each phase.
-        say: Called with each note about the output.
-        planned: Called with the checked `Merge`, before anything is written.
+        restart: Delete an interrupted run's files, and start again.
+        verify: Read back and compare every bit.
+        progress: Called with the number of new bytes.
+        phase: Called with each phase's name and bytes.
+        say: Called with each note.
+        planned: Called with the checked `Merge`, before writing.
         **options: Options for reading, such as `adapter_slot="1:8:16"`.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters

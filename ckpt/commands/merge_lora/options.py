@@ -1,4 +1,4 @@
-"""Options for `ckpt merge-lora`, as a function and a command."""
+"""Options for `ckpt merge-lora`."""
 
 from __future__ import annotations
 

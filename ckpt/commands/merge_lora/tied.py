@@ -15,12 +15,11 @@ from ckpt.plan import services
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.state.naming import to_namespace
 
-#: Factors by kind.
 Parts = Mapping[str, Factor]
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` under transformers' names, aliases included, although files have no tensors for aliases."""
+    """Return `checkpoint` under transformers' names, with aliases that its files don't store."""
     named = to_namespace(checkpoint, TRANSFORMERS)
     if named.config is None or not named.ties:
         return named
@@ -31,10 +30,10 @@ def in_memory(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def is_divided(members: Sequence[str], changes: Mapping[str, Parts]) -> bool:
-    """Return True if `changes` leave the layers `members` with different weights.
+    """Return True if `changes` leave the layers `members`, with one shared weight, different.
 
-    `members` share one weight. The input embedding comes first, as PEFT writes its trained rows into all members. With
-    `ensure_weight_tying`, PEFT gives all members the same factors.
+    The input embedding comes first: PEFT writes its trained rows into all members. With `ensure_weight_tying`, PEFT
+    gives all members the same factors.
     """
     parts = [_linear_factors(part) for part in changes.values()]
     if are_rows(changes):
@@ -45,15 +44,13 @@ def is_divided(members: Sequence[str], changes: Mapping[str, Parts]) -> bool:
 
 
 def are_rows(changes: Mapping[str, Parts]) -> bool:
-    """Return True if all `changes` are trained rows."""
     return all(part.keys() == {names.TOKENS} for part in changes.values())
 
 
 def notes(divided: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[str]:
-    """Yield a note for each adapter whose merge differs from PEFT's, or from training, by a tied weight.
+    """Yield notes on merges that a tied weight makes differ from PEFT's, or from training.
 
-    `divided` maps an adapter's path to the layers that it changes while tied layers keep their weights. `shared` maps
-    it to the tied layers that get one change.
+    See `effect.Noted` for `divided` and `shared`.
     """
     for path, modules in divided.items():
         changed = _in_words(modules)
@@ -89,7 +86,6 @@ def _transposed(factor: Factor) -> Factor:
 
 
 def _are_equal(changes: Sequence[Parts]) -> bool:
-    """Return True if all changes have the same factors."""
     return all(
         other.keys() == changes[0].keys() and all(is_equal(one, changes[0][kind]) for kind, one in other.items())
         for other in changes[1:]
@@ -97,5 +93,4 @@ def _are_equal(changes: Sequence[Parts]) -> bool:
 
 
 def is_equal(one: Factor, other: Factor) -> bool:
-    """Return True if both hold the same values."""
     return one.shape == other.shape and bool((one.load() == other.load()).all())

@@ -1,7 +1,6 @@
-"""Files in an adapter's folder that hold trained weights and are not merged.
+"""Files in an adapter's folder with unmerged trained weights, such as TRL's value head.
 
-PEFT saves its own tensors in one file. Trainers save other trained weights in files next to it: a value head (TRL,
-LLaMA-Factory), a projector, new embeddings. A merge without such a file is not the trained model.
+A merge without them is not the trained model.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
 from ckpt.runs.unread_files import STATE, UnreadFile, list_unread
 from ckpt.state.naming import to_namespace
 
-#: Tensor prefix for value heads: TRL and LLaMA-Factory load them from a file next to a model.
+#: Tensor prefix of value heads next to a model (TRL, LLaMA-Factory).
 _VALUE_HEAD = "v_head."
-#: torchtune's own copy of the adapter, next to the file for PEFT (training/checkpointing).
+#: torchtune's own copy of the adapter (training/checkpointing).
 _OWN_COPY = "adapter_model.pt"
 _SHOWN = 3
 
 
 def unread(checkpoint: Checkpoint) -> Iterator[UnreadFile]:
-    """Yield an adapter's unread files by path, without optimizers: a merge needs none."""
+    """Yield an adapter's unread files, without optimizers."""
     folder = Path(checkpoint.path)
     folder = folder if folder.is_dir() else folder.parent
     for one in list_unread(checkpoint):
@@ -40,8 +39,7 @@ def unread(checkpoint: Checkpoint) -> Iterator[UnreadFile]:
 def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Collection[str] = ()) -> list[Adapter]:
     """Return `adapters` without the tensors of the files in `ignored`.
 
-    Raise LossError if another file in an adapter's folder holds trained weights, UsageError if an ignored file is
-    missing.
+    Raise LossError if another file holds trained weights, UsageError if an ignored file is missing.
     """
     found = [(adapter, list(unread(adapter.checkpoint))) for adapter in adapters]
     names = {Path(one.name).name for _, files in found for one in files}

@@ -1,8 +1,7 @@
-"""Loss curves of runs as a picture, and the largest distance between them.
+"""Loss curves of runs as an SVG, and the largest distance between them.
 
 A run is a folder of `python -m train` (with metrics.jsonl) or of an HF Trainer script (with trainer_state.json in its
-newest checkpoint). A resumed run is one curve, with a mark at each start. Repeated steps are drawn twice. The SVG needs
-no drawing library.
+newest checkpoint). A resumed run is one curve, with a mark at each start. Repeated steps are drawn twice.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Start:
 
 
 def starts_of(run: Path) -> list[Start]:
-    """Return a run's starts in order."""
     metrics = run / "metrics.jsonl"
     if metrics.is_file():
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -75,8 +73,6 @@ def furthest(one: dict[int, float], other: dict[int, float]) -> tuple[int, int, 
 
 @dataclass(frozen=True)
 class Axes:
-    """Steps from left to right, losses from bottom to top."""
-
     first: int
     last: int
     low: float
@@ -84,7 +80,6 @@ class Axes:
 
     @classmethod
     def of(cls, starts: Sequence[Start]) -> Axes:
-        """Return axes that fit all starts, with a margin."""
         steps = [step for start in starts for step in start.losses]
         losses = [loss for start in starts for loss in start.losses.values() if math.isfinite(loss)] or [0.0]
         room = (max(losses) - min(losses)) * 0.06 or 1.0

@@ -2,12 +2,10 @@
 
     n2: deepspeed 0.18.1, and 0.19.8 on n1
     n2: no space in /shared/outputs: No space left on device
-    n2: other data in corpus: 8c1f3c0d6e2a, and 51b7d1a80c44 on n1
     n3: not heard of within 40 s; its task did not start, or it cannot reach n1 at port 24017
 
-One task runs on each node. All nodes send their facts to the first node, at the port for training, and the first node
-tests the way back. It reports each difference by node. No framework is imported: imports are slow, and may fail on one
-node.
+One task runs on each node. All nodes send their facts to the first node, at the port for training. It tests the way
+back, and reports each difference. No framework is imported: imports are slow, and may fail on one node.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ def preflight(job: Job) -> tuple[int, list[str]] | None:
 
 
 def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
-    """Return this node's own problems, and its facts for comparing."""
     same: dict[str, str | int] = {f"data in {path}": digest(path) for path in data}
     same |= {name: _version(name) for name in PACKAGES}
     same |= {"python": platform.python_version(), "GPUs": _gpus(), "NVIDIA driver": _driver()}
@@ -178,7 +175,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _no_space(place: Path, need_gb: float) -> str:
-    """Return the problem with writing `need_gb` at `place`, or "". Write a MiB to detect quotas."""
+    """Return the problem with writing `need_gb`, or "". Write a MiB to detect quotas."""
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".preflight-") as file:
             file.write(random.randbytes(_PIECE))
@@ -198,7 +195,7 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> int:
-    """Return the driver's number of GPUs, whatever this task may use."""
+    """Return the driver's number, whatever this task may use."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 

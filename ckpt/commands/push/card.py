@@ -1,4 +1,4 @@
-"""Model cards for folders that ckpt wrote, and a test for ckpt's own cards."""
+"""Model cards for folders that ckpt wrote."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from ckpt.base.text import HUB_ID
 from ckpt.compare.digest import ALGORITHM
 
 CARD = "README.md"
-#: Line before the digests in all our cards, and unlikely in others.
+#: In all our cards, and unlikely in others.
 _OURS = f"What it holds, as `ckpt hash` prints it for this model in any format ({ALGORITHM}):"
 
 
 def model_card(
     title: str, facts: Mapping[str, str], digests: Mapping[str, str], command: Sequence[str], base: str | None = None
 ) -> str:
-    """Return a model card with the source, the command, and digests to compare with `ckpt hash`.
-
-    `base` is the Hub id of the base model, if there is one.
-    """
+    """Return a model card with the source, the command, and digests to compare with `ckpt hash`."""
     head = {"library_name": "transformers", "tags": ["ckpt"]}
     if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
         head |= {"base_model": base}
@@ -41,5 +38,4 @@ def _inline(text: str) -> str:
 
 
 def is_ours(card: bytes) -> bool:
-    """Return True if `model_card` wrote this card."""
     return _OURS.encode() in card

@@ -41,7 +41,7 @@ def push(
 
 
 def push_target(at: HubTarget, names: Names, folders: list[Path], suffix: str = "") -> Push:
-    """Return the target of a push: the given repository, or the run's recorded one plus `suffix`."""
+    """Return the given repository, or the run's recorded one plus `suffix`."""
     from ckpt.commands.push.push import Push
     from ckpt.commands.push.recorded_repo import recorded_repo
 
@@ -50,7 +50,7 @@ def push_target(at: HubTarget, names: Names, folders: list[Path], suffix: str = 
 
 
 def telling(quiet: bool) -> dict[str, Any]:
-    """Return how a push reports progress: lines on stderr, and the library's bars on a terminal."""
+    """Return keywords for a push's progress: lines on stderr, and the library's bars on a terminal."""
 
     def say(text: str) -> None:
         if not quiet:

@@ -1,8 +1,7 @@
 """Upload of a folder to the Hugging Face Hub, with a check of the uploaded files.
 
-huggingface_hub uploads the files. It skips files that the Hub already has, so an interrupted push can simply be
-repeated. Before the upload, the folder is compared with its own manifest, if it has one. After the upload, the Hub's
-checksum of every file is compared with the local file: sha256 for large files, git's blob sha1 for others.
+huggingface_hub skips files that the Hub already has, so an interrupted push can be repeated. After the upload, the
+Hub's checksum of every file is compared with the local file: sha256 for large files, git's blob sha1 for others.
 
 `HF_ENDPOINT` and `HF_TOKEN` work as in that library.
 """
@@ -44,7 +43,7 @@ _SETS = {
     "adapter_model.safetensors": r"adapter_model\.safetensors",
     "adapter_model.bin": r"adapter_model\.bin",
 }
-#: Sets by loader, preferred ones first.
+#: By loader, preferred ones first.
 _ORDERS = {
     # modeling_utils.py, `_get_resolved_checkpoint_files`
     "transformers": ("model.safetensors", "safetensors shards", "pytorch_model.bin", "bin shards"),
@@ -52,16 +51,16 @@ _ORDERS = {
     "PEFT": ("adapter_model.safetensors", "adapter_model.bin"),
     # utils/modeling.py, `load_checkpoint_in_model`
     "accelerate": ("pytorch_model.bin", "model.safetensors"),
-    # model_loader/weight_utils.py, `filter_duplicate_safetensors_files`: the files in an index, or all files
+    # model_loader/weight_utils.py, `filter_duplicate_safetensors_files`: files in an index, or all
     "vLLM": ("safetensors shards", "model.safetensors", "bin shards", "pytorch_model.bin"),
 }
 
-#: Hidden files from a checkpoint (DCP's) or a repository. Others may hold secrets.
+#: Hidden files to push (DCP's, a repository's). Others may hold secrets.
 _HIDDEN = {".metadata", ".gitattributes"}
 
 _MAIN = "main"
 _CHUNK = 1 << 20
-_SILENCE = 600.0  # seconds to wait for an answer
+_SILENCE = 600.0  # seconds
 _MAX_NAMES = 5  # per message
 _MAX_TITLE = 200  # characters in a pull request's title on the Hub
 
@@ -79,7 +78,6 @@ class Push:
     create_pr: bool = False
     message: str | None = None
     own_names: bool = False
-    #: Push the training state too.
     whole_run: bool = False
 
     def __post_init__(self) -> None:
@@ -132,15 +130,12 @@ def push(
 ) -> Pushed:
     """Upload the files in `folder`, or at the URL it stands for, and verify them on the Hub bit for bit.
 
-    Hidden files are skipped with a note. The text from `card` becomes README.md if neither side has one. A model card
-    in the repository stays if ckpt did not write it. `progress` shows the library's own bars. The folder is only read,
-    and another push continues an interrupted one.
+    Hidden files are skipped with a note. `card` becomes README.md if neither side has one. The repository's model card
+    stays if ckpt did not write it.
 
-    Raises:
-        StorageError: The Hub can't be reached, or refuses.
-        UsageError: The repository holds other weights that a loader would prefer, or mixes a model and an adapter.
-        UnsafeError: A symlink leads out of the folder.
-        CorruptError: The folder differs from its manifest, or the Hub from the folder.
+    Raise StorageError if the Hub can't be reached or refuses, UsageError if a loader would prefer other weights in the
+    repository, or if it mixes a model and an adapter, UnsafeError if a symlink leads out, CorruptError if the folder
+    differs from its manifest, or the Hub from the folder.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -162,7 +157,7 @@ def push(
             say(f"note: {line}")
         kept = _is_others_card(api, files, remote, to)
         pull_request = None
-        if to.create_pr:  # first, so an interrupted push continues in the same one
+        if to.create_pr:  # an interrupted push continues in the same one
             pull_request = api.create_pull_request(to.repo_id, title=message[:_MAX_TITLE])
             to = replace(to, create_pr=False, revision=pull_request.git_reference)
     with _translated(to.again(folder), to):
@@ -209,7 +204,7 @@ def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterabl
 
 
 def check_room(files: Set[str], to: Push) -> None:
-    """Raise UsageError early if the repository has no room for a folder with these files.
+    """Raise UsageError early if the repository has no room for these files.
 
     A missing repository or branch is fine. Raise StorageError if the Hub can't be reached or refuses.
     """
@@ -299,7 +294,6 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
 
 
 def _models(files: Set[str]) -> list[str]:
-    """Return the model's weight files in the top folder."""
     return [
         file for (folder, is_adapter, _), of in _sets(files).items() if not folder and not is_adapter for file in of
     ]
@@ -321,7 +315,7 @@ def files_to_push(folder: Path) -> list[str]:
 
 
 def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
-    """Return files to push by name, and hidden files and folders. Print a note on skipped files.
+    """Return files to push by name, and hidden files and folders. Note skipped files.
 
     Raise UnsafeError if a symlink leads out.
     """
@@ -447,7 +441,7 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 
 @contextmanager
 def _translated(again: str, to: Push) -> Iterator[None]:
-    """Turn errors from huggingface_hub into our own errors, with a hint to continue. Ctrl-C gets the hint too."""
+    """Turn huggingface_hub's errors into our own, with a hint to continue. Ctrl-C gets the hint too."""
     try:
         with _request_timeouts():
             yield
@@ -457,7 +451,7 @@ def _translated(again: str, to: Push) -> Iterator[None]:
         raise KeyboardInterrupt(f"interrupted; {again}") from None
     except (ValueError, TypeError) as error:
         raise UsageError("the Hub's library refused this", path=to.repo_id, found=_text(error), hint=again) from error
-    except Exception as error:  # from the library, its HTTP client (which has changed) or the system
+    except Exception as error:  # from the library, its HTTP client or the system
         causes = [error, *([error.__cause__] if isinstance(error.__cause__, Exception) else [])]
         statuses = [getattr(getattr(one, "response", None), "status_code", None) for one in causes]
         status = next(filter(None, statuses), None)
@@ -488,7 +482,6 @@ def _request_timeouts() -> Iterator[None]:
 
 
 _TOKEN_HINT = "set HF_TOKEN to a token with write access, or `hf auth login`"
-#: Message and hint for each HTTP status from the Hub.
 _REFUSALS: Mapping[Any, tuple[str, str]] = {
     401: ("the Hub needs a token for pushing", _TOKEN_HINT),
     403: ("the Hub does not let this token push here", _TOKEN_HINT),

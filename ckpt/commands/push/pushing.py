@@ -38,18 +38,16 @@ def push(
 ) -> Pushed:
     """Push a folder to the Hugging Face Hub, and verify the checksums there. Call it again to continue.
 
-    `repo_id` is `org/name`. The fallback is the run's recorded `hub_model_id`. `names="own"` allows weights with names
-    that do not match the config's architecture. Raises LossError for a run's training state, unless `whole_run=True`,
-    and other errors of `ckpt.errors`.
+    Raises LossError for a run's training state, unless `whole_run=True`, and other errors of `ckpt.errors`.
 
     Args:
         path: The folder or URL to push.
-        repo_id: The repository, `ORG/NAME`; None for the recorded one.
+        repo_id: The repository, `ORG/NAME`; None for the run's recorded `hub_model_id`.
         private: Make a new repository private.
         revision: The branch to push to.
         create_pr: Push as a pull request.
         commit_message: The commit's message on the Hub.
-        names: `hub`, or `own` to write other names as they are.
+        names: `hub`, or `own` to push weights with other names than the config's architecture.
         whole_run: Push the training state of a run, too.
         say: Called with each line about the progress.
         note: Called with notes on skipped checkpoints.
@@ -92,7 +90,6 @@ def push_model(
 def push_files(
     folder: Path, to: Push, card: Callable[[], str] | None, *, say: Callable[[str], None], progress: bool
 ) -> Pushed:
-    """Push a folder unchecked, and report the result."""
     pushed = hub.push(folder, to, card=card, say=say, progress=progress)
     say(f"verified: {pluralize(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, identical on the Hub")
     return pushed

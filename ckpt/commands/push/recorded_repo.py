@@ -15,14 +15,14 @@ from ckpt.runs.precision import read_training_args
 from ckpt.runs.steps import enclosing_folders, run_at
 
 _MAX_CARD = 4 << 20
-#: `hub_model_id` in the config that Axolotl adds to the model card (axolotl, train.py).
+#: Axolotl adds its config to the model card (axolotl, train.py).
 _IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
 
 
 def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
-    """Return the recorded `hub_model_id` of the run around `folders`, plus `suffix`.
+    """Return the `hub_model_id` of the run around `folders`, plus `suffix`.
 
-    Search its training arguments and model card. Raise UsageError if neither records one.
+    Search its training arguments and model card, or raise UsageError.
     """
     places: list[Path] = []
     for folder in folders:

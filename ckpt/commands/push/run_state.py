@@ -12,7 +12,7 @@ from ckpt.runs.file_table import TORCH_SUFFIXES
 from ckpt.runs.opening import has_optimizer, holds_optimizer
 from ckpt.runs.unread_files import owner_in_run
 
-#: Torch suffixes: these files may hold an optimizer next to the model.
+#: May hold an optimizer next to the model.
 _TORCH_FILES = (*TORCH_SUFFIXES, ".tar", ".pkl")
 _MAX_OPENED = 100
 _MAX_SHOWN = 8
@@ -35,7 +35,6 @@ def check_no_run(folder: Path, names: Collection[str]) -> None:
 
 
 def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
-    """Yield the run's steps and files among `names`."""
     weights: set[str] = set()
     with suppress(CkptError):
         checkpoint = api.open(folder)

@@ -20,9 +20,9 @@ _KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}
 class Caller:
     """Facts about the running script, or None if unknown.
 
-    `format` is the engine's checkpoint format and `world_size` counts processes. `dtype` is DeepSpeed's model dtype, a
-    part of its file names. `skips_optimizer` marks FSDP1 with SHARDED_STATE_DICT: Accelerate 1.15 loads only states
-    that the optimizer already holds (utils/fsdp_utils.py), and a new optimizer holds none.
+    `format` is the engine's. `dtype` is DeepSpeed's model dtype, a part of its file names. `skips_optimizer` marks
+    FSDP1 with SHARDED_STATE_DICT: Accelerate 1.15 loads only states that the optimizer already holds
+    (utils/fsdp_utils.py), and a new optimizer holds none.
     """
 
     format: str | None = None
@@ -32,7 +32,6 @@ class Caller:
 
 
 def caller(environment: Mapping[str, str] = os.environ) -> Caller:
-    """Return the facts from this process and its environment."""
     config = _deepspeed_config(environment)
     if config is not None:
         return Caller(_zero(config), _world_size(environment), _precision(config))
@@ -78,7 +77,7 @@ def _fsdp(environment: Mapping[str, str]) -> tuple[int | None, str | None]:
     if _uses_deepspeed(environment):
         return None, None
     plugin = _live_accelerator().get("fsdp_plugin")
-    if plugin is not None:  # from arguments (Trainer's) or from the environment
+    if plugin is not None:  # from arguments (Trainer's) or the environment
         return plugin.fsdp_version, _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
         version = 2 if environment.get("FSDP_VERSION") == "2" else 1
@@ -88,7 +87,6 @@ def _fsdp(environment: Mapping[str, str]) -> tuple[int | None, str | None]:
 
 
 def _live_accelerator() -> Mapping[str, Any]:
-    """Return this process's Accelerator state, or an empty mapping."""
     accelerate = sys.modules.get("accelerate.state")
     found: Mapping[str, Any] = accelerate.AcceleratorState._shared_state if accelerate is not None else {}
     return found
@@ -99,14 +97,14 @@ def _is_true(value: str | None) -> bool:
 
 
 def _zero(config: Any) -> str | None:
-    """Return DeepSpeed's format under `config`, or None if the stage is "auto"."""
+    """Return DeepSpeed's format, or None if the stage is "auto"."""
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return f"zero{stage}" if stage in (0, 1, 2, 3) else None
 
 
 def _precision(config: Any) -> str | None:
-    """Return DeepSpeed's model dtype under `config`, or None if it is still "auto"."""
+    """Return DeepSpeed's model dtype, or None if it is still "auto"."""
     sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
     enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if "auto" in enabled.values():

@@ -15,7 +15,7 @@ from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.runs.output_place import run_root
 
-#: A copy's record: its source files and its step.
+#: Its source files and its step.
 RECORD = "ckpt-resume.json"
 
 
@@ -37,7 +37,7 @@ def copies_folder(path: Path) -> Path:
 
 
 def copies_in(kept: Path) -> Iterator[StepCopy]:
-    """Yield the copies in the folder `kept`. Skip damaged records."""
+    """Yield the copies in `kept`. Skip damaged records."""
     for record in sorted(kept.glob(f"*/{RECORD}")):
         with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
             content = read_json(record)
@@ -47,14 +47,14 @@ def copies_in(kept: Path) -> Iterator[StepCopy]:
 
 
 def unfinished_in(kept: Path) -> Iterator[StepCopy]:
-    """Yield the staging folders in `kept` of killed or running resumes."""
+    """Yield the staging folders of killed or running resumes."""
     for place in sorted(kept.glob(staging_folder(kept / "*").name)):
         with contextlib.suppress(CkptError), translate_os_errors(place):
             yield StepCopy(place, None, all(map(_is_unchanged, sources_of(place))))
 
 
 def remove_staging(destination: Path) -> None:
-    """Remove the staging folder for `destination`. Raise StorageError if a living process is writing to it."""
+    """Remove the staging folder. Raise StorageError if a living process is writing to it."""
     with Staging(destination, overwrite=True, total_bytes=0) as staging:
         staging.clear()
 

@@ -1,4 +1,4 @@
-"""Search for the folder to resume from: the newest complete checkpoint, converted only if needed."""
+"""API of `ckpt resume`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ _SKIPS_OPTIMIZER = (
 
 
 def say_on_stderr(line: str) -> None:
-    """Print an escaped line on stderr."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -123,8 +122,8 @@ def resume(
 
     The folder is the newest complete checkpoint with an optimizer, in `path` or its steps. A converted copy goes into a
     hidden folder next to `path` (`.NAME.ckpt-resume`). The next call uses the copy again, or continues an interrupted
-    conversion. It deletes copies of older steps, and copies whose source changed or is gone. Before a copy is used
-    again, it is compared with its manifest: every bit up to 4 GB, only the sizes and non-tensor data if it is larger.
+    conversion. It deletes copies of older steps, and copies whose source changed or is gone. A used copy is first
+    compared with its manifest: every bit up to 4 GB, only the sizes and non-tensor data if it is larger.
 
     `format` and `world_size` are detected: from torch.distributed, from the environment of torchrun, deepspeed, srun,
     mpirun and accelerate, and from HF Trainer's DeepSpeed config. The fallback is the source's own.
@@ -136,7 +135,7 @@ def resume(
 
     - LossError if there is only a model without an optimizer, and `model_only` is False.
     - StorageError if the processes do not see the same files.
-    - UsageError if they call it with different arguments, or if there are several processes without torch.distributed.
+    - UsageError if their arguments differ, or if there are several processes without torch.distributed.
 
     Args:
         path: The checkpoint or run folder.
@@ -209,7 +208,6 @@ def resume(
 
 
 def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None:
-    """Turn a hint with an option for `ckpt convert` into the full command."""
     option = re.match(r"(--optimizer-dtype \w+) (.*)", hint or "")
     if option is None:
         return hint
@@ -224,9 +222,6 @@ def _has_saved(path: Path) -> bool:
     """
     named = any(recorded_step(path / name) for name in RECORDS)
     return named or any(file.suffix in TENSOR_SUFFIXES for file in path.rglob("*"))
-
-
-# -- all processes together --------------------------------------------------------------------------------------------
 
 
 def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | None:
@@ -292,13 +287,10 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
         )
 
 
-# -- the source and its conversion -------------------------------------------------------------------------------------
-
-
 class _Way(NamedTuple):
     """The folder to resume from, and the reason. If `layout` is set, it must first be converted to `format`.
 
-    `files` lists the files to load, if known. `source` holds the path and format of the conversion's source.
+    `files` lists the files to load, if known.
     """
 
     place: str
@@ -414,13 +406,12 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
 
 
 def _models_in(path: Path, opened: Collection[str]) -> list[str]:
-    """Return the formats of models without an optimizer in a run folder, unless all their files are `opened`."""
+    """Return the formats of models without an optimizer, unless all their files are `opened`."""
     bare = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
     return [one.name for one in bare if one.find(path, None) == path and not _is_opened(one, path, opened)]
 
 
 def _is_opened(one: Format, path: Path, opened: Collection[str]) -> bool:
-    """Return True if the model's files in `path` are all `opened`."""
     try:
         return all(file.path in opened for file in one.read(path, ReadRequest()).files)
     except CkptError:
@@ -447,7 +438,6 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
 def _convert(
     way: _Way, planned: Callable[[], api.Conversion], path: Path, say: Callable[[str], None], group: Alone
 ) -> None:
-    """Convert with all processes, each its share. Continue an interrupted conversion."""
     conversion: api.Conversion = _in_all(planned, path, group)  # type: ignore[assignment]
     destination, plan = Path(way.place), conversion.plan
     record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
@@ -473,7 +463,7 @@ def _convert(
 
 @contextlib.contextmanager
 def _own_hints(way: _Way, path: Path) -> Iterator[None]:
-    """Replace hints about `-o` in errors: `ckpt resume` has no such option."""
+    """Replace hints about `-o`: `ckpt resume` has no such option."""
     try:
         yield
     except (StorageError, UsageError) as error:
@@ -521,7 +511,7 @@ def _is_step(name: str, recorded: str) -> bool:
 
 
 def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | None:
-    """Return the reason why `checkpoint` needs a conversion, or None."""
+    """Return the reason for a conversion, or None."""
     if checkpoint.format != target.name:
         return f"it is {checkpoint.format}, and {target.name} is loaded"
     size = layout.world_size
@@ -542,7 +532,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
 
 
 def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
-    """Return a name for the copy, derived from its source, the state of the source's files, and its target."""
+    """Return a name derived from source, the state of its files, and target."""
     from xxhash import xxh3_64
 
     requested = (layout.dtype, layout.world_size, sorted(layout.options.items()))
@@ -560,10 +550,7 @@ def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
 
 
 def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
-    """Remove copies and staging folders with a changed or missing source, and copies before step `newest`.
-
-    `say` gets the used copy's size, and when it will be removed.
-    """
+    """Remove copies and staging folders with a changed or missing source, and copies before step `newest`."""
     kept = copies_folder(path)
     for copy in copies_in(kept):
         with contextlib.suppress(CkptError), translate_os_errors(copy.place):

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claimed:
-    """Adapters that turn A into B."""
-
     adapter: Annotated[
         list[str] | None,
         Flag(
@@ -45,8 +43,6 @@ class Claimed:
 
 @dataclass(frozen=True)
 class VerifyModes:
-    """Comparisons other than tensors."""
-
     run: Annotated[
         bool,
         Flag(

@@ -50,7 +50,7 @@ def watch(
 
 
 def _say(text: str) -> None:
-    """Print, unless the reader has closed the pipe (`| head`): the exit code says the rest."""
+    """Print, unless the reader has closed the pipe (`| head`)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

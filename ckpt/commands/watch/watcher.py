@@ -1,8 +1,8 @@
 """Search for a run's rank that died or stalled, with its stack.
 
 A rank is dead when its process is gone. It is frozen when it beats no more (a stopped process, a machine that is down).
-It is stuck when it beats, but has been in the same step and phase for too long. One stuck rank makes all ranks of the
-run stuck. The guilty rank is outside a collective while others wait in it, or is behind them.
+It is stuck when it beats, but has been in the same step and phase for too long. One stuck rank makes all ranks stuck:
+the guilty one is outside a collective while others wait in it, or is behind them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckpt.base.errors import NotFoundError
 from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
-#: Words in names of functions that wait for other ranks: torch.distributed's, DDP's, and waits for a GPU with its own
-#: collectives. Backward passes count too: DDP's C++ waits in them.
+#: In names of functions that wait for other ranks, or for a GPU with its own collectives. Backward passes count too:
+#: DDP's C++ waits in them.
 _WAITING = frozenset(
     ["reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv", "wait", "backward", "synchronize", "item"]
 )
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass
 class RankFacts:
-    """Facts about a rank, and the times (this machine's clock) when its beat and its place last changed."""
+    """Facts about a rank, and the times when its beat and its place last changed."""
 
     facts: dict[str, Any]
     beat: float
@@ -81,7 +81,7 @@ class Watcher:
         for file in self.folder.glob("rank-*.json"):
             try:
                 facts = json.loads(file.read_text())
-            except (OSError, ValueError):  # being replaced, on a file system without atomic replacement
+            except (OSError, ValueError):  # a file system without atomic replacement
                 continue
             known = self.ranks.get(facts["rank"])
             if known is None or known.facts["started"] < facts["started"]:
@@ -95,7 +95,6 @@ class Watcher:
 
     @property
     def finished(self) -> bool:
-        """True if every rank has reported its end."""
         return bool(self.ranks) and all(seen.facts["phase"] == DONE for seen in self.ranks.values())
 
     def findings(self) -> list[Finding]:
@@ -169,7 +168,6 @@ def main_stack(dump: str, thread: str) -> str:
 
 
 def is_waiting(stack: str) -> bool:
-    """Return True if the innermost functions of faulthandler's stack wait for other ranks."""
     innermost = re.findall(r" in (\S+)$", stack, re.MULTILINE)[:_INNERMOST]
     return any(word in _WAITING for name in innermost for word in name.split("_"))
 
@@ -202,17 +200,9 @@ def call(webhook: str, run: Path, findings: list[Finding]) -> None:
 
 
 def watch(run: Path, silent: float, stuck: float, every: float, report: Callable[[list[Finding]], None]) -> Watcher:
-    """Watch a run until its ranks are done or `report` was called with what is wrong.
+    """Watch a run until its ranks are done or `report` gets their problems.
 
-    Args:
-        run: The run's folder.
-        silent: Seconds without a beat before a rank is frozen.
-        stuck: Seconds in one step and phase before a run is stuck.
-        every: Seconds between two looks.
-        report: Called with the ranks that died or stalled.
-
-    Raises:
-        NotFoundError: No rank has beaten within `silent` seconds.
+    `silent`, `stuck` and `every` are seconds. Raise NotFoundError if no rank beats within `silent`.
     """
     watcher = Watcher(run, silent, stuck)
     begin = time.monotonic()
