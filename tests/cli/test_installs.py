@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     config = Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "Qwen/Qwen3-30B-A3B")
-    ckpt.plan(ckpt.open(place / "Qwen/Qwen3-30B-A3B"), "megatron").run(place / "run")
+    ckpt.plan(ckpt.open(place / "Qwen/Qwen3-30B-A3B"), "megatron").run(place / "megatron-run")
     Qwen3Config().save_pretrained(place / "Qwen/Qwen3-8B")
     return place
 

@@ -73,7 +73,6 @@ ELSEWHERE = {
 COMPARED = {
     ("README", "See it in a second"): "tests/cli/test_readme.py",
     ("README", "Demo"): "tests/train/test_demo.py",
-    ("README", "Speed and memory"): "tests/benchmarks/test_benchmarks.py",
     ("check", ""): "tests/check/test_checking.py",
     ("errors", "For programs"): "tests/cli/test_streams.py",
     ("merge-lora", "A run under ZeRO-3"): "tests/train/test_demo.py",
