@@ -101,7 +101,7 @@ PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|qsub|accelerate|axolotl)
 
 #: Sources for the table in docs/resume.md, by format.
 STARTS = {
-    "zero3": "trl-zero3/outputs/qwen3-sft",
+    "auto": "trl-zero3/outputs/qwen3-sft",
     "dcp": "dcp-fsdp2/step-2",
     "fsdp-ranks": "verl-fsdp1",
     "megatron-dist": "megatron-fsdp",
