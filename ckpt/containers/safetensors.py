@@ -4,8 +4,7 @@ Format: https://github.com/huggingface/safetensors (README, `safetensors/src/ten
 header's length N, little endian. N bytes of JSON follow, then the tensors' bytes without gaps. The header maps each
 name to dtype, shape and `data_offsets` (relative to the header's end). `__metadata__` maps strings to strings.
 
-The header is parsed entry by entry, so that a hostile one fails at its first fault instead of becoming gigabytes of
-Python objects. No tensor data is read.
+The header is parsed entry by entry: a hostile one fails at its first fault instead of filling the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
 
-#: The safetensors library's own limit for a header.
+#: The safetensors library's own limit.
 MAX_HEADER = 100_000_000
 #: Limits for memory use, far above any model's needs.
 MAX_TENSORS = 200_000
@@ -36,14 +35,13 @@ MAX_METADATA = 100_000
 MAX_DIMS = 64
 MAX_ESCAPES = 10_000_000
 
-#: Dtype order in the safetensors library's files: widest first, so that all are aligned.
+#: The safetensors library's dtype order: widest first, so that all are aligned.
 WRITE_ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
 _RANK = {tag: rank for rank, tag in enumerate(WRITE_ORDER)}
 
-#: Safetensors dtypes missing in torch.
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 _PACKED = "F4"  # two elements per byte: the header counts elements, torch counts bytes
 
@@ -85,7 +83,7 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Return the header of a safetensors file. Raise CorruptError if it breaks a rule of the format."""
+    """Raise CorruptError if the file breaks a rule of the format."""
     name = os.fspath(path)
     try:
         with opened(name) as descriptor:
@@ -115,7 +113,6 @@ def _header_length(first: bytes, size: int, path: str) -> int:
 
 
 def parse_header(text: bytes, size: int, path: str) -> Header:
-    """Parse the JSON `text` of a header, from a file of `size` bytes."""
     if text.count(b"\\") > MAX_ESCAPES:
         raise CorruptError("the header has too many escapes", path=path, expected=f"at most {MAX_ESCAPES}")
     if text.count(b'"data_offsets"') > MAX_TENSORS:  # inside a name or value, the quotes would be escaped
@@ -138,8 +135,6 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
 
 @dataclass(slots=True)
 class _Entries:
-    """Parser of the header's members. `at` is the current position."""
-
     text: bytes
     base: int
     path: str
@@ -212,7 +207,6 @@ class _Entries:
                 return found
 
     def fields(self, name: str) -> tuple[bytes, Shape, int, int]:
-        """Return the current entry's tag, shape, start and stop."""
         tag: bytes | None = None
         lists: dict[bytes, tuple[int, ...]] = {}
         while True:
@@ -276,7 +270,6 @@ def _usual_shape(raw: bytes) -> Shape:
 
 
 def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Shape]:
-    """Return dtype and shape in torch's count."""
     if tag in _WITHOUT_TORCH:
         raise LossError(f"torch has no dtype for safetensors' {tag}", path=path, fqn=name)
     dtype = BY_TAG.get(tag)
@@ -295,7 +288,6 @@ def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Sh
 
 
 def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: str) -> None:
-    """Check that the tensors fill the file from the header to the end, without holes or overlaps."""
     reached = base
     for entry in sorted(entries, key=itemgetter(3, 4)):  # by start and stop
         if entry.start != reached:
@@ -320,7 +312,7 @@ def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: s
 
 
 class Planned(NamedTuple):
-    """A tensor to write: name, dtype, and shape in torch's count."""
+    """A tensor to write. Its shape is in torch's count."""
 
     name: str
     dtype: DType
@@ -332,7 +324,6 @@ class Planned(NamedTuple):
 
 
 def _is_text(name: str) -> bool:
-    """Return False for lone surrogates: a pickle can hold them, UTF-8 cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,4 @@
-"""Source files of a checkpoint: each is stated before it is parsed, and remembered.
-
-A format's reader loads torch files here and passes `Sources.files` on in its `Checkpoint`, so that a file replaced in
-the meantime is noticed. `structure` turns errors from damaged or hostile content into CorruptError.
-"""
+"""Source files of a checkpoint: each is stated before it is parsed, so that a later replacement is noticed."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile
 
-#: Maximum ranks per message.
 _SHOWN = 16
 #: Minimum storage size for telling two ranks apart, and the bytes to compare.
 _TELLING, _LOOKED_AT = 64, 1 << 20
@@ -34,19 +29,15 @@ _DIGITS = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class RankFile:
-    """Content of one rank's file."""
-
     path: str
     rank: int
     content: Mapping[Any, Any]
 
     @property
     def where(self) -> dict[str, Any]:
-        """Location for error messages."""
         return {"path": self.path, "rank": self.rank}
 
     def need(self, key: str) -> Any:
-        """Return an entry. Raise CorruptError if it is missing."""
         if key not in self.content:
             raise CorruptError("an entry is missing", **self.where, expected=repr(key))
         return self.content[key]
@@ -54,7 +45,7 @@ class RankFile:
 
 @dataclass
 class Sources:
-    """Files read so far, by path, and a cache of pickles: many ranks may write the same one."""
+    """Files read so far, and a cache of pickles: many ranks may write the same one."""
 
     by_path: dict[str, SourceFile] = field(default_factory=dict)
     alike: Pickles = field(default_factory=Pickles, repr=False)
@@ -66,7 +57,7 @@ class Sources:
         return tuple(self.by_path.values())
 
     def add(self, path: str | Path) -> SourceFile:
-        """Remember a file's current state. Raise NotFoundError or StorageError if it cannot be stated."""
+        """Remember a file's current state. Raise NotFoundError or StorageError."""
         with translate_os_errors(path):
             return self.by_path.setdefault(str(path), SourceFile.stat(str(path)))
 
@@ -78,7 +69,7 @@ class Sources:
         return self._read(path, None, None, is_named).root
 
     def of_rank(self, path: str | Path, rank: int, what: str) -> RankFile:
-        """Return the dict written by a rank. Raise CorruptError, with the noun `what`, for any other object."""
+        """Return the dict written by a rank. Raise CorruptError for any other object."""
         root = self._read(path, rank, self.alike).root  # other ranks may have written the same pickle
         if not isinstance(root, Mapping):
             found = type(root).__name__
@@ -100,8 +91,8 @@ class Sources:
     def check_distinct(self, files: Iterable[tuple[int, str]], writers: Mapping[str, object] | None = None) -> None:
         """Raise CorruptError if one of `files` (by rank) is a copy of another, by all tensors' checksums.
 
-        Each file must hold its own part of the data. Equal elements are only noted if the files record different
-        writers, in the zip's folder name or in `writers`. Files with one constant value, such as zeros, get no note.
+        Equal elements are only noted if the files record different writers, in the zip's folder name or in `writers`.
+        Files with one constant value, such as zeros, get no note.
         """
         first: dict[int, tuple[int, str]] = {}
         for rank, path in files:
@@ -130,10 +121,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _StorageSummary:
-    """Storages of a torch file: a hash of all sizes and checksums, and the position of the largest.
-
-    `folder` is the file name at the time of saving.
-    """
+    """A hash of all storages' sizes and checksums, and the position of the largest."""
 
     sums: int
     offset: int
@@ -142,7 +130,7 @@ class _StorageSummary:
 
     @property
     def writer(self) -> str | None:
-        """File name at the time of saving. It identifies the writer, unless the file was saved to a stream."""
+        """File name at saving, unless the file was saved to a stream."""
         return None if self.folder == _STREAM else self.folder
 
 
@@ -154,7 +142,6 @@ def is_constant(path: str, offset: int, size: int, width: int) -> bool:
 
 
 def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: bool) -> None:
-    """Raise CorruptError if a torch file was saved under the name of another rank, layer or shard."""
     name = path.name.rpartition(".")[0] or path.name
     if folder in (None, name, _STREAM):
         return
@@ -173,10 +160,7 @@ def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: 
 
 @contextlib.contextmanager
 def structure(what: str, path: str | Path, found: Callable[[], str] = str, **where: Any) -> Iterator[None]:
-    """Raise CorruptError `what` if the code inside meets an unexpected structure.
-
-    `found` describes the file so far. `where` holds the error's rank, fqn and expected value.
-    """
+    """Raise CorruptError `what` if the code inside meets an unexpected structure. `found` describes the file so far."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -186,7 +170,7 @@ def structure(what: str, path: str | Path, found: Callable[[], str] = str, **whe
 def check_all_there(
     what: str, found: Collection[Any], expected: int | Sequence[Any], path: Path, example: str = ""
 ) -> None:
-    """Raise IncompleteError with the ranks of `expected` missing from `found`. A number stands for ranks 0 to n - 1."""
+    """Raise IncompleteError with the missing ranks. A number stands for ranks 0 to n - 1."""
     count, expected = (expected, range(expected)) if isinstance(expected, int) else (len(expected), expected)
     missing = list(islice((rank for rank in expected if rank not in found), _SHOWN + 1))
     if missing:

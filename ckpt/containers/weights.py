@@ -1,7 +1,5 @@
 """Folders of safetensors files with whole tensors, optionally with an index from tensor to file.
 
-Index and shard functions also serve torch files with an index.
-
 Files are filled and numbered like huggingface_hub's (`serialization/_base.py`). The index is transformers'
 `model.safetensors.index.json`; MLX writes it too.
 """
@@ -28,11 +26,9 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 _T = TypeVar("_T")
 
-#: transformers' names for a single model file, and for the shard index.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: A model's shards. Not `shard-00001-model-00001-of-00001`: PyTorch's sharded writer has a set per rank.
+#: Not `shard-00001-model-00001-of-00001`: PyTorch's sharded writer has a set per rank.
 SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.safetensors|\.bin)")
-#: Maximum index size in bytes.
 MAX_INDEX = 128 << 20
 
 
@@ -45,7 +41,7 @@ class Index:
     total_size: object
 
     def size_notes(self, total: int) -> list[str]:
-        """Return a note if total_size is wrong. It is no error: older tools counted elements, or tied tensors twice."""
+        """Return a note if total_size is wrong: older tools counted elements, or tied tensors twice."""
         if self.total_size is None or self.total_size == total:
             return []
         return [f"{self.name}: total_size says {self.total_size!r} bytes, the tensors have {total}"]
@@ -54,10 +50,7 @@ class Index:
 def parse_index(
     index: Any, path: Path, what: str = "safetensors", suffixes: tuple[str, ...] = (".safetensors",)
 ) -> Index:
-    """Parse the JSON of an index.
-
-    Raise CorruptError if the index is malformed, UnsafeError if it names a file outside its folder.
-    """
+    """Raise CorruptError if the index is malformed, UnsafeError if it names a file outside its folder."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError("the index has no weight_map", path=path)
@@ -80,7 +73,6 @@ def is_shard_set(names: Iterable[str]) -> bool:
 
 
 def index_of(shard: str) -> str | None:
-    """Return the name of the index for `shard`, or None if `shard` is not named like a shard."""
     found = SHARD.fullmatch(shard)
     return f"{found['stem']}{found['suffix']}.index.json" if found else None
 
@@ -102,14 +94,13 @@ def check_shard_set(names: Iterable[str], folder: Path) -> None:
 
 
 def index_is_missing(shard: str) -> str:
-    """Return a note about a complete set of shards without an index."""
     return f"{index_of(shard)} is missing; every shard is here, but transformers needs the index"
 
 
 def read_weights(
     folder: Path, names: Iterable[str], weight_map: Mapping[str, str] | None, sources: Sources
 ) -> dict[Key, Tensor]:
-    """Return the tensors of safetensors files in `folder`, with the role `weight`, and add the files to `sources`.
+    """Return the tensors in safetensors files, with the role `weight`, and add the files to `sources`.
 
     Raise CorruptError for a missing file, a duplicate tensor, or a tensor in another file than `weight_map` says.
     """
@@ -127,7 +118,6 @@ def read_weights(
 
 
 def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptError:
-    """Return the error for a missing file, with some of the tensors it should hold."""
     lost = [fqn for fqn, name in (weight_map or {}).items() if name == file.name]
     return CorruptError(
         "a file of weights is missing",
@@ -142,7 +132,6 @@ def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptErr
 def _collect(
     tensors: dict[Key, Tensor], header: Header, path: str, name: str, weight_map: Mapping[str, str] | None
 ) -> None:
-    """Add a file's tensors. Each must be new, and in the file the index gives."""
     # torch writes zero offsets for whole tensors too. But only an index shows that each tensor is in one file.
     if DCP_KEY in header.metadata and (weight_map is None or any(map(any, saved_offsets(header, path).values()))):
         raise NotFoundError(
@@ -171,8 +160,7 @@ def weight_files(
 ) -> tuple[list[TargetFile], dict[str, str]]:
     """Return files with at most `max_size` bytes of data, and each tensor's file name.
 
-    A larger tensor gets its own file. Files are filled in the given order, like huggingface_hub's. A single file is
-    named `stem`; several are numbered.
+    A larger tensor gets its own file. A single file is named `stem`; several are numbered.
     """
     planned = {name: Planned(name, choice.dtype, choice.tensor.shape) for name, choice in chosen.items()}
     packed = shards(planned.values(), lambda one: one.nbytes, max_size)

@@ -1,13 +1,11 @@
 """Items in a DCP checkpoint's data files: the positions of tensor elements, and plain values.
 
 Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a sequence of items without padding.
-Each item is a tensor or another value, written by its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file
-has the values first, then one safetensors file with all tensors, and the metadata places each tensor at its start.
+Each item is written by its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file has the values first, then
+one safetensors file with all tensors, and the metadata places each tensor at its start.
 
-A checkpoint has one item per tensor and rank, so finding the elements must be fast. Items with one dtype, shape and
-torch version differ only in the elements, their checksums and an id derived from them. `ckpt.containers.torchfile.read`
-reads the first such item and checks its container. Later items are compared with it outside the varying bytes, and read
-in full only if they differ.
+Items with one dtype, shape and torch version differ only in the elements, their checksums and an id. The first one is
+read in full. Later ones are compared with it outside these bytes: a checkpoint has one item per tensor and rank.
 """
 
 from __future__ import annotations
@@ -33,21 +31,19 @@ from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-#: Varying bytes in otherwise equal items: checksums after records and in the directory, and the id.
+#: Varying bytes: checksums after records and in the directory, and the id.
 _VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
-_SMALL = 8 << 10  # maximum bytes read in one call
-_AHEAD = 64 << 10  # bytes read ahead for an item directly after the last one
+_SMALL = 8 << 10
+_AHEAD = 64 << 10  # bytes read ahead after the last item
 _MAX_TAIL = 4 << 10
-_MAX_ALIKE = 8  # cached forms per dtype and shape
+_MAX_ALIKE = 8
 _MAX_SHARED = 16 << 10  # maximum item size for caching its value
-_TELLING = slice(64, 192)  # bytes inside the pickle, used as the cache key
+_TELLING = slice(64, 192)  # the cache key, inside the pickle
 _UNKNOWN = None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Form of an item: the bytes before and after its elements, and the ones that never vary."""
-
     head_size: int
     tail_size: int
     same: Callable[[bytes], Any]
@@ -59,7 +55,7 @@ class _Kind:
 
 
 class Items:
-    """Reader of items, one file after the other, fastest in offset order. Use it as a context manager."""
+    """Reader of items, one file after the other, fastest in offset order."""
 
     def __init__(self) -> None:
         self.files: dict[str, SourceFile] = {}
@@ -83,7 +79,7 @@ class Items:
         self._fd, self._path, self._reached, self._ahead = -1, "", -1, (0, b"")
 
     def open(self, path: str, key: str, box: Box | None) -> int:
-        """Open the file and return its size. `key` and `box` describe its first item, for errors."""
+        """`key` and `box` describe the file's first item, for errors."""
         self._close()
         if path not in self.files:
             self.files[path] = _stat(path, key, box)
@@ -91,7 +87,6 @@ class Items:
         return self.files[path].size
 
     def _read(self, offset: int, length: int) -> bytes:
-        """Read like `read_up_to`, with one call for many small consecutive items."""
         start, data = self._ahead
         if offset < start or offset + length > start + len(data):
             if offset != self._reached:
@@ -103,10 +98,7 @@ class Items:
         return data[offset - start : offset - start + length]
 
     def elements(self, offset: int, length: int, key: str, box: Box, dtype: DType) -> Extent | Record:
-        """Return the extent of a tensor's chunk, or the record of a tensor subclass that wraps others.
-
-        Raise CorruptError for any other item.
-        """
+        """Return a chunk's extent, or the record of a tensor subclass. Raise CorruptError for any other item."""
         known = self._kinds.setdefault((length, dtype, box.sizes), [])
         for kind in known:
             if self._is_alike(offset, length, kind):
@@ -129,11 +121,10 @@ class Items:
         return stored.extent
 
     def is_shard(self, offset: int) -> bool:
-        """Return True if a safetensors file begins at `offset`. Call it after `elements` found a tensor there."""
+        """Return True if a safetensors file begins at `offset`. Call after `elements`."""
         return (self._path, offset) in self._shards
 
     def _in_shard(self, offset: int, key: str, box: Box, dtype: DType) -> Extent | None:
-        """Return a chunk's extent in the safetensors file at `offset`, or None if no such file begins there."""
         where = self._path, offset
         if where not in self._shards:
             head = read_up_to(self._fd, offset, 9)
@@ -163,7 +154,7 @@ class Items:
         return kind.fits(b"".join(ends))
 
     def _kind(self, place: ItemPlace, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
-        """Return the form of this item, or None if it has no own elements or is unusual."""
+        """Return None if the item has no own elements or is unusual."""
         records = [record for name, record in found.records.items() if name.startswith("data/")]
         if found.container != "zip" or len(records) != 1 or records[0].offset != extent.offset:
             return None
@@ -180,14 +171,13 @@ class Items:
         return _Kind(len(head), tail_size, same, same(head + tail), moved)
 
     def number(self, extent: Extent) -> int | float | bool:
-        """Return the scalar in a chunk that `elements` just found."""
         data = self._read(extent.offset, extent.dtype.itemsize)
         if len(data) != extent.dtype.itemsize:
             raise CorruptError("the file ends inside a tensor", path=extent.path)
         return scalar_from_bytes(data, extent.dtype)
 
     def value(self, offset: int, length: int, key: str) -> Any:
-        """Return the value of an item that is not a tensor. Equal values are one shared object: do not change it."""
+        """Return a plain value. Equal values are one shared object: do not change it."""
         item = self._read(offset, length) if length <= _MAX_SHARED else b""
         known, value = self._values.get(item[_TELLING], _UNKNOWN)
         if known == item:
@@ -231,7 +221,6 @@ def _for(box: Box | None) -> str:
 
 @contextlib.contextmanager
 def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
-    """Add the tensor and box of an item to its error."""
     where = f"item of {pluralize(place.length, 'byte')} at {place.offset}{_for(box)}"
     try:
         yield
@@ -261,7 +250,6 @@ def _other(path: str, key: str, box: Box, dtype: DType, found: str) -> CorruptEr
 
 
 def _between(tail: bytes) -> Iterator[slice]:
-    """Yield the constant parts of `tail`, relative to the item's end."""
     reached, size = 0, len(tail)
     for match in _VARYING.finditer(tail):
         group = match.lastindex or 0

@@ -41,25 +41,21 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 PER_RANK = re.compile(r"__(\d+)\.metadata")
-#: Data file name: the writer's rank, and a file number.
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
-#: Path in the nested state dict: names and list indices.
 Path_ = tuple[str | int, ...]
 
-#: A tensor's dtype and shape, its chunks' boxes, and the minimum bytes per chunk item.
+#: A tensor's dtype, shape, chunks, and the minimum bytes per chunk item.
 _Described = tuple[DType, Shape, dict[Box, float]]
 
 _MAX_DIMS = 64
 _MAX_DEPTH = 32
 _MODULE = "torch.distributed.checkpoint."
 _TENSOR = "TensorStorageMetadata"
-_MANY = 50_000  # minimum keys for numpy to be worth its import
+_MANY = 50_000  # minimum keys for numpy
 
 
 class ItemPlace(NamedTuple):
-    """One item, a complete torch file: `length` bytes at `offset` in the file `path`."""
-
     path: str
     offset: int
     length: int
@@ -67,7 +63,7 @@ class ItemPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Places:
-    """Places of items, stored as columns because there may be millions. Each row is one item."""
+    """Places of items, in columns because there may be millions."""
 
     paths: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -94,7 +90,7 @@ class Places:
 
 @dataclass(slots=True)
 class TensorEntry:
-    """A tensor and the rows of its non-empty chunks. `replicas` are further copies of chunks."""
+    """A tensor and the rows of its non-empty chunks."""
 
     key: str
     dtype: DType
@@ -107,9 +103,8 @@ class TensorEntry:
 class Metadata:
     """Content of one or several metadata files. Values and tensors are numbered from 0.
 
-    For each number, `keys` holds its key, `steps` its path, and `rows` its item's row (-1 for a tensor). `entries`
-    holds the tensors. Other items in `places` are empty. `order` lists all numbers in state dict order if known.
-    `is_nested` is True if paths are recorded.
+    For each number, `keys` holds its key, `steps` its path, and `rows` its item's row (-1 for a tensor). `order` lists
+    all numbers in state dict order if known. `is_nested` is True if paths are recorded.
     """
 
     path: str
@@ -125,11 +120,10 @@ class Metadata:
         return {box: self.places[row] for box, row in self.entries[number].chunks.items()}
 
     def paths(self) -> Iterator[tuple[int, str, Path_]]:
-        """Yield number, key and path for each tensor and value, in state dict order."""
         return ((number, self.keys[number], self.steps[number]) for number in self.order)
 
     def owners(self) -> tuple[list[int | None], list[Box | None], set[int]]:
-        """Return each row's owner (None for an empty item), each row's box (None for a value), and all replica rows."""
+        """Return each row's owner (None: an empty item) and box (None: a value), and all replica rows."""
         numbers: list[int | None] = [None] * len(self.places.paths)
         boxes: list[Box | None] = [None] * len(numbers)
         replicas = set()
@@ -148,10 +142,8 @@ class Metadata:
 def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
     """Return the metadata in a checkpoint folder: its `.metadata`, or the ranks' merged files.
 
-    `classes` lists the allowed classes for the metadata object.
-
-    Raise UnsafeError if the pickle names a forbidden object or a path leaves the folder, CorruptError if the metadata
-    contradicts itself, NotFoundError if a feature is not supported.
+    `classes` are allowed for the metadata object. Raise UnsafeError if the pickle names a forbidden object or a path
+    leaves the folder, CorruptError if the metadata contradicts itself, NotFoundError if a feature is not supported.
     """
     path = folder / METADATA
     if path.exists():
@@ -183,15 +175,12 @@ def _read_metadata(folder: Path, name: str, classes: tuple[str, ...]) -> Metadat
     runs = Runs()
     try:
         return _Parser(folder, path).parse(runs.load(path), classes, runs)
-    except (IrregularError, CkptError):  # the slow reader reads everything, and reports errors with their position
+    except (IrregularError, CkptError):  # the slow reader reports errors with their position
         return _Parser(folder, path).parse(load_pickle(path), classes, Runs())
 
 
 def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
-    """Add another rank's entries to `first`. `numbers` maps keys to numbers in `first`.
-
-    A repeated chunk is a replica. For plain values, the first rank's value wins.
-    """
+    """`numbers` maps keys to numbers in `first`. A repeated chunk is a replica. The first rank's plain value wins."""
     before = len(first.places.paths)
     first.places += other.places
     for number, key, steps in other.paths():
@@ -212,7 +201,7 @@ def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
 
 
 def _add_chunks(mine: TensorEntry | None, other: TensorEntry | None, path: str, key: str) -> None:
-    """Add another rank's chunks. Raise CorruptError if its entry is a different tensor, or no tensor."""
+    """Raise CorruptError if the other rank's entry is a different tensor, or no tensor."""
     said = [f"{entry.dtype} of shape {list(entry.shape)}" if entry else "no tensor" for entry in (mine, other)]
     if said[0] != said[1]:
         raise CorruptError(
@@ -238,7 +227,7 @@ class _Parser:
         raise CorruptError(what, path=self.path, fqn=key, expected=expected, found=found)
 
     def parse(self, root: Any, classes: tuple[str, ...], runs: Runs) -> Metadata:
-        """Return the metadata in `root`. Raise IrregularError if `runs` holds unexpected content."""
+        """Raise IrregularError if `runs` holds unexpected content."""
         if not isinstance(root, Record) or root.typename not in classes:
             kind = root.typename if isinstance(root, Record) else type(root).__name__
             if kind.startswith("megatron."):
@@ -276,7 +265,6 @@ class _Parser:
     # -- storage -------------------------------------------------------------------------------------------------
 
     def _rows(self, stored: Any, runs: Runs, numbers: _Numbers) -> tuple[list[int], dict[tuple[int, Shape], int]]:
-        """Return each value's item row by number, and each chunk's row by tensor number and offsets."""
         if not isinstance(stored, Mapping):
             self.fault("the metadata has no storage locations", expected="storage_data")
         self._take_places(runs)
@@ -317,7 +305,7 @@ class _Parser:
         return rows, chunks
 
     def _take_places(self, runs: Runs) -> None:
-        """Take the places stored in columns. Raise IrregularError if `_add` would reject one."""
+        """Raise IrregularError if `_add` would reject a place."""
         if not runs.fqns:
             return
         wheres = dict(zip(map(id, runs.wheres), runs.wheres, strict=True))
@@ -351,7 +339,6 @@ class _Parser:
     # -- tensors -------------------------------------------------------------------------------------------------
 
     def _described(self, key: str, what: Record) -> _Described:
-        """Return a tensor's dtype, shape and chunks, with the minimum size of each chunk's item in bytes."""
         if id(what) in self.known:
             return self.known[id(what)]
         properties = what.get("properties")
@@ -425,8 +412,7 @@ class _Parser:
     ) -> tuple[list[Path_] | None, list[int]]:
         """Return each key's path and the recorded order.
 
-        Without recorded paths, return None: all keys are at the top. A key is its path's steps joined with dots (torch
-        2.13, `distributed/checkpoint/_nested_dict.py`).
+        Without recorded paths, return None. A key is its path's steps joined with dots (torch 2.13, `_nested_dict.py`).
         """
         found: list[Any] = [None] * len(keys)
         order: list[int] = []
@@ -458,7 +444,7 @@ class _Parser:
 
 
 class _Numbers:
-    """Index from text to list position. With a million texts, sorting takes a quarter of a dict's time."""
+    """Index from text to list position, sorted because a dict of a million texts takes four times as long."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         """Raise IrregularError for a duplicate key."""
@@ -476,7 +462,7 @@ class _Numbers:
                 raise IrregularError
 
     def of(self, texts: Sequence[str]) -> list[int]:
-        """Return each text's number, or -1 if it is not in the list."""
+        """Return each text's number, or -1."""
         if self._known is not None:
             return [self._known.get(text, -1) for text in texts]
         import numpy as np
@@ -498,7 +484,6 @@ def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _columns(found: Any) -> Columns | None:
-    """Return a dict's items, or None for any other object."""
     if isinstance(found, Mapping):
         return Columns([*found], [*found.values()])
     return found if isinstance(found, Columns) else None
@@ -509,7 +494,6 @@ def _kind_of_object(what: Any) -> str:
 
 
 def _spell(paths: Columns) -> bool:
-    """Return True if every path has only names and spells its key, the usual case."""
     try:
         are_alike = (
             {*map(type, paths.values)} == {tuple} and all(paths.values) and max(map(len, paths.values)) <= _MAX_DEPTH

@@ -1,7 +1,4 @@
-"""Nested state dict, rebuilt from a DCP checkpoint's values and paths.
-
-The inverse of `ckpt.containers.dcp.write.flatten`.
-"""
+"""Nested state dict from a DCP checkpoint's values and paths: the inverse of `write.flatten`."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ _LONGEST_LIST = 1 << 20
 
 
 def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]:
-    """Return the nested state dict of these values, like torch's `unflatten_state_dict`.
+    """Return the nested state dict, like torch's `unflatten_state_dict`.
 
-    `path` is the file, for messages. Raise CorruptError if two values have the same path.
+    Raise CorruptError, with the file `path`, if two values have the same path.
     """
     root: dict[str | int, Any] = {}
     node = root
@@ -38,7 +35,7 @@ def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]
 
 
 class _Node(dict[str | int, Any]):
-    """A dict or list under construction. Its type tells it from dict values."""
+    pass
 
 
 def _conflict(steps: Path_, path: str) -> CorruptError:
@@ -46,7 +43,6 @@ def _conflict(steps: Path_, path: str) -> CorruptError:
 
 
 def _with_lists(value: Any) -> Any:
-    """Turn dicts with index keys into lists. A missing element is None: DCP drops empty dicts."""
     if type(value) is not _Node:
         return value
     is_inner = _Node in set(map(type, value.values()))

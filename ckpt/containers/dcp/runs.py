@@ -1,13 +1,11 @@
 """Fast reader for a DCP `.metadata`: regular expressions match long runs of equal-looking items.
 
-Running a pickle with a million items takes fifty million steps. Python writes the same steps for every item in a dict,
-with other names and numbers, and refers to repeated values by memo number. So `Machine` runs the pickle and offers
-every run to `Runs`. `Runs` takes the items with a known form and leaves the rest: the first item of each kind (it names
-the class) and anything unusual. Items in `state_dict_metadata` and `planner_data` go where the machine would put them.
-Equal descriptions share the object that the machine built for the first. Places differ per item and become columns.
+Python's pickler (protocols 4 and 5) writes the same steps for every item in a dict, with other names and numbers.
+`Machine` runs the pickle and offers every run to `Runs`. `Runs` takes the items with a known form and leaves the rest:
+the first item of each kind (it names the class) and anything unusual. Equal descriptions share one object. Places
+differ per item and become columns.
 
-If anything here raises an error, read the file again without `Runs`: positions in messages would be wrong, and
-`IrregularError` only says that Python did not write this pickle. The forms are from protocols 4 and 5.
+If anything here raises an error, read the file again without `Runs`: positions in messages would be wrong.
 """
 
 from __future__ import annotations
@@ -37,18 +35,16 @@ _STEP = rb"(?:%b|%b|K.)" % (_TEXT, _REF)
 _SIZE = rb"%b(?:\)|%b{1,3}[\x85-\x87]\x94|\(%b{1,64}t\x94)\x85\x94R\x94" % (_REF, _NUMBER, _NUMBER)
 _TOKEN = rb"(?:%b|%b|%b|[]N\x88\x89)}(Rbut\x81\x85-\x87\x94])" % (_TEXT, _REF, _NUMBER)
 _NEW, _REFS = b"\x8c", (b"h", b"j")
-#: Number per row, or one number for all rows.
 _Counts = Sequence[int] | int
 
 _MAX_STEPS = 6
-_MAX_USUAL = 40  # descriptions matched literally after two occurrences, ten times faster
+_MAX_USUAL = 40  # descriptions matched literally: ten times faster
 _LONGEST_USUAL = 1000
-_MAX_MISSED = 100  # failed runs until no more are tried; each try has a bounded length
+_MAX_MISSED = 100  # failed runs until no more are tried
 _PLACE = (
     rb"%(index)b\)\x81\x94\}\x94\(%(fqn)b(?P<key>%(key)b)%(hint)b(?:N|%(number)b)(?:%(at)b(?P<where>%(size)b))?ub"
     rb"%(info)b\)\x81\x94\}\x94\(%(file)b(?P<path>%(key)b)%(start)b(?P<offset>%(number)b)%(size_)b(?P<length>%(number)b)ub"
 )
-#: Meaning of each reference in a place.
 _NAMED = {
     b"index": "MetadataIndex",
     b"fqn": "fqn",
@@ -85,21 +81,18 @@ _ANY_PLACE = _place_form({name: rb"(?P<%b>%b)" % (name, _REF) for name in _NAMED
 
 
 class Columns(NamedTuple):
-    """A dict's keys and values in two lists, because there may be a million."""
+    """A dict's keys and values in two lists: there may be a million."""
 
     keys: list[Any]
     values: list[Any]
 
 
 class IrregularError(Exception):
-    """This pickle must be read without `Runs`."""
+    """Signal to read this pickle without `Runs`. Only says that Python did not write it."""
 
 
 def unframed(path: str) -> bytes:
-    """Return a pickle without frames. Python puts one around every 64 kB or so.
-
-    Raise IrregularError if the frames do not add up. May also raise NotFoundError, StorageError and CorruptError.
-    """
+    """Return a pickle without its frames. Raise IrregularError if they do not add up."""
     kept = BytesIO()
     with open_stream(path) as file:
         kept.write(file.read(2))
@@ -112,10 +105,7 @@ def unframed(path: str) -> bytes:
 
 
 class Runs:
-    """Reader for the regular runs in one pickle.
-
-    The columns `fqns`, `wheres`, `files`, `offsets` and `lengths` hold the places.
-    """
+    """Reader for the regular runs in one pickle. Places are in columns (`fqns`, `wheres`, ...)."""
 
     def __init__(self) -> None:
         self.fqns: list[str] = []
@@ -133,10 +123,7 @@ class Runs:
         self._missed = 0
 
     def load(self, path: str) -> Any:
-        """Return the pickle's object, without the places now in columns.
-
-        Raise IrregularError, or any error from `unframed` or `Machine.run`.
-        """
+        """Return the pickle's object, without the places now in columns. May raise IrregularError."""
         data = unframed(path)
         machine = Machine(data, allowed(), path=path, runs=self.take)
         machine.memo = self._memo
@@ -154,10 +141,7 @@ class Runs:
         return root
 
     def take(self, machine: Machine, at: int) -> int:
-        """Take the items with a known form from position `at` on, directly after a mark.
-
-        Return the position after them.
-        """
+        """Take the items with a known form after a mark at `at`. Return the position after them."""
         stack = machine.stack
         if (
             self._missed > _MAX_MISSED
@@ -235,7 +219,7 @@ class Runs:
         return end
 
     def _place_form(self, machine: Machine, at: int) -> re.Pattern[bytes] | None:
-        """Return the place pattern with this pickle's references, or None if a reference has another meaning."""
+        """Return None if a reference has another meaning than in the pattern."""
         if self._form is None and (found := _ANY_PLACE.match(machine.data, at)):
             self._refs = {name: found[name.decode()] for name in _NAMED}
             self._refs[b"at"] = self._refs[b"start"]  # the first item may have no offset
@@ -247,9 +231,9 @@ class Runs:
         return self._form
 
     def _know(self, machine: Machine, codes: Iterable[bytes]) -> bool:
-        """Run each distinct byte string once and cache its result. Return False if a result depends on its position.
+        """Run each distinct byte string once and cache its result.
 
-        It does if the code refers to a memo entry from its own run.
+        Return False if the code refers to a memo entry from its own run: its result depends on the position.
         """
         base = _num_memoized(machine)
         for code in set(codes) - self._values.keys():
@@ -268,7 +252,7 @@ class Runs:
         return True
 
     def _cached_results(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
-        """Return each byte string's cached result, and the number of memo entries it adds."""
+        """Return the cached results, and the number of memo entries that each adds."""
         if _are_alike(codes):
             value, count = self._values[codes[0]]
             return [value] * len(codes), count
@@ -276,10 +260,7 @@ class Runs:
         return list(values), counts
 
     def _resolved(self, machine: Machine, *parts: Sequence[Any] | int) -> list[list[Any]]:
-        """Return the values for the columns in `parts`. A number in `parts` counts memo entries between columns.
-
-        The machine counts all these entries as skipped.
-        """
+        """Return the columns' values. A number in `parts` counts memo entries between columns."""
         sizes = [part if isinstance(part, int) or isinstance(part[0], int) else _new(part) for part in parts]
         base, num_rows = _num_memoized(machine), next(len(part) for part in parts if not isinstance(part, int))
         places, end = _places(base, num_rows, sizes)
@@ -293,14 +274,14 @@ class Runs:
 
 
 class _Memo(dict[int, Any]):
-    """A machine's memo. Most texts are never referenced, so they stay in columns until a lookup."""
+    """A machine's memo. Most texts are never referenced and stay in columns until a lookup."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._columns: list[list[tuple[Sequence[int], Sequence[str]]]] = []
 
     def add(self, base: int, places: Sequence[int], texts: Sequence[str]) -> None:
-        """Add a column from a run that began after `base` memo entries: ascending places and their texts."""
+        """Add a column: ascending memo places and their texts. Its run began after `base` entries."""
         if not self._bases or self._bases[-1] != base:
             self._bases.append(base)
             self._columns.append([])
@@ -322,7 +303,6 @@ def _move(items: dict[Any, Any], to: Columns) -> None:
 
 
 def _numbers(tokens: Sequence[bytes]) -> list[int]:
-    """Return the numbers pushed by these steps."""
     if set(map(itemgetter(0), tokens)) == {ord("J")}:
         return [number for (number,) in iter_unpack("<xi", b"".join(tokens))]
     known = {token: _step_number(token) for token in set(tokens)}
@@ -330,7 +310,6 @@ def _numbers(tokens: Sequence[bytes]) -> list[int]:
 
 
 def _step_number(token: bytes) -> int:
-    """Return the number pushed or referenced by a step."""
     if token[:1] == b"\x8a":
         return int.from_bytes(token[2:], "little", signed=True)
     return int.from_bytes(token[1:], "little", signed=token[:1] == b"J")
@@ -341,7 +320,6 @@ def _num_memoized(machine: Machine) -> int:
 
 
 def _matched_rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int]:
-    """Return the groups from consecutive matches starting at `at`, and the end position."""
     rows: list[Any] = []
     found = None
     for found in iter(form.scanner(data, at).match, None):  # type: ignore[attr-defined]
@@ -354,7 +332,7 @@ def _are_alike(codes: Sequence[bytes]) -> bool:
 
 
 def _new(steps: Sequence[bytes]) -> _Counts:
-    """Return for each step if it pushes a new text: 1 if all do, 0 if none does."""
+    """Return 1 if all steps push a new text, 0 if none does, otherwise one value per step."""
     kinds = set(map(itemgetter(0), steps))
     if len(kinds) == 1 or _NEW[0] not in kinds:
         return int(_NEW[0] in kinds)
@@ -362,7 +340,7 @@ def _new(steps: Sequence[bytes]) -> _Counts:
 
 
 def _places(base: int, num_rows: int, sizes: Sequence[_Counts]) -> tuple[Sequence[int], int]:
-    """Return the memo size before each row and after the last one. Each row adds `sizes` entries."""
+    """Return the memo size before each row and after the last one."""
     each = sum(size for size in sizes if isinstance(size, int))
     places: Sequence[int] = range(base, base + num_rows * each, each) if each else [base] * num_rows
     if not (others := [size for size in sizes if not isinstance(size, int)]):
@@ -372,7 +350,6 @@ def _places(base: int, num_rows: int, sizes: Sequence[_Counts]) -> tuple[Sequenc
 
 
 def _later(places: Sequence[int], count: _Counts) -> Sequence[int]:
-    """Return the places shifted by `count` entries."""
     if not isinstance(count, int):
         return list(map(add, places, count))
     if type(places) is range:
@@ -381,7 +358,7 @@ def _later(places: Sequence[int], count: _Counts) -> Sequence[int]:
 
 
 def _pushed_values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places: Sequence[int]) -> list[Any]:
-    """Return the values pushed by these steps. `places` are the memo sizes at each step.
+    """Return the pushed values. `places` are the memo sizes at each step.
 
     Raise IrregularError for a text with a wrong length, or a reference to a later entry.
     """
@@ -405,7 +382,7 @@ def _pushed_values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts,
 
 
 def _texts(steps: Sequence[bytes]) -> list[str]:
-    """Return the texts pushed by these steps. Raise IrregularError for a text with a wrong length."""
+    """Raise IrregularError for a text with a wrong length."""
     times = len(steps) if _are_alike(steps) else 1  # file names repeat
     steps = steps[:1] if times > 1 else steps
     texts = [step[2:-1].decode("ascii") for step in steps]  # ASCII only: otherwise, bytes and characters may differ

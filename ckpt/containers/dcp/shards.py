@@ -1,9 +1,8 @@
 """DCP's safetensors layout: pieces in `shard-{rank}-model-{number}-of-{count}.safetensors`.
 
-Facts from torch 2.13, `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`. The header's `__metadata__` has
-`DCP_SHARDING_INFO`, JSON text that maps each name to `{"saved_offsets": [...]}`: the piece's offsets in its tensor. The
-whole shape is not stored, so it is inferred from the pieces. A replicated tensor is in one file only. A rank without a
-part of a tensor writes an empty piece.
+Facts from torch 2.13, `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`. `DCP_SHARDING_INFO` in the header's
+`__metadata__` is JSON text: each name's `{"saved_offsets": [...]}` in its tensor. The whole shape is inferred from the
+pieces. A replicated tensor is in one file only. A rank without a part of a tensor writes an empty piece.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-#: Metadata key in files with tensor pieces.
 DCP_KEY = "DCP_SHARDING_INFO"
 _MAX_JSON = 100_000_000
 
@@ -38,7 +36,6 @@ class Sharded:
 
 
 def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
-    """Return the tensors in these files of pieces."""
     found: dict[str, Sharded] = {}
     for name in names:
         path = str(confined(folder, name))
@@ -50,7 +47,7 @@ def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
 
 
 def saved_offsets(header: Header, path: str) -> dict[str, Shape]:
-    """Return the offsets of each piece in its tensor, by name. Raise CorruptError if the header lacks them."""
+    """Return each piece's offsets in its tensor. Raise CorruptError if the header lacks them."""
     text = header.metadata.get(DCP_KEY)
     if text is None:
         raise CorruptError("the file does not record its tensor parts", path=path, expected=DCP_KEY)

@@ -1,7 +1,4 @@
-"""Tensors of a DCP checkpoint: the boxes of each tensor and their bytes in the data files.
-
-`metadata` and `items` parse the files. The formats interpret the keys.
-"""
+"""Tensors of a DCP checkpoint: the boxes of each tensor and their bytes in the data files."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Whole, whole
 
-#: A tensor's boxes with their extents.
 Placed = list[tuple[Box, Extent]]
 
 
@@ -30,8 +26,7 @@ Placed = list[tuple[Box, Extent]]
 class Chunks:
     """A tensor cut into contiguous boxes in several files.
 
-    For each box, `rows` holds a file number, a byte offset, the box's offsets and sizes. They are plain numbers because
-    a checkpoint of a thousand ranks has millions.
+    For each box, `rows` holds a file number, a byte offset, the box's offsets and sizes: plain numbers, for millions.
     """
 
     files: list[tuple[str, int | None]]
@@ -69,7 +64,7 @@ class ChunkedTensor:
 
 @dataclass
 class DataFiles:
-    """Data files read so far. `ranks` is the number of ranks, with one file each."""
+    """Data files read so far."""
 
     files: dict[str, SourceFile] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -122,7 +117,6 @@ class DataFiles:
         return found
 
     def source(self, dtype: DType, shape: Shape, placed: Placed) -> Source:
-        """Return the source of a tensor with boxes at `placed`."""
         if len(placed) == 1 and placed[0][0] == whole(shape):
             return Whole(placed[0][1], writer_of(placed[0][1].path))
         placed = sorted(placed, key=lambda part: part[0].offsets)
@@ -134,7 +128,7 @@ class DataFiles:
         return Chunks(self._names, dtype, rows)
 
     def replicas(self, tensor: ChunkedTensor) -> tuple[Source, ...]:
-        """Return complete replicas of the tensor. A replica's missing boxes come from an earlier copy."""
+        """Return complete replicas. A replica's missing boxes come from an earlier copy."""
         held = ((part[0], part) for part in (*tensor.placed, *tensor.replicas))
         dtype, shape = tensor.entry.dtype, tensor.entry.shape
         return tuple(self.source(dtype, shape, copy) for copy in whole_copies(held)[1:])
@@ -149,7 +143,7 @@ class DataFiles:
         self.files[path] = SourceFile.stat(path)
 
     def count_ranks(self, folder: Path) -> None:
-        """Count the ranks that wrote a file. A rank without data leaves an empty file. Call after `read`."""
+        """Count the ranks that wrote a file, even an empty one. Call after `read`."""
         left_over = []
         for name in names_in(folder):
             match = DATA_FILE.fullmatch(name)
@@ -168,7 +162,6 @@ class DataFiles:
 
 
 def _take(tensor: ChunkedTensor, box: Box, is_replica: bool, items: Items, offset: int, length: int) -> None:
-    """Record the item at `offset`, a chunk of the tensor."""
     extent = items.elements(offset, length, tensor.entry.key, box, tensor.entry.dtype)
     if isinstance(extent, Record):
         tensor.wrapped.setdefault(box, extent)
@@ -179,6 +172,5 @@ def _take(tensor: ChunkedTensor, box: Box, is_replica: bool, items: Items, offse
 
 
 def writer_of(path: str) -> int | None:
-    """Return the rank in a file's name, or None."""
     match = DATA_FILE.fullmatch(os.path.basename(path))
     return int(match[1]) if match else None

@@ -1,8 +1,7 @@
 """Check that items in `.distcp` files follow each other without gaps.
 
 Only this check finds a damaged offset, or one rank's file copied over another. torch writes items back to back (2.1 to
-2.13, `distributed/checkpoint/filesystem.py`, `_write_item`). Only ties written by ckpt share items, and then they share
-all of them.
+2.13, `filesystem.py`, `_write_item`). Only ties written by ckpt share items, and then all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.tensors import Box, Extent
 
-#: File tail to hash when looking for copies, in bytes.
+#: Bytes to hash when looking for copies.
 _TAIL = 1 << 16
 _CHUNK = 1 << 20
 
 
 class Tiling:
-    """Collector of all items' places. It raises CorruptError for an impossible place."""
+    """Collector of all items' places."""
 
     def __init__(self, metadata: Metadata, owners: Sequence[object]) -> None:
         self._metadata = metadata
@@ -59,7 +58,7 @@ class Tiling:
         self._last, self._number = place, number
 
     def finish(self, files: Mapping[str, SourceFile]) -> None:
-        """Check the tensors that share items. `files` are the data files.
+        """Check the tensors that share items.
 
         Bytes outside every item hint at a damaged offset. Shared items are then an error.
         """
@@ -71,7 +70,6 @@ class Tiling:
                 raise self._overlap(place, one, f"its own bytes, not {self._metadata.keys[other]}'s")
 
     def _is_filled(self, path: str, start: int, stop: int) -> bool:
-        """Return True if only items of empty tensors lie in this range."""
         while start < stop and (path, start) in self._unused:
             start += self._unused[path, start]
         return start == stop
@@ -88,7 +86,7 @@ class Tiling:
 
 
 def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of data files with equal bytes. The first file of each pair is the original."""
+    """Yield pairs of equal data files, the original first."""
     seen: dict[tuple[int, int], str] = {}
     sizes = Counter(file.size for file in files.values())
     for path, file in sorted(files.items()):
@@ -102,8 +100,7 @@ def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
 def note_of_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Box, Extent]]]) -> str | None:
     """Return a note if two equal files hold different parts of a tensor. `held` has each file's parts, by key.
 
-    A data file does not record its rank. Equal files may be a copy by mistake, or a model with equal parts. Replicas
-    and constant tensors get no note: they may well be equal.
+    Equal files may be a copy by mistake, or a model with equal parts. Replicas and constant tensors get no note.
     """
     for key, (box, extent) in held.get(path, {}).items():
         other = held.get(first, {}).get(key)

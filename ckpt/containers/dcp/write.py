@@ -3,13 +3,11 @@
 Modelled on torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
 optimizer state. Tensors are cut along dim 0 like FSDP2 (`torch.chunk`): pieces of ceil(n / W) rows, a shorter last one,
 and none for the remaining ranks. Uncut items (values, scalars, buffers) go to the emptiest rank. DCP looks up boxes,
-not ranks, so any mesh and world size can load the result.
+not ranks, so any world size can load the result.
 
-`storage_meta` (a random id and the original path) is left out, as torch's reader allows since 2.3. Older versions do
-not have it.
+`storage_meta` (a random id and the original path) is left out: torch's reader allows it, and torch before 2.3 lacks it.
 
-A tied parameter's second name has its own chunks, placed at the first name's items. torch reads each name on its own
-and needs no tie. When ckpt reads the checkpoint again, the shared places show the tie.
+A tied parameter's second name has its own chunks, placed at the first name's items.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from ckpt.plan.tensors import Box, Extent, Region, Shape, whole
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-#: Each item's file, offset and length, by key and box offsets.
+#: Each item's file, offset and length.
 _Places = dict[tuple[str, Shape | None], tuple[str, int, int]]
-#: Content shared by items that differ only in slots: dtype, shape and region, or a value's pickle.
+#: Content shared by items that differ only in slots, or a value's pickle.
 _Kind = tuple[DType, Shape, Region] | bytes
 _VALUE_BYTES = 64  # assumed value size when balancing the ranks
 
@@ -54,25 +52,20 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A second name for the tied tensor at `path`. A model's state dict has both names."""
+    """A second name for the tied tensor at `path`."""
 
     path: Path_
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of a data file: a tensor's box, or a value without a box."""
-
     key: str
     box: Box | None
     root: Any
 
 
 def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
-    """Yield a tensor's boxes by rank, cut like `torch.chunk`. The last ranks may have none.
-
-    A scalar or an empty tensor is one box.
-    """
+    """Yield a tensor's boxes by rank, cut like `torch.chunk`. A scalar or an empty tensor is one box."""
     if not prod(shape) or not shape:
         yield whole(shape)
         return
@@ -83,9 +76,9 @@ def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
 
 
 def flatten(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Yield the values of a nested state dict with their paths, like torch's `traverse_state_dict` (since 2.4).
+    """Yield a nested state dict's values with their paths, like torch's `traverse_state_dict` (since 2.4).
 
-    Dicts are always entered, lists only if they hold tensors or dicts. An empty dict yields nothing.
+    Lists are entered only if they hold tensors or dicts. An empty dict yields nothing.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -108,7 +101,7 @@ def _is_terminal(value: list[Any]) -> bool:
 
 @dataclass
 class Writing:
-    """A DCP folder under construction. `prefix` is the folder's name with a slash, or empty.
+    """A DCP folder under construction. `prefix` is empty or ends with a slash.
 
     If not `is_nested`, keys are used unchanged and no state dict paths are recorded.
     """
@@ -127,7 +120,6 @@ class Writing:
         self._alike: dict[_Kind, TargetFile] = {}
 
     def add(self, path: Path_, value: Any) -> None:
-        """Add a value of the state dict: a tensor to cut, a small tensor, or a plain value."""
         key = ".".join(map(str, path))
         if key in self.paths:
             raise CorruptError("two training state values have the same name", found=key)
@@ -167,7 +159,6 @@ class Writing:
     def add_tiles(
         self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, tuple[FromSource, ...]]]
     ) -> None:
-        """Add a tensor with boxes from several source tensors."""
         self.paths[key] = (key,)
         boxes = []
         for box, fill in tiles:
@@ -177,17 +168,15 @@ class Writing:
         self.tensors[key] = (dtype, shape, boxes)
 
     def _emptiest(self, nbytes: int) -> int:
-        """Return the rank with the fewest uncut bytes, and add `nbytes` to it."""
         filled, rank = self._least[0]
         heapq.heapreplace(self._least, (filled + nbytes, rank))
         return rank
 
     def files(self) -> list[TargetFile]:
-        """Return one data file per rank, and the metadata at the end."""
         by_rank: list[list[_Item]] = [[] for _ in range(self.num_ranks)]
         for rank, item in (*self.values, *self.pieces):
             by_rank[rank].append(item)
-        self.values, self.pieces = [], []  # free memory early: a large model has many
+        self.values, self.pieces = [], []  # free memory early
         places: _Places = {}
         files = [self._file(rank, by_rank.pop(0), places) for rank in range(self.num_ranks)]
         content = dumps(self._metadata(places), protocol=4)
@@ -213,11 +202,7 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, root: Any, only: FromSource | None) -> TargetFile:
-        """Lay out an item as its own file. `only` is its content if that is a single source range.
-
-        Items with the same dtype and shape differ only in their slots. Equal values, such as missing extra states, are
-        identical.
-        """
+        """Lay out an item. `only` is its content if that is a single source range. Items of a kind share a layout."""
         kind: _Kind
         if only is None:
             root = pickled(root)
@@ -249,7 +234,6 @@ class Writing:
         return _tensor_metadata(*self.tensors[key], sizes)
 
     def _stored(self, key: str, places: _Places, sizes: _Sizes) -> Iterator[tuple[Record, Record]]:
-        """Yield the place of each box of a tensor, or of a value."""
         if key not in self.tensors:
             yield _index(key, None, None, sizes), _storage_info(*places[key, None])
             return
@@ -259,14 +243,11 @@ class Writing:
 
 
 def _only_fill(root: Any) -> FromSource | None:
-    """Return a tensor's content if it is a single source range, otherwise None."""
     fill = root.fill if isinstance(root, NewTensor) else ()
     return fill[0] if len(fill) == 1 and isinstance(fill[0], FromSource) else None
 
 
 class _Sizes(dict[Shape, Size]):
-    """One shared torch.Size per shape."""
-
     def __missing__(self, shape: Shape) -> Size:
         return self.setdefault(shape, Size(shape))
 

@@ -1,7 +1,6 @@
 """Replacements for the functions that a pickle calls: inert values for Python, numpy and torch.
 
-Each takes the machine, the named global and the untrusted arguments. The torch functions follow torch 2.13's
-`_utils.py`, `_tensor.py`, `serialization.py` and `storage.py`.
+The torch functions follow torch 2.13's `_utils.py`, `_tensor.py`, `serialization.py` and `storage.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ _PLAIN_TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("to
 
 
 def record(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
-    """Return the object of a class known only by name."""
     return Record(cls.module, cls.name, args, fields=cls.fields)
 
 
@@ -99,7 +97,7 @@ def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
 
 
 def _items(machine: Machine, args: tuple[Any, ...]) -> Any:
-    """Return a container constructor's argument and count its items, or return () if there is none."""
+    """Return a container constructor's argument and count its items."""
     if not args:
         return ()
     (items,) = args
@@ -142,8 +140,6 @@ def _deque(machine: Machine, _: Global, args: tuple[Any, ...]) -> deque[Any]:
 
 
 def _call_builder(kind: Callable[..., Any], num_args: int, types: tuple[type, ...], what: str) -> Builder:
-    """Return a builder that calls `kind` with arguments of these types, and refuses others with `what`."""
-
     def build(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != num_args:
             raise ValueError
@@ -165,7 +161,6 @@ _TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
 
 
 def _time(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
-    """Build one of the standard library's time objects. The constructors check the pickled bytes."""
     if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
         raise MalformedError(f"a {cls.name} with non-numeric arguments")
     return TIMES[cls.name](*args)
@@ -184,7 +179,7 @@ def _frombuffer(machine: Machine, _: Global, args: tuple[Any, ...]) -> Array:
 
 
 def _scalar(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """Handle `scalar(dtype, bytes)`: a Python number if possible, otherwise an array without dims."""
+    """Handle `scalar(dtype, bytes)`: a Python number if possible."""
     dtype, data = args
     array = Array().fill((), dtype, data, False, machine.spend)
     code = _SCALARS.get(array.dtype[1:])
@@ -208,7 +203,7 @@ def _size(machine: Machine, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
-    """Return a tensor's extent. Raise MalformedError if it leaves the storage."""
+    """Raise MalformedError if the tensor leaves its storage."""
     if type(storage) is not Storage or type(dtype) is not DType:
         raise MalformedError("a tensor without a storage")
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
@@ -236,7 +231,6 @@ def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: A
 
 
 def _plain_bits(machine: Machine, metadata: Any) -> None:
-    """Refuse a lazily conjugated or negated tensor: its stored bits are not its values."""
     if metadata:
         machine.unsupported("a tensor with its conjugate or negative bit set (call resolve_conj() and resolve_neg())")
 
@@ -260,7 +254,7 @@ def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTens
 def _tensor_v3(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
     """Handle `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None)`.
 
-    torch uses it for dtypes without a storage class (uint16 and up, fp8, fp4).
+    torch uses it for dtypes without a storage class.
     """
     if len(args) > 7:
         _plain_bits(machine, args[7])
@@ -280,7 +274,6 @@ def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _attributes(machine: Machine, state: Any) -> Mapping[str, Any] | None:
-    """Return a tensor's Python attributes from its `__dict__`, or from a pair of `__dict__` and slots."""
     if state is None or type(state) is dict:
         return state or None
     if type(state) is tuple and len(state) == 2 and all(part is None or type(part) is dict for part in state):
@@ -297,7 +290,7 @@ def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     if function.build is _wrapper_subclass:
         if not cls.is_listed:
             machine.unsupported(f"a tensor of class {cls.typename}")
-        # DTensor, ShardedTensor: they have no elements, only a state.
+        # DTensor, ShardedTensor: no elements, only a state.
         return Record(cls.module, cls.name, inner, state=state)
     # Only these, so that no function calls itself here.
     if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
@@ -324,7 +317,7 @@ def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Stor
     return StoredTensor(data.extent, requires_grad is True)
 
 
-#: (modules, names, builder) for functions and classes with a plain value as the result.
+#: (modules, names, builder) for functions and classes.
 FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     ("builtins __builtin__", "set", _set),
     ("builtins __builtin__", "frozenset", lambda machine, cls, args: frozenset(_set(machine, cls, args))),

@@ -1,7 +1,7 @@
 """Members of enums in pickles. Python 3.11.0 to 3.11.3 pickles them by name, as `getattr(cls, name)`.
 
-Other Python versions pickle them by value, as `cls(value)`, and need no table. The members come from torch 2.13,
-DeepSpeed 0.19, megatron-core 0.16, transformers 5.23, accelerate 1.15 and some older versions.
+The members come from torch 2.13, DeepSpeed 0.19, megatron-core 0.16, transformers 5.23, accelerate 1.15 and some older
+versions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 from ckpt.plan import dtypes
 
-#: Enums by module. `NAME=value` gives a member's value, a plain NAME has its lower-case name as the value, and `NAME=`
-#: its unchanged name.
+#: `NAME=value` gives a member's value, NAME its lower-case name as the value, `NAME=` its unchanged name.
 _ENUMS: Mapping[str, Mapping[str, str]] = {
     "uuid": {"SafeUUID": "safe=0 unsafe=-1 unknown=None"},
     "torch.distributed.checkpoint.metadata": {
@@ -118,12 +117,11 @@ def _value(word: str) -> tuple[str, Any]:
     return name, None if text == "None" else int(text) if text.lstrip("-").isdigit() else text
 
 
-#: Each enum's values by name, by module and class.
 ENUMS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     (module, name): dict(map(_value, members.split()))
     for modules, enums in _ENUMS.items()
     for module in modules.split()
     for name, members in enums.items()
 }
-#: Signal numbers. Python 3.11.0 to 3.11.3, and versions up to 3.10, pickle signals by name in the module `signal`.
+#: Signal numbers. Python up to 3.11.3 pickles signals by name in the module `signal`.
 SIGNALS: Mapping[str, int] = {one.name: one.value for one in signal.Signals}

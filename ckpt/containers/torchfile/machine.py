@@ -1,13 +1,11 @@
 """Pickle machine without imports.
 
-A pickle is a program. This machine runs it on inert values only. A global is looked up in a table by its exact (module,
-name), never imported. A call runs a table entry: our function checks the arguments and returns a plain value, a
-`Record` or a `StoredTensor`. Any other global is refused by name. `ckpt.containers.torchfile.table` is the usual table.
+A global is looked up in a table by its exact (module, name), never imported. A call runs our function. It returns a
+plain value, a `Record` or a `StoredTensor`. Any other global is refused by name.
 
-The machine is total: for any bytes, it returns or raises a `CkptError`. Its memory is linear in the pickle's length: at
-most one container per four bytes (checkpoints have one per ten). It limits keys with equal hashes, and does not
-recurse. The result is a tree for simple recursive code: at most `MAX_DEPTH` deep, without cycles except through a
-`Record`, and not much larger unfolded than the pickle.
+For any bytes, the machine returns or raises a `CkptError`. Its memory is linear in the pickle's length. It limits keys
+with equal hashes, and does not recurse. The result is a tree for simple recursive code: at most `MAX_DEPTH` deep,
+without cycles except through a `Record`, and not much larger unfolded than the pickle.
 
 Opcodes follow Python 3.13's `pickletools` (protocols 0 to 5).
 """
@@ -43,11 +41,10 @@ from ckpt.containers.torchfile.values import (
 )
 from ckpt.plan.dtypes import DType
 
-#: Allowed names: a `Global`, a constant, or `Unsupported` by (module, name).
 Table = Mapping[tuple[str, str], Any]
 
 _TOO_DEEP_A_KEY = 8
-#: Comparisons between keys with equal hashes. Real non-text keys are a few numbers and tuples.
+#: Comparisons between keys with equal hashes. Real non-text keys are few.
 _MAX_ALIKE = 1 << 20
 #: Types with a unique hash, or one that no other process can predict.
 _UNLIKE = frozenset((str, bytes, bool, type(None), DType, Record, Global, PurePosixPath, PureWindowsPath))
@@ -60,17 +57,17 @@ _FREE_CONTAINERS, _CONTAINER = 1 << 16, 4
 _KEYS = frozenset((str, int, float, bool, type(None), bytes, complex, DType, Record, Global, frozenset, range))
 _KEYS |= {PurePosixPath, PureWindowsPath, *TIMES.values()}
 
-#: Errors from operations on a senseless pickle: empty stack or memo, wrong type, number out of range, invalid UTF-8.
+#: Errors from operations on a senseless pickle.
 _MEANT_AS_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, MalformedError)
 
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """One run over one pickle, with names from `table`.
+    """One run over one pickle.
 
-    `persistent` resolves a persistent id (torch's storages). Without it, persistent ids are refused. `runs` is called
-    with the position after each mark and returns the position to continue from. It must have the same effect as the
-    opcodes in between, except for `skipped` memo entries that nothing refers to.
+    `persistent` resolves persistent ids (torch's storages); without it, they are refused. `runs` is called with the
+    position after each mark and returns the position to continue from. It must have the same effect as the opcodes in
+    between, except for `skipped` memo entries that nothing refers to.
     """
 
     data: bytes
@@ -93,12 +90,11 @@ class Machine:
     unlisted: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Elements that may be copied. A pickler emits each container once, so the length bounds the copies. A bomb
-        # copies one long list again and again.
+        # A pickler emits each container once, so the length bounds the copies. A bomb copies one long list repeatedly.
         self.allowance = 4 * len(self.data) + (1 << 16)
 
     def run(self, start: int = 0) -> tuple[Any, int]:
-        """Run the pickle at `start`. Return its object and the position after it.
+        """Return the object at `start` and the position after it.
 
         Raise UnsafeError for a global outside the table or a forbidden call, CorruptError for a senseless pickle, and
         CutShortError if the bytes end before the pickle.
@@ -108,7 +104,6 @@ class Machine:
         try:
             while True:  # CPython 3.11 specialises only loops that end in a plain jump
                 code = data[at]
-                # The most frequent opcodes are inlined here to avoid a call.
                 if code == _MEMOIZE:
                     memo[len(memo) + skipped] = stack[-1]
                     at += 1
@@ -151,7 +146,6 @@ class Machine:
             ) from None
 
     def prove(self, length: int) -> None:
-        """Refuse a tree that cannot be walked, or a flood of objects, before it fills the memory."""
         self.look = length + _LOOK
         if self.containers > _FREE_CONTAINERS + length // _CONTAINER:
             raise MalformedError("it makes too many objects for its length")
@@ -160,7 +154,6 @@ class Machine:
             check_tree(self.stack, length)
 
     def line_at(self, pos: int, limit: int = MAX_LINE) -> tuple[bytes, int]:
-        """Return the text up to the next newline, and the position after it."""
         end = self.data.find(b"\n", pos, pos + limit)
         if end < 0:
             if len(self.data) - pos < limit:
@@ -169,7 +162,6 @@ class Machine:
         return self.data[pos:end], end + 1
 
     def pop_mark(self) -> list[Any]:
-        """Return the values pushed since the last mark."""
         stack = self.stack
         mark = self.marks.pop()
         if mark > len(stack):
@@ -187,7 +179,7 @@ class Machine:
     def check_new_key(self, target: Any, key: Any) -> None:
         """Refuse a key that `check_key` refuses, or too many keys in `target` with equal hashes.
 
-        Each such key is compared with all earlier ones: -1 and -2 have the same hash, and so do all tuples with them.
+        -1 and -2 have the same hash, and so do all tuples with them.
         """
         self.check_key(key)
         if type(key) in _UNLIKE or (type(key) is int and -2 < key < 1 << 60):
@@ -199,7 +191,7 @@ class Machine:
             raise MalformedError("too many keys with equal hashes")
 
     def check_key(self, key: Any, depth: int = 0) -> None:
-        """Refuse a dict key or set element that is unhashable, or whose hash would recurse or take long."""
+        """Refuse a key that is unhashable, or whose hash would recurse or take long."""
         kind = type(key)
         if kind is tuple:
             if depth > _TOO_DEEP_A_KEY:
@@ -211,7 +203,7 @@ class Machine:
             raise MalformedError(f"a {kind.__name__} as a key")
 
     def look_up(self, module: Any, name: Any) -> Any:
-        """Return the table's entry for a global. Raise UnsafeError if it is missing or unsupported."""
+        """Raise UnsafeError if the global is missing from the table or unsupported."""
         if type(module) is not str or type(name) is not str:
             raise MalformedError("a global's name is not text")
         try:
@@ -232,7 +224,7 @@ class Machine:
         raise UnsafeError(f"unsupported content in the file: {what}", path=self.path)
 
     def call(self, function: Any, args: Any) -> Any:
-        """Call the table entry `function` with `args`. Raise UnsafeError if it is not callable."""
+        """Raise UnsafeError if `function` is not a callable table entry."""
         if type(function) is not Global or function.build is None:
             name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
             raise UnsafeError(f"the pickle calls {name}, and this is not callable; nothing was run", path=self.path)
@@ -241,11 +233,10 @@ class Machine:
         return function.build(self, function, args)
 
     def new(self, cls: Global, args: tuple[Any, ...]) -> Any:
-        """Create an object of `cls`. If its class is outside the table, it is a record whatever its arguments."""
+        """Create an object of `cls`: a record if its class is outside the table."""
         return self.call(cls, args) if cls.is_listed else self.record(cls, args)
 
     def record(self, cls: Global, args: tuple[Any, ...]) -> Record:
-        """Return a record for an object whose class is outside the table."""
         made = Record(cls.module, cls.name, args)
         self.unlisted[id(made)] = made
         return made
@@ -274,7 +265,6 @@ class Machine:
         target.extend(items)
 
     def dict_update(self, target: Any, items: list[Any]) -> Any:
-        """Set `items` (alternating keys and values) on a dict, and return it."""
         if id(target) in self.unlisted:  # its class derives from dict
             target.kwargs = target.kwargs or {}
             self.dict_update(target.kwargs, items)
@@ -300,7 +290,6 @@ class Machine:
 
 
 def way_out(module: str) -> str:
-    """Return the hint for a refused name: the framework, and how to save a readable file."""
     package = printable(module.partition(".")[0], 100)
     return (
         f"load the file with {package}, only if you trust its origin, and save tensors and plain values (a state_dict)"
@@ -319,8 +308,7 @@ def _reason(error: Exception) -> str:
 
 # --- opcodes ---------------------------------------------------------------------------------------------------
 #
-# A handler takes the machine and the position after the opcode. It returns the position after the argument, or None for
-# an opcode without argument. Opcodes inlined in `Machine.run` have no handler.
+# A handler takes the position after the opcode. It returns the position after the argument, or None without argument.
 
 _Handler = Callable[[Machine, int], int | None]
 
@@ -336,10 +324,7 @@ def _push_number(layout: str) -> _Handler:
 
 
 def _push_counted(layout: str, made_from: Callable[[bytes], Any], most: int | None = None, what: str = "") -> _Handler:
-    """Push a value built from counted bytes, after checking that they exist.
-
-    A negative count, or one above `most`, is refused with `what`.
-    """
+    """Refuse a negative count, or one above `most`, with `what`."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def handler(machine: Machine, pos: int) -> int:
@@ -358,8 +343,6 @@ def _push_counted(layout: str, made_from: Callable[[bytes], Any], most: int | No
 
 
 def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
-    """Push a value built from the text up to the next newline."""
-
     def handler(machine: Machine, pos: int) -> int:
         line, pos = machine.line_at(pos, limit)
         machine.stack.append(made_from(line))
@@ -369,12 +352,11 @@ def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
 
 
 def _numbered() -> MalformedError:
-    """Return the error for explicit memo numbers. `Machine.runs` counts entries, so read such a pickle without it."""
+    """Return the error for explicit memo numbers, not supported with `Machine.runs`."""
     return MalformedError("entries of the memo are numbered")
 
 
 def _put(layout: str) -> _Handler:
-    """Memoize the top of the stack at the index that follows."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def handler(machine: Machine, pos: int) -> int:
@@ -402,8 +384,6 @@ def _empty(kind: type) -> _Handler:
 
 
 def _from_mark(made_from: Callable[[Machine, list[Any]], Any]) -> _Handler:
-    """Push a value built from everything since the last mark."""
-
     def handler(machine: Machine, pos: int) -> None:
         machine.containers += 1
         machine.stack.append(made_from(machine, machine.pop_mark()))
@@ -412,8 +392,6 @@ def _from_mark(made_from: Callable[[Machine, list[Any]], Any]) -> _Handler:
 
 
 def _into_top(put: Callable[[Machine, Any, list[Any]], Any]) -> _Handler:
-    """Put everything since the last mark into the container below it."""
-
     def handler(machine: Machine, pos: int) -> None:
         items = machine.pop_mark()
         put(machine, machine.stack[-1], items)
@@ -473,7 +451,7 @@ def _tuple3(machine: Machine, pos: int) -> int | None:
 
 
 def _reduce_of_tuple(machine: Machine, pos: int) -> int | None:
-    """Memoize a tuple, call a function with it, and memoize the result, if these opcodes follow: a Size."""
+    """Run a torch.Size's usual opcodes in one step if they follow."""
     if not machine.data.startswith(_REDUCE_OF_TUPLE, pos):
         return None
     stack, memo = machine.stack, machine.memo
@@ -558,12 +536,10 @@ def _obj(machine: Machine, pos: int) -> None:
 
 
 def _reduce(machine: Machine, pos: int) -> None:
-    """Run REDUCE, or NEWOBJ for a listed class. The table treats functions and classes alike."""
     stack = machine.stack
     machine.containers += 2  # as large as two containers
     args = stack.pop()
     function = stack[-1]
-    # The hot path for files with many tensors. `call` reports errors.
     if type(function) is Global and function.build is not None and type(args) is tuple:
         stack[-1] = function.build(machine, function, args)
     else:
@@ -592,7 +568,6 @@ def _newobj_ex(machine: Machine, pos: int) -> None:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Return True for a state that needs no own code to set: `__dict__`, or a pair with slots."""
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     return all(part is None or type(part) is dict for part in parts)
 
@@ -643,10 +618,10 @@ def _binpersid(machine: Machine, pos: int) -> None:
 
 _STOP, _MARK, _MEMOIZE, _LONG_GET, _GET, _BYTE = b".(\x94jhK"
 _u32 = struct.Struct("<I").unpack_from
-#: Protocol 4's opcode sequences for every torch.Size and for every object, each handled in one step.
+#: Protocol 4's opcodes for every torch.Size and for every object.
 _REDUCE_OF_TUPLE = b"\x94\x85\x94R\x94"
 _OBJECT_WITH_STATE = b"\x81\x94}\x94("
-#: Opcodes with a one-byte argument, read in place: they fill most large pickles.
+#: Opcodes with a one-byte argument: they fill most large pickles.
 _ONE_BYTE = b"K\x8chq"
 
 OPCODES: Mapping[bytes, _Handler] = {

@@ -1,8 +1,4 @@
-"""Reuse of a parsed pickle for other ranks' files with the same pickle and different elements.
-
-The first file is parsed. For each other file, the result is copied with tensors in that file, after a check that every
-storage has the same place and length.
-"""
+"""Reuse of a parsed pickle for other ranks' files with the same pickle and different elements."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from ckpt.plan.tensors import Extent
 
 #: Pickle sizes worth caching: smaller ones parse quickly, larger ones would fill the memory.
 _MIN_PICKLE, _MAX_PICKLE = 4 << 10, 16 << 20
-#: Cached pickles at a time: ranks have a model file and an optimizer file.
+#: Ranks have a model file and an optimizer file.
 _MOST = 4
 
 _UNCHANGED = (LEAVES - {Storage, bytearray}) | {*TIMES.values(), PurePosixPath, PureWindowsPath, StorageType}
@@ -26,15 +22,13 @@ _UNCHANGED = (LEAVES - {Storage, bytearray}) | {*TIMES.values(), PurePosixPath, 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed pickle and its storages by key. `table` is the table it was read with."""
-
     root: Any
     storages: Mapping[str, Storage]
     table: object
     start: int
 
     def in_file(self, path: str) -> Any:
-        """Return a copy of the root with tensors in the file `path`, or None if it holds an unknown type."""
+        """Return a copy of the root with tensors in `path`, or None if it holds an unknown type."""
         try:
             return _copied(self.root, path, {}, set())
         except _UnknownError:
@@ -42,10 +36,7 @@ class Parsed:
 
 
 class Pickles(dict[bytes, Parsed]):
-    """Cache of the last parsed pickles, by their bytes."""
-
     def keep(self, pickle: bytes, parsed: Parsed) -> None:
-        """Cache a pickle if its size makes that worthwhile."""
         if _MIN_PICKLE <= len(pickle) <= _MAX_PICKLE:
             if len(self) >= _MOST:
                 del self[next(iter(self))]
@@ -53,11 +44,11 @@ class Pickles(dict[bytes, Parsed]):
 
 
 class _UnknownError(Exception):
-    """A value with no copy rule."""
+    pass
 
 
 def _copied(value: Any, path: str, done: dict[int, Any], open_: set[int]) -> Any:
-    """Copy `value` with its tensors in `path`. A shared mutable object stays shared in the copy."""
+    """Copy `value`. A shared mutable object stays shared in the copy."""
     kind = type(value)
     if kind in _UNCHANGED:
         return value

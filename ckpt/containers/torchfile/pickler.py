@@ -1,23 +1,14 @@
 """Pickler for the values that `ckpt.containers.torchfile.unpickle` reads. It imports nothing.
 
-It takes the unpickler's values: plain values, `StoredDict`, `Record`, `Global`, `DType`, `Array`. New objects are
-`Record(module, name, args, state=...)`. Three more types exist for output:
-
-    Size          a tuple written as a torch.Size
-    StreamedDict  a dict with items built during writing; nothing else refers to them
-    TensorRef     a tensor with elements in a storage of the file; `tensors` returns one for each tensor
-
-The content of a `Record` decides its form, like for the frameworks' classes. Without arguments, NEWOBJ creates it (the
-class's `__new__`, never its `__init__`). With arguments, REDUCE does (enums, functions, namedtuples, `torch.device`).
-Then BUILD sets the state, if any.
+New objects are `Record(module, name, args, state=...)`. Without arguments, NEWOBJ creates the object (`__new__`, never
+`__init__`). With arguments, REDUCE does (enums, functions, namedtuples, `torch.device`). Then BUILD sets the state.
 
 A repeated object (by identity), text or size is written once. The same value gives the same bytes in every process,
-because sets are sorted. Two things are lost, already on reading: a `defaultdict`'s factory, and numpy scalars (they
-became Python's).
+because sets are sorted. Reading already loses a `defaultdict`'s factory and numpy scalars (they became Python's).
 
 Opcodes follow Python 3.13's `pickle.py`. Tensors follow torch 2.13's `_tensor.py`, `_utils.py`, `nn/parameter.py` and
-`serialization.py`. Protocol 2 output has only opcodes and names accepted by `torch.load` with `weights_only=True`, if
-the classes themselves are accepted.
+`serialization.py`. `torch.load(weights_only=True)` accepts every opcode and name in protocol 2 output, if it accepts
+the classes themselves.
 """
 
 from __future__ import annotations
@@ -35,16 +26,14 @@ from ckpt.containers.torchfile.table import STORAGES
 from ckpt.containers.torchfile.values import TIMES, Array, Global, Record, StoredDict
 from ckpt.plan.dtypes import DType
 
-#: Batch length for containers in Python's own picklers.
+#: Batch length in Python's own picklers.
 _BATCH = 1000
 
-#: torch's storage class for each dtype. Other dtypes are written as bytes (`UntypedStorage`).
+#: Other dtypes are written as bytes (`UntypedStorage`).
 _STORAGES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
 class Size(tuple[int, ...]):
-    """A tuple written as a torch.Size."""
-
     __slots__ = ()
 
 
@@ -57,10 +46,7 @@ class StreamedDict:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor in the file. `key` names its storage with `numel` elements of `dtype`.
-
-    `attributes` are its Python attributes. `parameter` makes it a torch.nn.Parameter.
-    """
+    """A tensor in the file. `key` names its storage with `numel` elements of `dtype`."""
 
     dtype: DType
     key: str
@@ -91,8 +77,6 @@ def dumps(value: Any, *, protocol: int = 2, tensors: Callable[[Any], TensorRef |
 
 @dataclass(slots=True)
 class _Encoder:
-    """One pickler run: the output so far, and the memo."""
-
     protocol: int
     tensors: Callable[[Any], TensorRef | None] | None
     out: bytearray = field(default_factory=bytearray)
@@ -127,10 +111,7 @@ class _Encoder:
         self.tensor(reference)
         self.put(value)
 
-    # The memo.
-
     def next_index(self) -> int:
-        """Memoize the top of the stack and return its index."""
         index = len(self.memo) + len(self.texts) + len(self.names) + len(self.sizes)
         if self.protocol >= 4:
             self.out += b"\x94"
@@ -148,8 +129,6 @@ class _Encoder:
     def get(self, index: int) -> None:
         self.out += b"h%c" % index if index < 256 else b"j" + _u32(index)
 
-    # Text and names.
-
     def text(self, value: str) -> None:
         index = self.texts.get(value)
         if index is not None:
@@ -166,7 +145,7 @@ class _Encoder:
         self.texts[value] = self.next_index()
 
     def name(self, module: str, name: str) -> None:
-        """Write a class or function name, with nested classes in the protocol's own form."""
+        """Nested classes have the protocol's own form."""
         if module == "__builtin__":  # Python 2's name, kept by protocol 2
             module, name = "builtins", _PYTHON2_NAMES.get(name, name)
         index = self.names.get((module, name))
@@ -192,10 +171,7 @@ class _Encoder:
         self.plain_tuple(args)
         self.out += b"R"
 
-    # Containers.
-
     def plain_tuple(self, items: tuple[Any, ...]) -> None:
-        """Write a tuple without references from elsewhere."""
         if len(items) > 3:
             self.out += b"("
         for item in items:
@@ -217,10 +193,8 @@ class _Encoder:
                 self.save(value)
             self.out += b"u"
 
-    # Tensors.
-
     def tensor(self, ref: TensorRef) -> None:
-        """Write a tensor like torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__`."""
+        """Write a tensor like torch's `__reduce_ex__`."""
         if ref.parameter:
             self.name("torch._utils", "_rebuild_parameter_with_state" if ref.attributes else "_rebuild_parameter")
             self.out += b"("
@@ -271,7 +245,6 @@ class _Encoder:
 
 
 def _rebuild(ref: TensorRef) -> str:
-    """Return the function that rebuilds a tensor. The newer one takes the dtype."""
     return "_rebuild_tensor_v2" if ref.dtype.name in _STORAGES else "_rebuild_tensor_v3"
 
 
@@ -286,9 +259,7 @@ _u32 = struct.Struct("<I").pack
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87", b"t")
 
 
-# --- plain values --------------------------------------------------------------------------------------------
-#
-# They are immutable, so repeating them makes no difference.
+# --- plain values: immutable, so they may be repeated -----------------------------------------------------------
 
 
 def _bool(encoder: _Encoder, value: bool) -> None:
@@ -343,13 +314,11 @@ _PLAIN: dict[Any, Callable[[_Encoder, Any], None]] = {
 }
 
 
-# --- objects -------------------------------------------------------------------------------------------------
-#
-# Each is written once and then referenced.
+# --- objects, written once and then referenced -----------------------------------------------------------------
 
 
 def _bytes(encoder: _Encoder, value: bytes) -> None:
-    """Write bytes. Protocol 2 has no opcode for them, so Python calls a codec."""
+    """Protocol 2 has no opcode for bytes, so Python calls a codec."""
     if encoder.protocol == 2:
         encoder.call("_codecs", "encode", value.decode("latin-1"), "latin1")
     elif len(value) < 256:
@@ -404,7 +373,7 @@ def _stored_dict(encoder: _Encoder, value: StoredDict) -> None:
 
 
 def _built_in(encoder: _Encoder, value: set[Any] | frozenset[Any] | bytearray) -> None:
-    """Write a call of the class. A set's elements are sorted, independent of their hashes."""
+    """Sort a set's elements, independent of their hashes."""
     is_set = not isinstance(value, bytearray)
     made_of = sorted(value, key=lambda item: (type(item).__name__, repr(item))) if is_set else bytes(value)
     encoder.call("builtins", type(value).__name__, made_of)
@@ -434,7 +403,7 @@ def _record(encoder: _Encoder, value: Record) -> None:
         encoder.out += b"b"
 
 
-#: Tensors without own elements. They belong to the ranks that wrote them.
+#: Tensors without own elements.
 _WRAPPERS = frozenset(
     {
         "torch.distributed.tensor.DTensor",
@@ -446,7 +415,7 @@ _WRAPPERS = frozenset(
 
 
 def _array(encoder: _Encoder, value: Array) -> None:
-    """Write an array like numpy's `ndarray.__reduce__`, with the module name used since numpy 1.26."""
+    """Write an array like numpy (1.26 and later)."""
     encoder.call("numpy._core.multiarray", "_reconstruct", Global("numpy", "ndarray"), (0,), b"b")
     encoder.put(value)
     data = value.data if value.objects is None else value.objects

@@ -1,20 +1,19 @@
 """Reader for `torch.save` files. It needs no torch and reads no tensor data.
 
-There are two containers. Since torch 1.6 it is an uncompressed zip archive. All records are in one folder with the
-file's name (or `archive`):
+Since torch 1.6, the container is an uncompressed zip archive. All records are in one folder with the file's name (or
+`archive`):
 
-    data.pkl                 the objects, with a persistent id for each storage
-    byteorder                `little` or `big`; missing before torch 2.1, meaning little
-    data/0, data/1, ...      the storages
+    data.pkl                the objects, with a persistent id for each storage
+    byteorder               `little` or `big`; missing before torch 2.1, meaning little
+    data/0, data/1, ...     the storages
     version, .format_version, .storage_alignment, .data/serialization_id
 
 Older files, and `_use_new_zipfile_serialization=False`, hold a sequence of pickles: magic number, protocol version,
 system info, the objects, the storages' keys. Then each storage follows: its number of elements (int64) and its bytes.
 
-The zip reader is stricter than the zip format, because two readers must see the same content in one archive. It allows
-no compression, encryption, comments, duplicates or overlaps, and no bytes before, after, or between the central
-directory and the end. Each record, with the descriptor that repeats its sizes, ends at the start of the next. Facts
-from torch 2.13's `caffe2/serialize/inline_container` and miniz:
+The zip reader is stricter than the zip format, so that all readers see the same content. It allows no compression,
+encryption, comments, duplicates, overlaps or gaps. Facts from torch 2.13's `caffe2/serialize/inline_container` and
+miniz:
 
 * every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names);
 * an empty record has neither bit 3 nor a descriptor;
@@ -43,14 +42,12 @@ from ckpt.move.source import opened, read_at
 
 #: Bytes in a central directory: about five million records.
 MAX_DIRECTORY = 1 << 29
-#: Bytes in a legacy file's pickles. Their length is not stored, so they are read in growing steps.
+#: Bytes in a legacy file's pickles. Their length is not stored: they are read in growing steps.
 MAX_LEGACY_PICKLE = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A used record: its position, and its CRC-32 if the file has one."""
-
     name: str
     offset: int
     size: int
@@ -61,10 +58,9 @@ class StoredRecord:
 class TorchFile:
     """A file written by torch.save.
 
-    `root` is the saved object (see `ckpt.containers.torchfile.values` for its types). `offset` and `size` give the
-    file's range in `path`. `records` holds `data.pkl` and the records used by `root`, by name (`data/0`, or the storage
-    key in a legacy file). `container` is `zip` or `legacy`. `folder` is the zip's folder: the file name at saving
-    without suffix, or `archive` for a stream.
+    `root` is the saved object (see `ckpt.containers.torchfile.values` for its types). `records` holds `data.pkl` and
+    the records used by `root`. `container` is `zip` or `legacy`. `folder` is the file name at saving without suffix, or
+    `archive` for a stream.
     """
 
     path: str
@@ -85,8 +81,7 @@ def read(
 ) -> TorchFile:
     """Read the torch file `path`, or one embedded at `offset` (an item in a `.distcp` file).
 
-    Only the directory, `data.pkl` and small records are read. `table` holds the allowed names (default: `allowed()`).
-    `pickle_reuse` caches pickles between calls, so that equal ones are parsed once. Raise
+    `table` holds the allowed names (default: `allowed()`). `alike` caches pickles between calls. Raise
 
     * NotFoundError: no such file, or another kind of file (a plain pickle, a tar file, ...);
     * CorruptError: truncated, overwritten with zeros, or contradicting itself;
@@ -111,7 +106,7 @@ def read(
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A range of an open file, starting at `start`. Offsets count from there."""
+    """A range of an open file. Offsets count from `start`."""
 
     fd: int
     path: str
@@ -156,7 +151,6 @@ def _read_region(region: _Region, alike: Pickles | None) -> TorchFile:
 
 
 def _refuse_other(region: _Region, head: bytes, tail: bytes) -> NoReturn:
-    """Raise an error that says what the file is instead."""
     if not head.strip(b"\0"):
         region.corrupt(
             "the file begins with zeros: it was not written completely",
@@ -193,13 +187,13 @@ _end_pack = struct.Struct("<4sHHHHIIH").pack
 _end_fields = struct.Struct("<4sHHHHIIH").unpack
 _locator_fields = struct.Struct("<4sIQI").unpack
 _end64_fields = struct.Struct("<4sQHHIIQQQQ").unpack
-# Versions, times and attributes are skipped: signature, flags, method, crc32, sizes, lengths[, disk, offset].
+# Signature, flags, method, crc32, sizes, lengths[, disk, offset].
 _entry_fields = struct.Struct("<4s4xHH4xIIIHHHH6xI").unpack_from
 _local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
-# Descriptor after a record with bit 3: signature, crc32, sizes. The wide one is for 64-bit sizes or offsets.
+# Descriptor after a record with bit 3: signature, crc32, sizes. The wide one has 64 bits.
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 
-#: Bytes in the 64-bit end record, its locator and the end record. torch always writes all three.
+#: Bytes in the three end records. torch always writes them.
 _END_SIZE = 56 + 20 + 22
 _ENTRY_SIZE = 46
 _LOCAL_SIZE = 30
@@ -210,7 +204,7 @@ _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 @dataclass(frozen=True, slots=True)
 class _ZipEntry:
-    """A central directory entry. The next record, or the directory, starts at `limit`."""
+    """A central directory entry. `limit` is the start of the next record, or of the directory."""
 
     name: str
     flags: int
@@ -221,7 +215,6 @@ class _ZipEntry:
 
 
 def _refuse_zip_without_end(region: _Region) -> NoReturn:
-    """Refuse a zip archive without an end record at its end: truncated, zeroed, or followed by other bytes."""
     tail_size = min(region.size, 22 + _FULL16)
     tail = region.read(region.size - tail_size, tail_size)
     zeros = len(tail) - len(tail.rstrip(b"\0"))
@@ -232,7 +225,7 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
         region.truncated(region.size + 22 - (len(tail) - at))
     if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
         region.unsafe("the zip archive has a comment, or unexpected bytes after its end")
-    # If another end record is still there, the file is complete and only its last record is damaged.
+    # If another end record is still there, only the last record is damaged.
     is_cut_off = not any(signature in tail[-_END_SIZE:] for signature in (_END64, _LOCATOR, _END))
     raise (IncompleteError if is_cut_off else CorruptError)(
         "the file is truncated" if is_cut_off else "the end of the zip archive is damaged",
@@ -257,10 +250,7 @@ def _ends_here(region: _Region, end: bytes, at: int) -> bool:
 
 
 def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
-    """Return the central directory's offset, size and number of records.
-
-    It must end at the first end record, and the end records at the file's end.
-    """
+    """Return the central directory's offset, size and number of records."""
     _, disk, first_disk, here, count, size, offset, comment = _end_fields(tail)
     if comment:
         region.corrupt(
@@ -310,7 +300,7 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
 
 
 def _read_directory(region: _Region, offset: int, length: int, count: int) -> dict[str, _ZipEntry]:
-    """Return every record by its full name. Refuse compressed, encrypted, duplicate or overlapping records."""
+    """Refuse compressed, encrypted, duplicate or overlapping records."""
     data = region.read(offset, length)
     entries: dict[str, _ZipEntry] = {}
     at = 0
@@ -353,7 +343,7 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
 
 
 def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
-    """Return `narrow` with its 64-bit values taken from the extra field with id 1."""
+    """Return `narrow` with its 64-bit values from the extra field with id 1."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -368,7 +358,7 @@ def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
 
 
 def _with_limits(region: _Region, entries: dict[str, _ZipEntry], end: int) -> dict[str, _ZipEntry]:
-    """Return the entries with their limits. Refuse records that overlap by the directory's numbers."""
+    """Refuse records that overlap by the directory's numbers."""
     limit = end
     limited: dict[str, _ZipEntry] = {}
     for entry in sorted(entries.values(), key=lambda e: e.header, reverse=True):
@@ -395,7 +385,7 @@ def _refuse_program(region: _Region) -> NoReturn:
 
 
 def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
-    """Return a record's position after its local header. The header must agree with the directory."""
+    """Raise an error if the local header contradicts the directory."""
     raw_name = entry.name.encode()
     header = region.read(entry.header, _LOCAL_SIZE + len(raw_name))
     signature, flags, method, crc32, packed, size, name_size, extra_size = _local_fields(header)
@@ -425,7 +415,7 @@ def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
 
 
 def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
-    """Raise CorruptError unless a record ends at its limit, with only its descriptor in between.
+    """Raise CorruptError unless only a descriptor lies between a record and its limit.
 
     Only the local header holds its extra field's length, and one wrong bit there moves every element.
     """
@@ -445,7 +435,7 @@ def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
 
 
 class _Archive:
-    """Records of one zip archive, by name within its folder, located on demand."""
+    """Records of one zip archive, located on demand."""
 
     def __init__(self, region: _Region, entries: dict[str, _ZipEntry]) -> None:
         self.region = region
@@ -463,7 +453,7 @@ class _Archive:
         return found
 
     def content(self, name: str, limit: int) -> bytes:
-        """Return a record's bytes, checked against its CRC-32."""
+        """Check the bytes against their CRC-32."""
         record = self.locate(name)
         if record.size > limit:
             most, found = f"at most {show_size(limit)}", show_size(record.size)
@@ -479,7 +469,6 @@ class _Archive:
 
 
 def _archive_folder(region: _Region, entries: dict[str, _ZipEntry]) -> str:
-    """Return the records' common folder, with a slash."""
     folders = {name.partition("/")[0] for name in entries}
     if any(_is_program(name) for name in entries):
         _refuse_program(region)
@@ -508,7 +497,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
         if known is not None:
             if known.dtype is dtype and known.numel == numel:
                 return known
-            # torch refuses to save this, and would read the first dtype.
+            # torch refuses to save this.
             region.corrupt(f"the pickle describes the storage data/{key} in two ways")
         nbytes = numel * dtype.itemsize
         if numel:
@@ -536,7 +525,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
 
 
 def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> Any:
-    """Return the root of an equal pickle from another file if all storages have the same places, otherwise None."""
+    """Return an equal pickle's root if all storages have the same places, otherwise None."""
     if parsed is None or parsed.table is not region.table or parsed.start != region.start:
         return None
     for key, storage in parsed.storages.items():
@@ -576,7 +565,7 @@ def _storage_id(region: _Region, pid: Any, length: int) -> tuple[Any, str, int]:
 # --- before the zip format -----------------------------------------------------------------------------------
 
 _LEGACY_VERSION = 1001
-#: The number 0x1950a86a20f9469cfc6c, pickled with LONG1.
+#: 0x1950a86a20f9469cfc6c, pickled with LONG1.
 _LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 
 
@@ -590,7 +579,6 @@ class _LegacyStorages:
 
     def __call__(self, pid: Any) -> Storage:
         dtype, key, numel = _storage_id(self.region, pid, 6)
-        # The first dtype counts. torch saves no second dtype for a non-empty storage.
         if self.dtypes.setdefault(key, dtype) is not dtype and numel:
             self.region.corrupt(f"the pickle describes the storage {key} in two ways")
         nbytes = numel * dtype.itemsize
@@ -621,7 +609,6 @@ class _LegacyStorages:
 
 
 def _read_legacy(region: _Region) -> TorchFile:
-    """Read the pickles twice: the first run finds the storages and their dtypes."""
     storages = _LegacyStorages(region, {})
     length = 1 << 20
     while True:
@@ -648,8 +635,6 @@ def _read_legacy(region: _Region) -> TorchFile:
 
 
 def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> tuple[Any, Any, int]:
-    """Return the objects, the storages' keys, and the end of the pickles."""
-
     def run(start: int, name: str, persistent: _LegacyStorages | None = None) -> tuple[Any, int]:
         return Machine(data, region.table, path=region.path, name=name, persistent=persistent).run(start)
 
@@ -668,7 +653,6 @@ def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> 
 
 
 def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at: int) -> dict[str, StoredRecord]:
-    """Return each storage's position. Storages are consecutive, each after its number of elements."""
     places: dict[str, StoredRecord] = {}
     for key in keys:
         if key in places or key not in dtypes:

@@ -17,7 +17,7 @@ _FORMATS |= {f"u{name}": _FORMATS[name].upper() for name in ("int8", "int16", "i
 
 
 def read_scalar(extent: Extent) -> int | float | bool:
-    """Read the only element of `extent`. Raise CorruptError if it is missing or not a number."""
+    """Raise CorruptError if the element is missing or not a number."""
     if extent.numel != 1:
         raise CorruptError("a single number was expected", path=extent.path, found=f"shape {list(extent.shape)}")
     with opened(extent.path) as descriptor, translate_os_errors(extent.path):
@@ -34,7 +34,6 @@ def number_state(name: str, extent: Extent) -> int | float | bool | OneElement:
 
 
 def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
-    """Decode one little-endian element."""
     if dtype == BFLOAT16:
         data, code = b"\0\0" + data, "<f"
     elif dtype.name in _FORMATS:
@@ -46,7 +45,6 @@ def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
 
 
 def scalar_to_bytes(value: float, dtype: DType) -> bytes:
-    """Encode a value that `dtype` can represent: the inverse of `scalar_from_bytes`."""
     if dtype == BFLOAT16:
         return struct.pack("<f", value)[2:]
     return struct.pack(_FORMATS[dtype.name], value)

@@ -11,10 +11,9 @@ from ckpt.plan.tensors import Shape, contiguous_strides
 
 
 def wrapper(module: str, name: str, dtype: DType, shape: Shape, state: Any) -> Record:
-    """Return a tensor of the subclass `module.name` on the CPU, with `state` as its attributes, like torch 2.13.
+    """Return a tensor of the subclass `module.name` on the CPU, with `state` as its attributes.
 
-    See torch/_tensor.py, `_reduce_ex_internal` and `_rebuild_from_type_v2`, and torch/_utils.py,
-    `_rebuild_wrapper_subclass`.
+    See torch 2.13's `_tensor.py`, `_reduce_ex_internal`, and `_utils.py`, `_rebuild_wrapper_subclass`.
     """
     kind = Global(module, name)
     layout = Record("torch.serialization", "_get_layout", ("torch.strided",))

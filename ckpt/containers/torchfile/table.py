@@ -1,10 +1,7 @@
-"""Table of names that a pickle may use, by exact (module, name).
+"""Table of names that a pickle may use, by exact (module, name). See also `unknown_classes`.
 
-Plain data objects with other classes also become inert records: see `ckpt.containers.torchfile.unknown_classes`.
-
-Add a new name here. Other packages register names through the entry-point group `ckpt.pickle_names`. An entry's value
-`module:object` maps (module, name) to the names of the positional arguments in the pickle, mostly (). Their objects
-become inert `Record`s, like the ones in `_RECORDS`.
+Other packages register names through the entry-point group `ckpt.pickle_names`. An entry's value `module:object` maps
+(module, name) to the names of the positional arguments in the pickle, mostly (). Their objects become inert `Record`s.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from ckpt.plan import dtypes
 
 Name = tuple[str, str]
 
-#: Classes whose objects become Records: dataclasses, namespaces, and anything built by REDUCE or NEWOBJ.
+#: Classes whose objects become Records.
 _RECORDS: tuple[Name, ...] = (
     # Python
     ("argparse", "Namespace"),
@@ -69,7 +66,7 @@ _RECORDS: tuple[Name, ...] = (
     ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
     ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
-    # transformers and accelerate, in other trainers' client states and training arguments
+    # transformers and accelerate
     ("transformers.training_args", "TrainingArguments"),
     ("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
     ("transformers.trainer_pt_utils", "AcceleratorConfig"),
@@ -84,7 +81,7 @@ _RECORDS: tuple[Name, ...] = (
 
 _PROPERTIES = "dtype layout requires_grad memory_format pin_memory"
 
-#: Part names for namedtuples and tuple states, in order.
+#: Part names for namedtuples and tuple states.
 _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed.tensor._dtensor_spec", "TensorMeta", "shape stride dtype"),
     ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", "tensor_dim mesh_dims"),
@@ -94,7 +91,7 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _PROPERTIES),
 )
 
-#: Classes used only by name: as a default factory, a tensor's type, an argument.
+#: Classes used only by name: a default factory, a tensor's type, an argument.
 _NAMES: tuple[Name, ...] = (
     ("builtins", "int float str bool list dict tuple object type"),
     ("__builtin__", "int long float str unicode bool list dict tuple object type"),
@@ -118,7 +115,7 @@ _NAMES: tuple[Name, ...] = (
     ("torchao.prototype.low_bit_optim.subclass_fp8 torchao.optim.subclass_fp8", "OptimStateFp8"),
 )
 
-#: torch's storage classes. `UntypedStorage` serves dtypes without a class, and counts bytes.
+#: `UntypedStorage` serves dtypes without a class, and counts bytes.
 STORAGES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -135,7 +132,6 @@ STORAGES: Mapping[str, str] = {
     "UntypedStorage": "uint8",
 }
 
-#: torch objects that a checkpoint converter should not pretend to understand.
 _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
     ("torch._utils", "_rebuild_qtensor", "a quantized tensor"),
     ("torch", "QInt8Storage QUInt8Storage QInt32Storage", "a quantized tensor"),
@@ -163,7 +159,7 @@ def _make_table() -> dict[Name, Any]:
     table |= {(module, name): Global(module, name) for module, name in _each(_NAMES)}
     table |= {(module, name): Global(module, name, build) for module, name, build in _each(FUNCTIONS)}
     table |= {(module, "Ellipsis"): ... for module in ("builtins", "__builtin__")}
-    # Files from before torch 1.5 have torch.cuda's classes. Their elements are stored in the same way.
+    # torch.cuda's classes, from before torch 1.5, store elements in the same way.
     kinds = {name: StorageType(dtypes.BY_NAME[dtype]) for name, dtype in STORAGES.items()}
     table |= {(module, name): kinds[name] for module in ("torch", "torch.cuda", "torch.storage") for name in kinds}
     table |= {(module, name): Unsupported(what) for module, name, what in _each(_UNSUPPORTED)}
@@ -171,7 +167,6 @@ def _make_table() -> dict[Name, Any]:
 
 
 def _each(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield one row per module and name."""
     for modules, names, *more in rows:
         for module, name in product(modules.split(), names.split()):
             yield module, name, *more
@@ -184,8 +179,8 @@ GLOBALS: Mapping[Name, Any] = _make_table()
 def allowed() -> Mapping[Name, Any]:
     """Return the names that a pickle may use: the table, and names registered by installed packages.
 
-    Raise UsageError if a package redefines a name. This must run before any pickle is read, so that no pickle decides
-    about imports.
+    Raise UsageError if a package redefines a name. Call it before any pickle is read, so that no pickle causes an
+    import.
     """
     table = _Allowed(GLOBALS)
     for where in entries("ckpt.pickle_names").values():
@@ -200,8 +195,6 @@ def allowed() -> Mapping[Name, Any]:
 
 
 class _Allowed(dict[Name, Any]):
-    """The table, plus an inert class for each harmless unlisted name."""
-
     def __missing__(self, key: Name) -> Global:
         if (found := class_of(*key)) is None:
             raise KeyError(key)
@@ -209,7 +202,7 @@ class _Allowed(dict[Name, Any]):
 
 
 class AnyName(dict[Name, Any]):
-    """`allowed()`, with an inert record in place of each refusal, to find a value among objects of any class."""
+    """`allowed()`, with an inert record in place of each refusal."""
 
     def __init__(self) -> None:
         known = {key: entry for key, entry in allowed().items() if type(entry) is not Unsupported}

@@ -23,14 +23,13 @@ def two_complement(data: bytes) -> int:
 
 
 def quoted(line: bytes) -> str:
-    """Decode a quoted string from Python 2's protocol 0. Escapes are unsupported: no framework writes any."""
+    """Decode a string from Python 2's protocol 0. Escapes are unsupported: no framework writes any."""
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
         raise MalformedError("a quoted string with more than plain text")
     return line[1:-1].decode("ascii")
 
 
 def python2_text(data: bytes) -> str | bytes:
-    """Return a Python 2 `str`: text if it is ASCII (torch under Python 2), otherwise bytes."""
     try:
         return data.decode("ascii")
     except UnicodeDecodeError:

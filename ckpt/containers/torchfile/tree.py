@@ -47,13 +47,12 @@ def is_branch(value: Any) -> bool:
 def check_tree(root: Any, length: int) -> None:
     """Raise MalformedError unless simple recursive code may walk `root`.
 
-    Deep nesting would overflow the stack, and a list that contains itself would never end. A list with two references
-    to a list with two references to ... is small in the pickle and huge when printed.
+    It refuses deep nesting, cycles without a `Record`, and lists that unfold to a huge tree.
     """
     budget = 10 * length + (1 << 20)
     done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
     open_: set[int] = set()
-    # One frame per open container: [container, remaining children, height so far, elements so far].
+    # One frame per open container: [container, children left, height, elements].
     frames: list[list[Any]] = [[root, iter(children(root)), 1, 1]] if is_branch(root) else []
     if frames:
         open_.add(id(root))
@@ -64,12 +63,12 @@ def check_tree(root: Any, length: int) -> None:
             if kind in LEAVES:
                 frame[3] += 1
                 continue
-            # A shape, by far the most frequent branch. Long tuples may be shared and must not be scanned again.
+            # A shape, by far the most frequent branch.
             if kind is tuple and len(child) <= 8 and LEAVES.issuperset(map(type, child)):
                 frame[2] = max(frame[2], 2)
                 frame[3] += 1 + len(child)
                 continue
-            # Records with plain fields are frequent too: DCP's metadata has three per chunk.
+            # DCP's metadata has three records with plain fields per chunk.
             if kind is Record and (elements := _plain_record(child)):
                 frame[2] = max(frame[2], 4)
                 frame[3] += elements
@@ -109,7 +108,7 @@ def check_tree(root: Any, length: int) -> None:
 
 
 def _plain_record(record: Record) -> int:
-    """Return the number of elements in a record with few plain fields and shapes (depth at most 3), otherwise 0."""
+    """Return the number of elements in a small record with plain fields (depth at most 3), otherwise 0."""
     args, state = record.args, record.state
     if state is None:  # DCP's record for a plain value
         return 0 if args or record.kwargs else 4
@@ -130,7 +129,6 @@ def _plain_record(record: Record) -> int:
 
 
 def _cycle_has_record(frames: list[list[Any]], start: Any) -> bool:
-    """Return True if the cycle through the open container `start` passes a Record, for example a device mesh."""
     for frame in reversed(frames):
         if type(frame[0]) is Record:
             return True

@@ -1,14 +1,13 @@
 """Inert records for plain data objects with a class outside the table.
 
-Trainers add their own records to torch's: storage places, settings, enums, named tuples, subclasses of str, int, tuple
-or dict. Such an object is read like one with a listed class. Nothing is imported, and only the class name, arguments
-and state are kept. The pickle may hold two forms:
+Trainers add their own records to torch's. Nothing is imported, and only the class name, arguments and state are kept.
+The pickle may hold two forms:
 
 - a new object (NEWOBJ) with a dict as its state, like a dataclass or a named tuple;
 - a class called with one plain value (REDUCE), like an enum.
 
-Functions, any other call, and objects with tensors inside are refused. So is every name in packages that can run code
-or that `ckpt` reads by exact name: the standard library, numpy, and torch except `torch.distributed`.
+Functions, other calls, and objects with tensors inside are refused. So is every unlisted name in packages that can run
+code: the standard library, numpy, and torch except `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ckpt.containers.torchfile.machine import Machine, way_out
 from ckpt.containers.torchfile.values import Global, Record
 from ckpt.plan.dtypes import DType
 
-#: Packages without unlisted names: their classes may run code, load files, or hold special tensors.
+#: Packages that may run code, load files, or hold special tensors.
 _REFUSED = frozenset(sys.stdlib_module_names) | {
     *("__builtin__", "__builtins__", "commands", "copy_reg", "cPickle"),
     *("numpy", "torch", "torchao", "torchvision", "tensordict", "bitsandbytes", "tensorflow", "keras", "jax", "pandas"),
@@ -35,7 +34,7 @@ _PLAIN = (str, int, float, bool, type(None), bytes, DType)
 
 
 def class_of(module: str, name: str) -> Global | None:
-    """Return the inert class with this name, or None if the name is refused."""
+    """Return the inert class, or None if the name is refused."""
     root = module.partition(".")[0]
     if root in _REFUSED and not f"{module}.".startswith(_ALLOWED_MODULES):
         return None
@@ -47,7 +46,6 @@ def class_of(module: str, name: str) -> Global | None:
 
 
 def _called_record(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
-    """Return the record of a class called with one plain value, like an enum member."""
     if len(args) != 1 or not _is_plain(args[0]):
         raise UnsafeError(
             f"the pickle calls {cls.typename} with arguments, as a function; nothing was imported and nothing was run",

@@ -1,7 +1,4 @@
-"""Readers for a plain pickle: bytes, or a file such as a DCP `.metadata`.
-
-`ckpt.containers.torchfile.read` uses the same machine for torch's containers.
-"""
+"""Readers for a plain pickle: bytes, or a file such as a DCP `.metadata`."""
 
 from __future__ import annotations
 
@@ -49,16 +46,13 @@ def loads(
 
 
 def load_pickle(path: str | os.PathLike[str]) -> Any:
-    """Return the object in a plain pickle file, such as a DCP `.metadata`.
-
-    Raise NotFoundError, StorageError, CorruptError or UnsafeError.
-    """
+    """Raise NotFoundError, StorageError, CorruptError or UnsafeError."""
     path = os.fspath(path)
     return loads(read_pickle(path), path=path, name=os.path.basename(path))
 
 
 def read_pickle(path: str) -> bytes:
-    """Return the bytes of a plain pickle file. Raise NotFoundError, StorageError or CorruptError."""
+    """Raise NotFoundError, StorageError or CorruptError."""
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MAX_PICKLE:

@@ -22,20 +22,19 @@ from typing import Any
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent
 
-#: Bytes in one pickle. A DCP `.metadata` with a million chunks has about 200 MB.
+#: A DCP `.metadata` with a million chunks has about 200 MB.
 MAX_PICKLE = 1 << 30
-#: Container nesting depth. Real training state stays below 20; recursion is safe far above 100.
+#: Real training state stays below 20; recursion is safe far above 100.
 MAX_DEPTH = 100
-#: Bytes in an integer. Seeds and RNG words have at most 16.
+#: Seeds and RNG words have at most 16 bytes.
 MAX_LONG = 1024
-#: Characters per line in text opcodes except text itself: global names, decimal numbers.
+#: Characters per line in text opcodes: global names, decimal numbers.
 MAX_LINE = 4096
 #: torch's own limit.
 MAX_DIMS = 64
-#: Bytes in a tensor larger than its storage (expanded, with stride 0). More may fill the disk.
+#: Bytes in a tensor larger than its storage (stride 0). More may fill the disk.
 MAX_EXPANDED = 1 << 32
 
-#: The standard library's immutable time classes, kept unchanged.
 TIMES: Mapping[str, Callable[..., Any]] = {
     cls.__name__: cls
     for cls in (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
@@ -44,7 +43,7 @@ TIMES: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Position of a torch storage: `numel` elements of `dtype`, `nbytes` bytes at `offset` in `path`."""
+    """Position of a torch storage."""
 
     path: str
     offset: int
@@ -58,8 +57,7 @@ class Storage:
 class StoredTensor:
     """A tensor in a file.
 
-    `attributes` are Python attributes from `_rebuild_from_type_v2` and `_rebuild_parameter_with_state`, for example
-    DeepSpeed's `ds_id`. None if there are none.
+    `attributes` are Python attributes such as DeepSpeed's `ds_id`, or None.
     """
 
     extent: Extent
@@ -80,8 +78,7 @@ class Global:
     """An inert class or function named by a pickle: a table entry.
 
     `build` returns the result of a call. It is None if files only contain the name. `fields` names the positional
-    arguments of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name. A class outside
-    the table is not `is_listed`: see `ckpt.containers.torchfile.unknown_classes`.
+    arguments of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name.
     """
 
     module: str
@@ -101,10 +98,7 @@ class Global:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Record:
-    """An object with a class known only by name: its arguments and its state.
-
-    Records compare by identity and can be dict keys. The repr shows only the class, so it never recurses.
-    """
+    """An object with a class known only by name. Records compare by identity. The repr never recurses."""
 
     module: str
     name: str
@@ -118,7 +112,6 @@ class Record:
         return f"{self.module}.{self.name}"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the pickled object's attribute `key`, or `default`."""
         state = self.state
         if type(state) is dict and (key in state or not (self.args or self.kwargs)):
             return state.get(key, default)
@@ -132,7 +125,7 @@ class Record:
         """Attributes by name: named positional arguments, keyword arguments, `__dict__` and slots."""
         found: dict[str, Any] = dict(zip(self.fields, self.args, strict=False))
         found.update(self.kwargs or {})
-        # An object with slots has the state (its __dict__ or None, its slots). A namedtuple-like state has names.
+        # State with slots: (`__dict__` or None, slots). A namedtuple-like state has names.
         states: tuple[Any, ...] = (self.state,)
         if isinstance(self.state, tuple):
             if self.fields and not self.args:
@@ -146,7 +139,6 @@ class Record:
 
     @property
     def value(self) -> Any:
-        """Value of an enum member, pickled as `cls(value)`."""
         return self.args[0] if len(self.args) == 1 else None
 
     def __repr__(self) -> str:
@@ -154,10 +146,7 @@ class Record:
 
 
 class StoredDict(dict[Any, Any]):
-    """An `OrderedDict`, `defaultdict` or `Counter`: a dict with its `kind`.
-
-    `attributes` are Python attributes on the dict, for example `_metadata` from `nn.Module.state_dict()`.
-    """
+    """An `OrderedDict`, `defaultdict` or `Counter`. `attributes` are Python attributes on the dict."""
 
     __slots__ = ("attributes", "kind")
 
@@ -183,20 +172,14 @@ class Array:
     objects: list[Any] | None = None
 
     def set_state(self, state: Any, spend: Callable[[int], None]) -> None:
-        """Fill the array like `ndarray.__setstate__`.
-
-        Raise the errors of `fill`, and MalformedError if it is not empty.
-        """
+        """Fill the array like `ndarray.__setstate__`. Raise MalformedError if it is not empty."""
         _, shape, dtype, fortran, data = state
         if self.dtype:
             raise MalformedError("an array's state is set twice")
         self.fill(shape, dtype, data, bool(fortran), spend)
 
     def fill(self, shape: Any, dtype: Any, data: Any, fortran: bool, spend: Callable[[int], None]) -> Array:
-        """Take the elements, check their number against `shape`, and return the array. `spend` counts copied bytes.
-
-        Raise MalformedError, or Python's own error if a value has an unexpected type.
-        """
+        """Take the elements, check their number against `shape`, and return the array. `spend` counts copied bytes."""
         text, itemsize = _dtype_text(dtype)
         if type(shape) is int:
             shape = (shape,)
@@ -221,7 +204,7 @@ class Array:
 
 
 def _dtype_text(value: Any) -> tuple[str, int]:
-    """Return numpy's string for a dtype record, and its itemsize. Raise MalformedError if it is malformed."""
+    """Return numpy's string for a dtype record, and its itemsize. Raise MalformedError."""
     if type(value) is not Record or value.module != "numpy" or not value.args or type(value.args[0]) is not str:
         raise MalformedError("an array without a dtype")
     text = value.args[0]
@@ -240,15 +223,11 @@ def _dtype_text(value: Any) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A storage class such as `torch.FloatStorage`, with the elements' dtype."""
-
     dtype: DType
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A table entry for unsupported content, with a description."""
-
     what: str
 
 
@@ -267,17 +246,15 @@ def short(value: Any) -> str:
     return f"({', '.join(map(short, value[:8]))}{', ...' if len(value) > 8 else ''})"
 
 
-#: Tensor classes that are split over several files.
 _PARTS = frozenset({"DTensor", "ShardedTensor"})
 
 
 def is_part(value: Any) -> bool:
-    """Return True if `value` is one rank's part of a tensor."""
     return isinstance(value, Record) and value.name in _PARTS
 
 
 def is_state_dict(value: Any) -> bool:
-    """Return True if `value` is a flat dict with text keys and at least one tensor."""
+    """Return True for a flat dict with text keys and at least one tensor."""
     return (
         isinstance(value, Mapping)
         and any(isinstance(item, StoredTensor) or is_part(item) for item in value.values())

@@ -1,21 +1,18 @@
 """Files for torch.load, laid out without tensor data: headers now, elements when the plan runs.
 
-`torch_file` turns a tree with plain values, `Record`s and `NewTensor`s into a `TargetFile`. Known bytes (zip headers,
-`data.pkl`, the directory) become literals. Tensor elements become slots, filled by `ckpt.move.run`. `torch_item` does
-the same for a part of another file (an item in a `.distcp`).
+Known bytes (zip headers, `data.pkl`, the directory) become literals. Tensor elements become slots, filled by
+`ckpt.move.run`.
 
     torch_file("model.pt", {"model": {"w": NewTensor(FLOAT32, (2, 3), (FromSource(("w", "weight"), whole((2, 3))),))}})
 
 The container equals torch 2.13's `torch.save` (`caffe2/serialize/inline_container.cc`, miniz) byte for byte, except for
 checksums. Records in order: data.pkl, .format_version, .storage_alignment, byteorder, data/0 ..., version,
-.data/serialization_id. No record is compressed. Elements start at multiples of 64 bytes, padded by an extra field `FB`.
-Sizes follow the data. Offsets and sizes have 64-bit fields if needed.
+.data/serialization_id. Elements start at multiples of 64 bytes, padded by an extra field `FB`.
 
-Checksums: the directory is written before the elements are moved. So a storage filled from the source gets the CRC-32
-0, the value that `torch.serialization.set_crc32_options(False)` writes for every record. No torch version that reads
-this container by default compares checksums: its build sets `MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS`
-(cmake/Dependencies.cmake, since pytorch#28858 in 2019). `unzip -t` and Python's `zipfile` do compare, and complain.
-Known bytes have their true CRC-32.
+The directory is written before the elements are moved, so a storage filled from the source gets the CRC-32 0, like with
+`torch.serialization.set_crc32_options(False)`. No torch version that reads this container by default compares
+checksums: its build sets `MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS` (cmake/Dependencies.cmake, since pytorch#28858 in
+2019). `unzip -t` and Python's `zipfile` do compare, and complain.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from ckpt.plan.checkpoint import Key, OneElement, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
 
-#: Maximum tensor size inside training state (RNG states, a tensor learning rate).
+#: Maximum tensor size inside training state.
 MAX_CARRIED = 1 << 26
 
 
@@ -47,7 +44,7 @@ MAX_CARRIED = 1 << 26
 
 
 class FromSource(NamedTuple):
-    """`region` of the source tensor `key` in row-major order, placed at element `start` in the storage."""
+    """`region` of the source tensor `key` in row-major order, at element `start` in the storage."""
 
     key: Key
     region: Region
@@ -60,7 +57,7 @@ class FromSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Known little-endian elements, placed at element `start` in the storage."""
+    """Known little-endian elements, at element `start` in the storage."""
 
     data: bytes
     start: int = 0
@@ -68,7 +65,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """`numel` zeros (padding), placed at element `start` in the storage."""
+    """Padding, at element `start` in the storage."""
 
     numel: int
     start: int = 0
@@ -79,7 +76,7 @@ Part = FromSource | Bytes | Zeros
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
-    """A storage shared by several tensors: `numel` elements of `dtype`, tiled by the parts in `fill`."""
+    """A storage shared by several tensors, tiled by the parts in `fill`."""
 
     dtype: DType
     numel: int
@@ -91,8 +88,7 @@ class NewTensor:
     """A tensor to write.
 
     It has either its own storage, tiled by `fill` in row-major order, or a view of `storage` with `offset` and
-    `strides` (in elements; None: contiguous). `attributes` become Python attributes. `parameter` makes it a
-    torch.nn.Parameter. The same NewTensor at two places in the tree is one tensor after loading.
+    `strides` (in elements; None: contiguous). The same NewTensor at two places in the tree is one tensor after loading.
     """
 
     dtype: DType
@@ -111,7 +107,6 @@ class NewTensor:
 
 
 def copy_of(tensor: Tensor, dtype: DType | None = None, **options: Any) -> NewTensor:
-    """Return a full copy of a source tensor, cast to `dtype` if given."""
     fill = (FromSource(tensor.key, whole(tensor.shape)),)
     return NewTensor(dtype or tensor.dtype, tensor.shape, fill, **options)
 
@@ -123,7 +118,6 @@ def number(value: float, dtype: DType = FLOAT32) -> NewTensor:
 
 
 def one_element(element: OneElement) -> NewTensor:
-    """Return a one-element state in its original tensor form."""
     return replace(number(element.value, element.dtype), shape=element.shape)
 
 
@@ -152,14 +146,13 @@ def with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pickled:
-    """A pickled tree shared by several files: `data.pkl`, and the storages by number."""
+    """A pickled tree shared by several files, and its storages by number."""
 
     data: bytes
     storages: Sequence[NewStorage]
 
 
 def pickled(root: Any) -> Pickled:
-    """Pickle a tree like `torch_file`."""
     storages = _Storages()
     return Pickled(dumps(root, tensors=storages.reference), storages.found)
 
@@ -167,8 +160,7 @@ def pickled(root: Any) -> Pickled:
 def torch_file(name: str, root: Any) -> TargetFile:
     """Return the file `name` (relative to the target folder) that `torch.load` reads as `root`, a tree or `Pickled`.
 
-    A small `StoredTensor` in the tree (from a training state) is copied into the file. Raise LossError for an object
-    that cannot be written.
+    Copy small `StoredTensor`s in the tree. Raise LossError for an object that cannot be written.
     """
     return _Layout(name, _archive_folder(name)).write(root)
 
@@ -179,7 +171,7 @@ def torch_item(root: Any) -> TargetFile:
 
 
 def _archive_folder(name: str) -> str:
-    """Return the archive's folder: the file's stem. torch writes non-ASCII names through a stream."""
+    """Return the file's stem. torch writes non-ASCII names through a stream."""
     stem = os.path.basename(name).rpartition(".")[0] or os.path.basename(name)
     return stem if stem.isascii() and name.isascii() else "archive"
 
@@ -197,8 +189,6 @@ _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 @dataclass(slots=True)
 class _Layout:
-    """An archive built record by record. `at` is the current position."""
-
     path: str
     folder: str
     at: int = 0
@@ -218,14 +208,12 @@ class _Layout:
         for key, storage in enumerate(form.storages):
             self.storage(key, storage)
         self.record("version", b"3\n")
-        # Any text unique to the file will do. torch hashes names and checksums.
+        # Any text unique to the file will do.
         identity = f"{self.count:020d}{zlib.crc32(self.directory):020d}"
         self.record(".data/serialization_id", identity.encode())
         self.end()
         literals = tuple((offset, bytes(data)) for offset, data in self.literals)
         return TargetFile(self.path, self.at, literals, tuple(self.slots), tuple(self.zeros))
-
-    # Tensors.
 
     def storage(self, key: int, storage: NewStorage) -> None:
         itemsize = storage.dtype.itemsize
@@ -255,8 +243,6 @@ class _Layout:
         self.slots.append(Slot(part.key, part.region, extent))
         self.at += part.numel * dtype.itemsize
 
-    # Records.
-
     def record(self, name: str, data: bytes) -> None:
         crc32 = zlib.crc32(data)
         self.begin(name, len(data), crc32)
@@ -264,7 +250,6 @@ class _Layout:
         self.finish(len(data), crc32)
 
     def begin(self, name: str, size: int, crc32: int) -> None:
-        """Write a record's local header, and add its directory entry."""
         encoded = f"{self.folder}/{name}".encode()
         header = self.header = self.at
         flags = _UTF8 | (_HAS_DESCRIPTOR if size else 0)
@@ -298,7 +283,6 @@ class _Layout:
         self.literal(_END(b"PK\5\6", 0, 0, few, few, min(size, _FULL32), min(directory, _FULL32), 0))
 
     def literal(self, data: bytes) -> None:
-        """Add bytes at the current position, merged with an adjacent literal."""
         offset = self.at
         self.at += len(data)
         if self.literals and self.literals[-1][0] + len(self.literals[-1][1]) == offset:
@@ -308,14 +292,11 @@ class _Layout:
 
 
 class _Storages:
-    """Storages of a tree's tensors, in pickle order."""
-
     def __init__(self) -> None:
         self.found: list[NewStorage] = []
         self._known: dict[int, tuple[str, Any]] = {}  # owners are kept so that their ids stay unique
 
     def reference(self, value: Any) -> TensorRef | None:
-        """Return the reference for a tensor in the pickle, or None for any other object."""
         if isinstance(value, StoredTensor):
             value = _carried(value)
         elif not isinstance(value, NewTensor):
@@ -342,12 +323,11 @@ class _Storages:
 
 
 def _wide(fields: bytes) -> bytes:
-    """Return the extra field for 64-bit sizes and offsets, or nothing if 32 bits suffice."""
     return struct.pack("<HH", 1, len(fields)) + fields if fields else b""
 
 
 def _known_crc32(storage: NewStorage) -> int:
-    """Return the checksum of a storage with known bytes, otherwise 0."""
+    """Return 0 unless all bytes are known."""
     if not all(isinstance(part, Bytes) for part in storage.fill):
         return 0
     parts = sorted(storage.fill, key=lambda part: part.start)
@@ -362,7 +342,6 @@ def _check_view(tensor: NewTensor, storage: NewStorage, strides: tuple[int, ...]
 
 
 def _carried(stored: StoredTensor) -> NewTensor:
-    """Return a tensor from a training state with its bytes and strides."""
     extent = stored.extent
     length = max(0, extent.end - extent.offset)
     if length > MAX_CARRIED:
