@@ -54,7 +54,6 @@ def routers(model: RankFile, module: Mapping[str, StoredTensor]) -> dict[str, st
 
 
 def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """Return the sharing of experts, AutoEP's or DeepSpeed-MoE's, and the tensors in the expert `files`."""
     if not model.content.get(AUTOEP):
         return read_experts(files, model, sources)
     sharing = recorded(model)
@@ -98,7 +97,7 @@ def _expert_fragment(stored: Any, expert: int, shape: Shape, fqn: str, path: str
 
 
 def recorded(model: RankFile) -> Sharing:
-    """Return the recorded sharing of expert tensors, in layer order."""
+    """Return the sharing, in layer order."""
     layers: Sequence[Mapping[str, Any]] = model.need(AUTOEP)
     if "folding" in model.content:
         raise experts_unsupported(model.path, " (AutoEP) with tensor parallelism")
@@ -138,7 +137,6 @@ def _check_in_order(fqn: str, known: Cut, num_experts: int, num_ranks: int, mode
 
 
 def sharing_under_stage3(models: Sequence[RankFile], inners: Sequence[RankFile]) -> Sharing:
-    """Return the recorded sharing of experts. Nothing is shared without AutoEP."""
     file = models[0]
     if not file.content.get(AUTOEP):
         if inners[0].content.get("ds_zero_partition_groups"):

@@ -35,17 +35,12 @@ _MAP_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """One tensor-parallel rank's shards, described like a model."""
-
     checkpoint: Checkpoint
     file: RankFile
 
 
 def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
-    """Return how the `ranks` with files share tensors. `file` is one of their model files.
-
-    GPT-NeoX's files follow its own rule, with the Hub's config from `folders`.
-    """
+    """Return how the `ranks` with files share tensors. GPT-NeoX's sharing depends on the Hub's config in `folders`."""
     if "args" in file.content:  # GPT-NeoX's, or a user's entry
         from converters.deepspeed.neox import known_by_name  # late: needs pipelines and Megatron's names
 
@@ -55,7 +50,7 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
 
 
 def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> Checkpoint:
-    """Join the tensor-parallel ranks' shards to the whole model. `sources` knows the storages of all their files."""
+    """Join the tensor-parallel ranks' shards to the whole model."""
     first = slices[0].checkpoint
     for other in slices[1:]:
         _check_alike(slices[0], other)
@@ -139,7 +134,6 @@ def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cu
 
 
 def recorded(file: RankFile, ranks: Sequence[int]) -> Sharing:
-    """Return how `ranks` share each parameter, recorded in the first rank's model file."""
     info = file.content.get(UNIVERSAL_INFO)
     affine = info.get("affine_map") if isinstance(info, Mapping) else None
     if not isinstance(affine, Mapping) or affine.get("version") != _MAP_VERSION:
@@ -158,7 +152,7 @@ def cut_of(
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError] = tensor_parallel,
 ) -> Cut:
-    """Return the recorded cut of a parameter among the ranks `found`. Raise `unsupported` if a shard is not a cut."""
+    """Return a parameter's cut. Raise `unsupported` if a shard is not a cut."""
     shape = tuple(entry["logical_shape"])
     ranks = {int(rank): one for rank, one in entry["ranks"].items()}
     if sorted(ranks) != list(found) or len(found) != found[-1] + 1:

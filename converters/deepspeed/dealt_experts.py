@@ -32,7 +32,6 @@ def notes(sharing: Sharing) -> Iterator[str]:
 
 
 def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
-    """Yield an expert-parallel rank's param groups."""
     is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's engine made the same groups
     for group in model.groups if is_kept else _whole_groups(model, sharing):
         if not sharing.is_shared(group.fqns[0]):
@@ -71,7 +70,7 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
-    """Return the whole model's groups, joining groups split by another `ep_size`."""
+    """Join the groups that another `ep_size` split."""
     found: list[ParamGroup] = []
     seen: dict[str, int] = {}
     for group in model.groups:
@@ -88,7 +87,6 @@ def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
 
 
 def _split_large_group(model: DeepSpeedModel, fqns: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a rank's parameters in a group, split if they have too many elements."""
     own: list[str] = []
     size = 0
     for fqn in fqns:
@@ -102,10 +100,7 @@ def _split_large_group(model: DeepSpeedModel, fqns: Sequence[str]) -> Iterator[l
 
 
 def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
-    """Return how `ep_size` ranks share the model's experts. None keeps the source's `ep_size`.
-
-    Raise UsageError if the experts do not divide, or no engine can load them.
-    """
+    """Return how `ep_size` ranks share the model's experts. None keeps the source's `ep_size`."""
     names = (*model.weights, *model.buffers)
     counts = _counts(names)
     if not counts:
@@ -137,7 +132,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:
-    """Return the number of experts by the layer's name prefix, in layer order."""
+    """Return the number of experts by the layer's name prefix."""
     numbers: dict[str, int] = {}
     for fqn in names:
         if match := EXPERT.fullmatch(fqn):
@@ -146,10 +141,7 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
 
 
 def _recorded_sizes(model: DeepSpeedModel) -> set[int]:
-    """Return the `ep_size` values in the source's expert groups.
-
-    Raise LossError for groups that mix experts with other parameters: no engine makes them.
-    """
+    """Return the source's `ep_size` values. Raise LossError for groups that mix experts with other parameters."""
     sizes = set()
     for group in model.groups:
         experts = [fqn for fqn in group.fqns if EXPERT.fullmatch(fqn)]

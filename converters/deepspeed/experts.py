@@ -28,7 +28,6 @@ Files = Mapping[tuple[int, int], str]
 
 
 def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """Return the sharing of experts, and the tensors in the expert `files`."""
     recorded, wanted = check_files(files, model)
     counts: dict[str, int] = {}
     stored: dict[str, StoredTensor] = {}
@@ -59,10 +58,7 @@ def is_in_rows(config: Any) -> bool:
 
 
 def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-    """Return the number of experts per layer, and (layer, expert) for each expert.
-
-    Raise CorruptError for unexpected files, IncompleteError for missing ones.
-    """
+    """Return the number of experts per layer, and (layer, expert) for each expert."""
     recorded = model.content.get("num_experts") or []
     if not isinstance(recorded, Sequence) or not all(type(count) is int for count in recorded):
         raise CorruptError("the expert numbers are not a list", path=model.path, found=recorded)
@@ -92,7 +88,6 @@ def entries_of(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
 
 
 def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
-    """Return the prefix of a name in an expert's file."""
     match = EXPERT.fullmatch(name) if isinstance(name, str) else None
     if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
         raise CorruptError(

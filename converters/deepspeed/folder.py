@@ -36,7 +36,7 @@ PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 @dataclass(frozen=True)
 class StepFolder:
-    """Files in one step folder. Optimizer and per-rank model files are keyed by data-parallel rank, in numeric order.
+    """Files in one step folder, by data-parallel rank in numeric order.
 
     `model` is the single model file in stages 0 to 2. `experts` are keyed by layer and expert number.
     `experts_optimizer` are expert-parallel ranks' optimizer files without ZeRO.
@@ -65,28 +65,24 @@ class StepFolder:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Return True if the folder holds ZeRO partition files."""
     return has_name(path, OPTIMIZER)
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
-    """Find the step at `path` or `tag`, if its file names fit ZeRO's `stage`.
-
-    Names don't distinguish stages 1 and 2; the reader finds the stage.
-    """
+    """Find the step, if its file names fit ZeRO's `stage`. Names don't distinguish stages 1 and 2."""
     with naming_a_complete_step(path, check_names):
         folder = find_step(path, tag, _STEPS)
     return folder if folder is not None and stage in list_step_folder(folder, 0).stages else None
 
 
 def zero_steps(path: Path) -> list[Path]:
-    """Return the step folders in `path`, newest first."""
+    """Return the step folders, newest first."""
     return newest_first(filter(is_step_folder, folders_in(path)))
 
 
 @contextlib.contextmanager
 def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Iterator[None]:
-    """Add a hint to errors about a step folder: the newest step in `path` that passes `check`."""
+    """Add the newest step in `path` that passes `check` as a hint to errors."""
     try:
         yield
     except CorruptError as error:
@@ -138,7 +134,7 @@ def tensor_parallel_rank(optimizer: str) -> int:
 
 
 def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
-    """Sort the files in a step folder by kind. With `tp_rank`, keep only this tensor-parallel rank's files.
+    """Sort the files by kind. With `tp_rank`, keep only this tensor-parallel rank's files.
 
     Raise NotFoundError for model-parallel layouts and for expert files from before DeepSpeed 0.5.
     """
@@ -174,7 +170,6 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
 
 
 def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | None = None) -> None:
-    """Add a file. Raise CorruptError if the key is taken."""
     if key in files:
         raise CorruptError(
             "one rank has two files: one is left over from an earlier run",
@@ -242,7 +237,6 @@ def refuse_unsupported(folder: Path) -> None:
 
 
 def is_universal(folder: Path) -> bool:
-    """Return True for a universal checkpoint. It has model files beside the tensor folders."""
     return (folder / "zero").is_dir()
 
 

@@ -28,10 +28,7 @@ _ROUTER, _AGAIN = ".mlp.router.gate.weight", ".mlp.gate.gate.weight"
 
 
 def with_known_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename such layers: GPT-NeoX's to Megatron's names, AutoEP's to transformers'.
-
-    Raise LossError for a tensor outside GPT-NeoX's layers.
-    """
+    """Rename such layers: GPT-NeoX's to Megatron's names, AutoEP's to transformers'."""
     model_type = (checkpoint.config or {}).get("model_type")
     if model_type == "gpt_neox" and checkpoint.tensors and all(sequential(fqn) for fqn, _ in checkpoint.tensors):
         return _in_megatron(checkpoint, checkpoint.shapes)

@@ -39,8 +39,7 @@ class FlatPart:
 class FlatLayout:
     """Param group in stages 1 and 2: one flat buffer, cut evenly over the ranks.
 
-    `paddings` are the elements that `parameter_alignment` adds after each parameter. `used` elements are in use, and
-    every rank has `partition` elements.
+    `paddings` follow each parameter. `used` elements are in use, and every rank has `partition` elements.
     """
 
     starts: tuple[int, ...]
@@ -83,7 +82,7 @@ def flat_layout(numels: Sequence[int], num_ranks: int, alignment: int = 1) -> Fl
 
 
 def parameter_alignment(itemsize: int) -> int:
-    """Return DeepSpeed's `parameter_alignment` in elements: 16 bytes in the model's dtype."""
+    """Return `parameter_alignment` in elements: 16 bytes in the model's dtype."""
     return 16 // gcd(16, itemsize)
 
 
@@ -97,7 +96,6 @@ class SlotLayout:
     num_ranks: int
 
     def parts(self, rank: int) -> Iterator[FlatPart]:
-        """Yield the rank's parts. The rest of its slots is padding."""
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             slot = slot_size(numel, self.num_ranks)
             start, stop = min(rank * slot, numel), min((rank + 1) * slot, numel)

@@ -32,9 +32,8 @@ _FIELDS = (*MODEL_STATE, "loss_scaler", "ds_config", "client_state", "extra_stat
 class DeepSpeedModel:
     """Model and optimizer in DeepSpeed's terms.
 
-    `groups` are the optimizer's, in its order. `resumable` is False if the source does not record them; then there is
-    one per parameter. `weights` has every parameter, `masters` the trainable ones. `states` has tensors by fqn and
-    role, `scalars` numbers by name and fqn.
+    `resumable` is False if the source does not record groups; then `groups` has one per parameter. `weights` has every
+    parameter, `masters` the trainable ones. `states` has tensors by fqn and role, `scalars` numbers by name and fqn.
     """
 
     checkpoint: Checkpoint
@@ -74,7 +73,7 @@ class DeepSpeedModel:
 
     @property
     def samples(self) -> int | None:
-        """Sequences consumed so far: DeepSpeed's own count, another trainer's `train_state`, or Megatron's."""
+        """Sequences consumed so far, counted by any trainer."""
         return positions.sequences_seen(self.state)
 
     @property
@@ -87,7 +86,6 @@ class DeepSpeedModel:
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """Alias to owner."""
         return _ties(self.checkpoint)
 
     @property
@@ -99,7 +97,6 @@ class DeepSpeedModel:
         return str((self.state.engine_version if self.is_deepspeed else None) or VERSION)
 
     def roles(self, fqns: Iterable[str]) -> list[str]:
-        """Return the tensor states that any of these parameters has."""
         return list(dict.fromkeys(role for fqn in fqns for role in self.states.get(fqn, ())))
 
     def master_dtype(self, fqns: Sequence[str]) -> DType:
@@ -116,7 +113,7 @@ class DeepSpeedModel:
         return stored.pop() if len(stored) == 1 else FLOAT32
 
     def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
-        """Return states that are one number for all these parameters, without `uneven_numbers`.
+        """Return states that are one number for all these parameters.
 
         Raise LossError if steps differ, because a flat buffer has only one.
         """
@@ -135,7 +132,6 @@ class DeepSpeedModel:
 
     @property
     def dropped(self) -> list[str]:
-        """Notes on numbers that don't fit flat buffers."""
         why = "parameters in one group have different values, and ZeRO's flat buffers store one"
         return [f"optimizer state {name}: {why}" for name in self.uneven_numbers]
 
@@ -147,10 +143,7 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
 def describe(
     checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False, may_have_experts: bool = False
 ) -> DeepSpeedModel:
-    """Describe `checkpoint` as a DeepSpeed model. `dtype` None keeps the model's own.
-
-    `may_be_elastic`: the target supports states without hyperparameters. `may_have_experts`: it has expert files.
-    """
+    """Describe `checkpoint` as a DeepSpeed model. `dtype` None keeps the model's own."""
     refuse_experts(
         (fqn for fqn, _ in checkpoint.tensors), checkpoint.state.ds_config or {}, but_native=may_have_experts
     )
@@ -213,10 +206,7 @@ def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
-    """Return the config's dtype for a model trained with float32 weights, like FSDP's.
-
-    DeepSpeed's 16-bit models have their own weights beside float32 masters.
-    """
+    """Return the config's dtype for a model trained with float32 weights, like FSDP's."""
     config = checkpoint.config or {}
     named = BY_NAME.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
     stored = {tensor.dtype for tensor in checkpoint.with_role(WEIGHT)}
@@ -237,7 +227,7 @@ def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | 
 def _kept_as_stored(
     checkpoint: Checkpoint, weights: Mapping[str, Choice], masters: Mapping[str, Tensor], resumable: bool
 ) -> dict[str, Choice]:
-    """Return tensors outside the optimizer, uncast, if the source mixes buffers and frozen parameters.
+    """Return buffers and frozen parameters, uncast, if the source mixes them.
 
     An engine rounds frozen parameters on loading, but keeps buffers, so these must not be rounded.
     """
@@ -269,7 +259,7 @@ def _is_buffer(tensor: Tensor) -> bool:
 
 
 def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
-    """Return the optimizer's groups, and True if they have hyperparameters."""
+    """Return the groups, and True if they have hyperparameters."""
     known = _known_groups(checkpoint, weights)
     if known and all(group.options for group in known):
         return known, True
@@ -310,7 +300,7 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
 
 
 def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) -> ParamGroup:
-    """Add the options that DeepSpeed's Adam requires to another framework's Adam group."""
+    """Add the options that DeepSpeed's Adam requires."""
     roles = {role for fqn in group.fqns for role in states.get(fqn, ())}
     if not adam.is_adam(group.options, roles):
         return group
@@ -318,7 +308,7 @@ def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) ->
 
 
 def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:
-    """Return the trainable parameters without recorded groups: with masters, else with states, else non-empty."""
+    """Return the parameters with masters, else with states, else all non-empty ones."""
     others = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}
     for names in ({fqn for fqn, role in checkpoint.tensors if role == MASTER}, others):
         if found := [fqn for fqn in weights if fqn in names]:
@@ -357,7 +347,6 @@ def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
 def _states(
     checkpoint: Checkpoint, masters: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[Key, str]]:
-    """Return tensors by fqn and role, and the tensors left out for their shape, with the reason."""
     states: dict[str, dict[str, Tensor]] = {}
     misfits: list[Key] = []
     for (fqn, role), tensor in checkpoint.tensors.items():
@@ -385,7 +374,7 @@ def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Ite
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
-    """Yield notes on parameters without states. They never had a gradient; DeepSpeed fills in zeros."""
+    """Note parameters without states. They never had a gradient; DeepSpeed fills in zeros."""
     gaps: dict[str, list[str]] = {}
     for group in groups:
         for role in dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ())):
@@ -405,7 +394,7 @@ def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def ds_config(model: DeepSpeedModel, stage: int, requested: DType | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the source's DeepSpeed config with the written stage and precision, and notes.
+    """Return the source's config with the written stage and precision, and notes.
 
     It is only a record: the run that loads the checkpoint has its own config.
     """
@@ -465,10 +454,7 @@ def optimizer_items(model: DeepSpeedModel) -> dict[str, Any]:
 
 
 def client_state(model: DeepSpeedModel) -> tuple[dict[str, Any], list[str]]:
-    """Return the user's entries for a model file, and notes on training state that doesn't fit.
-
-    Training state of other engines becomes client state if DeepSpeed has no place for it.
-    """
+    """Return the user's entries, other engines' training state without a place in DeepSpeed, and notes."""
     state = model.state
     client = dict(state.client_state or {})
     dropped = []

@@ -24,12 +24,11 @@ from converters.deepspeed.state_dict_names import StateDictNames, match
 
 
 def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
-    """Return the tensors of the module's state dict by parameter and buffer name."""
+    """Return the module's tensors by parameter and buffer name."""
     return module_and_names(model, num_tensor_parallel)[0]
 
 
 def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dict[str, StoredTensor], StateDictNames]:
-    """Return `module`, and the relation between state dict names and parameter names."""
     tensors = _state_dict(model, num_tensor_parallel)
     names = _match(model, tensors)
     return {names.renamed.get(fqn, fqn): stored for fqn, stored in tensors.items()}, names
@@ -89,7 +88,7 @@ def whole(fqn: str, role: str, stored: StoredTensor, rank: int | None = None) ->
 def with_replicas(
     tensors: Mapping[Key, Tensor], ties: Mapping[str, str], module: Mapping[str, StoredTensor]
 ) -> dict[Key, Tensor]:
-    """Return the owners of ties, each with its stored alias as a replica to compare."""
+    """Return the owners of ties, each with its stored alias as a replica."""
     found: dict[Key, Tensor] = {}
     for alias, owner in ties.items():
         tensor = tensors[owner, WEIGHT]
@@ -115,17 +114,14 @@ def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
 
 
 def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
-    """Return trainable parameters' shapes in flattening order: a dict per group, or per sub-group in stage 3."""
+    """Return the shapes in flattening order: a dict per group, or per sub-group in stage 3."""
     recorded = model.need("param_shapes")
     groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
     return [shape_dict(group, model, "param_shapes") for group in groups]
 
 
 def is_dealt(model: RankFile, inner: RankFile) -> bool:
-    """Return True if `round_robin_gradients` reordered the parameters.
-
-    BF16_Optimizer, which records no stage, never reorders.
-    """
+    """Return True if `round_robin_gradients` reordered the parameters. BF16_Optimizer never does."""
     config = model.content.get("ds_config")
     if not isinstance(config, Mapping) or "zero_stage" not in inner.content or is_bf16_optimizer(config):
         return False
@@ -186,7 +182,6 @@ def _fragment(model: RankFile, fqn: str) -> StoredTensor:
 
 
 def training_state(model: RankFile, optimizer: Mapping[str, Any], **fields: Any) -> TrainingState:
-    """Return DeepSpeed's training state, with the user's client state as one item."""
     content = model.content
     found = {name: content[name] for name in (*MODEL_STATE, "ds_config") if content.get(name) is not None}
     found |= {name: value for name, value in optimizer.items() if name not in OPTIMIZER_FILE and value is not None}

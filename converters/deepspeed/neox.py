@@ -45,10 +45,7 @@ _ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 
 
 def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing | None:
-    """Return how `ranks` share tensors if `file`, one rank's model file, is GPT-NeoX's; else None.
-
-    `folders` may hold the Hub's config.
-    """
+    """Return how `ranks` share tensors if `file`, one rank's model file, is GPT-NeoX's."""
     args, module = attributes(file.content.get("args")), file.content.get("module")
     if "model_parallel_size" not in args or not isinstance(module, Mapping) or not all(map(sequential, module)):
         return None
@@ -106,7 +103,7 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
 def _neox_cut(
     fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile
 ) -> Cut:
-    """Return the cut of a tensor from a rank's shape `local`. The first MLP tensor adds the MLP's size to `sizes`."""
+    """Return the cut of a tensor. The first MLP tensor adds the MLP's size to `sizes`."""
     shape = full_shape(split, local, size)
     dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()
     if "f" in dims and len(shape) == len(dims):

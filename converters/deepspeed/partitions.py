@@ -16,8 +16,7 @@ from ckpt.plan.tensors import Extent, FlatRange, Fragment, Run, Shape, run_fragm
 class FlatGroup:
     """Flat buffer cut evenly: rank r holds the elements from `r*partition` on.
 
-    Extents may be shorter than `partition` (stripped padding) or have padding at the end. `ranks` share the buffer, in
-    order; all by default.
+    Extents may be shorter than `partition` (stripped padding) or have padding at the end. `ranks` share the buffer.
     """
 
     extents: Sequence[Extent]

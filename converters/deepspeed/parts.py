@@ -10,7 +10,7 @@ from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regi
 class RankPart:
     """One rank's part with its own `shape`. `boxes` lie end to end along the part's dim 0.
 
-    `ranks` maps `source`'s data-parallel ranks to the run's ranks; None if unknown.
+    `ranks` maps `source`'s data-parallel ranks to the run's ranks.
     """
 
     shape: Shape

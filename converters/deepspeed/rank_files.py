@@ -22,7 +22,6 @@ from converters.optimizers.state_dicts import GROUPS, groups_of
 
 
 def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspeed") -> AbstractContextManager[None]:
-    """Turn errors from files with an unknown structure into CorruptError."""
     return structure(
         "the files match no known version of DeepSpeed",
         path,
@@ -51,7 +50,7 @@ def partition_counts(inner: RankFile) -> tuple[int, ...]:
 
 
 def in_group_order(inner: RankFile, counts: Sequence[int]) -> RankFile:
-    """Return a rank's optimizer file with param groups in the order of `counts`, another rank's partition counts.
+    """Order a rank's param groups like `counts`, another rank's partition counts.
 
     The order of expert groups differs per process (see `converters.deepspeed.dealt_experts`). Groups with equal counts
     keep their order.

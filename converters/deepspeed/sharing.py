@@ -40,11 +40,9 @@ class Cut:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank has the whole tensor."""
         return all(boxes == (whole(self.shape),) for boxes in self.boxes)
 
     def check(self, whose: str, held: Sequence[Tensor | None], paths: Sequence[str]) -> list[Tensor]:
-        """Return the ranks' parts. Raise CorruptError if one is missing or unlike its shard."""
         first = next(one for one in held if one is not None)
         found = []
         for one, shard, path in zip(held, self.shards, paths, strict=True):
@@ -60,7 +58,6 @@ class Cut:
         return found
 
     def joined(self, held: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> Tensor:
-        """Join the parts. `ranks` are the data-parallel ranks that have each part."""
         if self.is_replicated and len(held) > 1:
             sources: list[Source] = [source for one in held for source in (one.source, *one.replicas)]
             return replace(held[0], replicas=tuple(sources[1:]))
@@ -73,9 +70,8 @@ class Cut:
 class Sharing:
     """Boxes of each tensor held by each of `num_ranks` ranks, by the tensor's whole-model name.
 
-    `cuts` has the tensors with recorded or inferred boxes. `counts` has the number of experts in each DeepSpeed MoE
-    layer, by name prefix; an expert is whole on one rank. Any other tensor is whole on every rank. `path` is the file
-    that records the sharing.
+    `cuts` has the tensors with recorded or inferred boxes, `counts` the experts per MoE layer, by name prefix. An
+    expert is whole on one rank, any other tensor on every rank.
     """
 
     path: str
@@ -92,7 +88,6 @@ class Sharing:
         return fqn in self.cuts or EXPERT.fullmatch(fqn) is not None
 
     def rank_of(self, fqn: str) -> int | None:
-        """Return the rank with an expert, or None for other tensors."""
         match = EXPERT.fullmatch(fqn)
         return int(match[2]) // (self._each(match) or 1) if match else None
 
@@ -138,10 +133,7 @@ class Sharing:
     def sharers(
         self, shapes: Mapping[str, Shape], count: int, world_size: int
     ) -> Iterator[tuple[range, dict[str, Shape]]]:
-        """Yield the data-parallel ranks that share a param group's flat buffer, and its parameters by model name.
-
-        `shapes` are rank 0's records, and `count` ranks share a buffer.
-        """
+        """Yield the data-parallel ranks that share a param group's flat buffer, and its parameters by model name."""
         if count == world_size and not any(map(self.is_shared, shapes)):
             yield range(world_size), dict(shapes)
             return
@@ -202,5 +194,4 @@ class Sharing:
 
 
 def numbered(fqn: str, number: int) -> str:
-    """Return the same tensor's name for another expert number."""
     return EXPERT.sub(rf"\g<1>{number}\g<3>", fqn)

@@ -68,7 +68,6 @@ class Stage0(Format):
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find the step folder. Raise NotFoundError for unsupported DeepSpeed files."""
         found = find_step(path, tag, _STEPS)
         folders = [path, *candidate_folders(path, tag, _STEPS)] if found is None and path.is_dir() else []
         for folder in folders:
@@ -89,10 +88,7 @@ ZERO0 = Stage0()
 
 
 def _is_step(folder: Path) -> bool:
-    """Return True if the folder only has tensor-parallel model files, mostly one.
-
-    A universal checkpoint from stage 1 or 2 has the same files.
-    """
+    """Return True for tensor-parallel model files alone, unless they belong to a universal checkpoint."""
     names = [name for name in names_in(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
     names = [name for name in names if not is_of_experts(name)]
     return bool(names) and all(map(is_model_file, names)) and not is_universal(folder)
@@ -123,7 +119,7 @@ def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
 class _RankContent:
     """One tensor-parallel rank's module tensors and optimizer.
 
-    `optimizers` belong to expert-parallel ranks, by number. `named` is None if their names can't be proven.
+    `optimizers` belong to expert-parallel ranks. `named` is None if their names can't be proven.
     """
 
     path: Path
@@ -170,7 +166,6 @@ def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: in
 
 
 def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkpoint:
-    """Describe a tensor-parallel rank like a model, with the states of the `named` optimizers."""
     file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
     if "optimizer" not in file.content:
@@ -217,7 +212,6 @@ def _missing_optimizer(file: RankFile) -> str | None:
 
 
 def _read_states(optimizer: Optimizer, rank: int, held: _RankContent, states: OptimizerStates) -> dict[Key, Tensor]:
-    """Return an expert-parallel rank's masters and states, and add its other states to `states`."""
     own = replace(states, tensors={})
     shapes = held.sharing.rank_shapes(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
     for fqn, values in optimizer.states.items():
@@ -260,10 +254,7 @@ def _is_of_experts(group: ParamGroup) -> bool:
 
 
 def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing: Sharing) -> list[Optimizer] | None:
-    """Return the `optimizers` with names: experts from each rank, other parameters from the first.
-
-    None if the shapes don't prove the parameters, or ranks share experts in several ways.
-    """
+    """Return the `optimizers` with names, or None without proof or if ranks share experts in several ways."""
     if _expert_parallel_sizes(optimizers[0]) - {len(optimizers)}:
         return None
     found = []
@@ -281,7 +272,6 @@ def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing
 
 
 def _groups(named: Sequence[Optimizer], sharing: Sharing) -> tuple[ParamGroup, ...]:
-    """Join the ranks' param groups."""
     every = zip(*(optimizer.groups for optimizer in named), strict=True)
     return tuple(
         replace(groups[0], fqns=sharing.in_order(fqn for group in groups for fqn in group.fqns)) for groups in every

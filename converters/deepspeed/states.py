@@ -27,8 +27,8 @@ Sizes = Collection[int]
 class GroupStates:
     """Optimizer states of one flat buffer, on all ranks.
 
-    `buffers` are the ranks' extents of elementwise states by name. For a buffer in `quantized`, the extents hold
-    computed plain values. `left` describes states of no kind.
+    `buffers` are the ranks' extents of elementwise states. For a buffer in `quantized`, they hold computed plain
+    values. `left` describes states of no kind.
     """
 
     buffers: dict[str, list[Extent]] = field(default_factory=dict)
@@ -37,7 +37,6 @@ class GroupStates:
     left: dict[str, str] = field(default_factory=dict)
 
     def in_blocks(self, rule: Rule, name: str) -> Rule:
-        """Return the rule for a buffer's parts. A quantized buffer's rule leads to computed values."""
         paths = frozenset(one.path for one in self.quantized.get(name, ()))
         return InBlocks(rule, paths) if paths else rule
 
@@ -60,10 +59,7 @@ class GroupStates:
 def group_states(
     inners: Sequence[RankFile], states: Callable[[RankFile], Mapping[str, Any]], sizes: Sequence[Sizes]
 ) -> GroupStates:
-    """Sort a flat buffer's states. `sizes` are the allowed sizes of each rank's part.
-
-    Raise CorruptError if a rank lacks a state, or is at another step.
-    """
+    """Sort a flat buffer's states. `sizes` are the allowed sizes of each rank's part."""
     found = GroupStates()
     ranks = [understood(states(inner)) for inner in inners]
     for name in dict.fromkeys(name for values in ranks for name in values):

@@ -81,11 +81,9 @@ class Universal(Format):
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find the folder with `zero/`, also by `latest_universal`."""
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the folder. Every parameter's files are opened, but no data is read."""
         with known_structure(path):
             return _read_folder(path)
 
@@ -180,7 +178,7 @@ def _read_folder(path: Path) -> Checkpoint:
 
 
 def _stage_of(models: Sequence[RankFile]) -> int:
-    """Return the stage of the model files: 3 has one per rank; for 1 and 2 the engine's config tells."""
+    """Return the stage: 3 has a model file per rank; for 1 and 2 the engine's config tells."""
     if is_data_parallel_file(models[0].path):
         return 3
     config = models[0].content.get("ds_config")
@@ -288,7 +286,7 @@ def _missing_error(reading: _UniversalReading, fqn: str, expected: str) -> Corru
 
 
 def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """Return the groups by fqn in the optimizer's order. Stage 3 lists sub-groups in place of parameters."""
+    """Return the groups by fqn. Stage 3 lists sub-groups in place of parameters."""
     if optimizer := _stage3_optimizer(state.content):
         return in_sub_groups(groups_of(optimizer, state.path), shapes)
     groups = groups_of(state.content, state.path)

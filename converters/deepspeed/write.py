@@ -58,7 +58,7 @@ from converters.deepspeed.sharing import Sharing
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
-    """Lay out a ZeRO-`stage` run folder: the step folder, `latest`, and the files beside the source's step.
+    """Lay out a ZeRO-`stage` run folder.
 
     Raise UsageError if the number of ranks is unknown, LossError for content that ZeRO can't hold.
     """
@@ -129,7 +129,6 @@ def master_notes(model: DeepSpeedModel) -> Iterator[str]:
 
 
 def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    """Yield a note if the number of data-parallel ranks does not divide the recorded batch."""
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
         ranks = pluralize(num_ranks, "rank")
@@ -155,7 +154,6 @@ def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any,
 def model_root(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
 ) -> dict[str, Any]:
-    """Return a model file's content with the module, without model parallelism."""
     whole = stage < 3
     module = _module(model, whole)
     shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
@@ -216,10 +214,7 @@ def common_root(
 
 
 def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
-    """Return the module's state dict. A tied alias shares its owner's tensor.
-
-    In stage 3 (not whole), parameters are empty and buffers present.
-    """
+    """Return the module's state dict. In stage 3 (not whole), parameters are empty and buffers present."""
     module = StoredDict("OrderedDict")
     for fqn, choice in model.weights.items():
         module[fqn] = copy_of(choice.tensor, choice.dtype) if is_whole else NewTensor(choice.dtype, (0,))
@@ -253,7 +248,7 @@ def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | N
 class LocalParameter:
     """Part of a parameter in a tensor-parallel rank's module.
 
-    `name` is the module's name. `boxes` of the whole tensor lie end to end in `shape`.
+    `boxes` of the whole tensor lie end to end in `shape`.
     """
 
     name: str
@@ -277,7 +272,7 @@ def _flat(
     local: Sequence[LocalParameter | None] = (),
     **options: Any,
 ) -> NewTensor:
-    """Return a rank's 1-dim tensor: parts of source tensors, with zeros in the gaps and for missing tensors."""
+    """Return a rank's 1-dim tensor, with zeros in the gaps and for missing tensors."""
     fill: list[FromSource] = []
     for place in places:
         tensor = tensors[place.index]
@@ -299,7 +294,7 @@ def _state(
     rank: int,
     local: Sequence[LocalParameter | None] = (),
 ) -> dict[str, Any]:
-    """Return a flat buffer's optimizer states by name; empty before the first step."""
+    """Return a flat buffer's states; empty before the first step."""
     numbers, roles = model.numbers(fqns), model.roles(fqns)
     if "step" in numbers and not model.is_deepspeed and adam.has_states(roles):
         numbers["step"] = adam.whole_steps(numbers["step"])
@@ -318,7 +313,6 @@ def scalar(value: Any) -> Any:
 
 
 def param_groups(model: DeepSpeedModel, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return the param groups in torch's form, with flat buffers' numbers."""
     return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
 
 
@@ -333,7 +327,7 @@ def stage_record(stage: int) -> Record:
 class FlattenedGroup:
     """Flat group: parameters in flattening order, their optimizer order, and their layout.
 
-    `local` has a tensor-parallel rank's part of each, and is empty for whole parameters.
+    `local` is empty for whole parameters.
     """
 
     fqns: tuple[str, ...]
@@ -350,7 +344,6 @@ class FlattenedGroup:
         return self.local[fqn].name if fqn in self.local else fqn
 
     def shapes(self, model: DeepSpeedModel) -> StoredDict:
-        """Return the group's entry in `param_shapes`."""
         shapes = (self.local.get(fqn, model.masters[fqn]).shape for fqn in self.fqns)
         return StoredDict("OrderedDict", zip(map(self.name, self.fqns), map(Size, shapes), strict=True))
 
@@ -362,7 +355,6 @@ def flat_group(
     num_ranks: int,
     local: Mapping[str, LocalParameter] | None = None,
 ) -> FlattenedGroup:
-    """Flatten a group like an engine with this config on `num_ranks` ranks."""
     options = {} if is_bf16_optimizer(config) else config.get("zero_optimization", {})
     own = local or {}
     fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
@@ -496,7 +488,6 @@ class _SubGroups:
 
 
 def slot_groups(model: DeepSpeedModel, num_ranks: int) -> _SubGroups:
-    """Return the sub-groups like an engine with the recorded config on `num_ranks` ranks."""
     recorded = zero_model.zero_options(model.checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
     size = int(recorded) if isinstance(recorded, int | float) and recorded else SUB_GROUP_SIZE
     found = _SubGroups([], [], [])
@@ -520,7 +511,7 @@ def _stage3_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: i
 
 
 def slot_model_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
-    """Yield the ranks' stage 3 model files. Without frozen parameters only rank 0's file differs."""
+    """Yield the ranks' model files. Without frozen parameters only rank 0's file differs."""
     groups = slot_groups(model, num_ranks).fqns
     shapes = [StoredDict("OrderedDict", ((fqn, Size(model.masters[fqn].shape)) for fqn in fqns)) for fqns in groups]
     root = None

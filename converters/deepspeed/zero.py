@@ -94,7 +94,6 @@ class Zero(Format):
         return find_stage(path, tag, self.stage)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step of any stage. Its optimizer files record the stage."""
         read = partial(_read_step, config=request.config)
         with naming_a_complete_step(path.parent, read):
             return read(path)
@@ -164,10 +163,7 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
 
 
 def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> RankSlice:
-    """Describe one tensor-parallel rank's files: the whole model if it is the only one.
-
-    `every` collects the storages of all ranks' files.
-    """
+    """Describe one tensor-parallel rank's files. `every` collects the storages of all ranks' files."""
     sources = Sources() if every is None else Sources(storages=every.storages)
     reading = _ZeroReading(list_step_folder(path, tp_rank), num_ranks, sources)
     with known_structure(path, lambda: _framework(reading)):
@@ -237,7 +233,6 @@ def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: st
 
 
 def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
-    """Return the expected file name for `rank`, following an existing one."""
     for other, path in files.items():
         return Path(path).name.replace(f"zero_pp_rank_{other}_", f"zero_pp_rank_{rank}_")
     return f"zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
@@ -365,7 +360,7 @@ def _read_sub_group(
 
 
 def _light(reading: _ZeroReading, rank: int) -> RankFile:
-    """Return a rank's model file without parts only needed from rank 0, so a thousand ranks fit in memory."""
+    """Drop parts only needed from rank 0, so a thousand ranks fit in memory."""
     file = reading.load(reading.folder.model_per_rank[rank], rank)
     if rank == 0:
         return file
@@ -396,10 +391,7 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
 
 
 def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:
-    """Add whole tensors from the module dict that are neither recorded parameters nor buffers.
-
-    Raise CorruptError for an empty placeholder whose elements are not stored.
-    """
+    """Add whole tensors from the module dict that are neither recorded parameters nor buffers."""
     found = {fqn for fqn, _ in reading.tensors} | reading.ties.keys()
     file = reading.models[0]
     for fqn, stored in module.items():

@@ -35,7 +35,6 @@ class Buffer:
 
 
 def by_buffer(parameters: Iterable[tuple[int, DType, T]]) -> list[tuple[int, DType, list[T]]]:
-    """Group parameters, given with chunk number and dtype, by buffer, in chunk order."""
     buffers: dict[tuple[int, DType], list[T]] = {}
     for vp, dtype, one in parameters:
         buffers.setdefault((vp, dtype), []).append(one)
@@ -64,10 +63,7 @@ def stored_buffer(
 
 
 def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
-    """Return the buffers gathered by a rank, by number. Raise NotFoundError for the form of older versions.
-
-    `where` describes the file in errors.
-    """
+    """Return the buffers gathered by a rank. Raise NotFoundError for the form of older versions."""
     if not isinstance(state, Mapping):
         raise CorruptError("this is not a distributed optimizer's state", **where, found=type(state).__name__)
     if not state.get("buckets_coalesced"):
@@ -116,7 +112,6 @@ def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Itera
 def find_buffer(
     numels: Sequence[int], shared: Sequence[bool], sizes: Sequence[int | None], stored: int
 ) -> Buffer | None:
-    """Return the first buffer with `stored` elements over the bucket `sizes`."""
     for alignment in (ALIGNMENT, 1):
         for size in sizes:
             buffer = stored_buffer(numels, shared, size, alignment)

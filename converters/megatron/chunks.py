@@ -73,17 +73,13 @@ class ChunkPiece:
     strides: Shape
 
     def of(self, extent: Extent, rank: int) -> Fragment:
-        """Return the piece's fragment in a contiguous extent."""
         offset = extent.offset + self.offset * extent.dtype.itemsize
         return Fragment(self.box, Extent(extent.path, offset, extent.dtype, self.box.sizes, self.strides), rank)
 
 
 @lru_cache(8192)  # thousands of experts share few shapes
 def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPiece, ...]:
-    """Return the pieces of a tensor with this `shape` on rank `rank` of `size`.
-
-    Raise UsageError if the tensor does not divide.
-    """
+    """Return the pieces of a tensor on one rank. Raise UsageError if the tensor does not divide."""
     pieces, at = [], 0
     for box in rank_boxes(split, shape, size, rank):
         pieces.append(ChunkPiece(box, at, contiguous_strides(box.sizes)))
@@ -117,8 +113,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """Tensor of a chunk, for any tensor-parallel rank."""
-
     name: str
     fqn: str
     shared: bool
@@ -147,7 +141,6 @@ class MegatronModel:
 
     @property
     def blocks(self) -> GateBlocks:
-        """Row blocks for gate and up on the ranks."""
         return self.checkpoint.facts_of(MegatronFacts).blocks
 
     @cached_property
@@ -311,7 +304,7 @@ def _extra_name(module: str, spelling: Spelling) -> str:
 
 
 def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
-    """Describe the source's tensors in the layout to write. Raise UsageError if the layout does not fit the model."""
+    """Describe the source's tensors in the layout to write."""
     args: dict[str, Any] = dict(checkpoint.state.args or {})
     if args.get("gpt_j_residual"):
         raise LossError(

@@ -28,7 +28,6 @@ _PICKLED_NONE = b"\x80\x02N."
 
 
 def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Return Megatron's arguments, stored as an `argparse.Namespace`."""
     args = content.get("args")
     if isinstance(args, Record):
         return args.attributes

@@ -39,7 +39,6 @@ class Megatron(Format):
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out a run folder. Raise UsageError for an adapter without a model."""
         if checkpoint.is_adapter:
             raise UsageError(
                 "Megatron-LM has no adapters in this format",

@@ -34,10 +34,7 @@ _FINAL = ("final_layernorm.", "final_norm.")
 
 
 def core_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a chunk's entries in order, under the names of megatron-core's own layers.
-
-    Entries without a counterpart keep their names, and the reader refuses them.
-    """
+    """Yield a chunk's entries in order, renamed. Entries without a counterpart keep their names."""
     for name, value in _flat(state):
         yield _core_name(name), value
 

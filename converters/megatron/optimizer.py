@@ -55,7 +55,6 @@ def is_of_matrices(args: Mapping[str, Any]) -> bool:
 
 
 def is_known(args: Mapping[str, Any]) -> bool:
-    """Return True if the parameters and states of the run's optimizer are known."""
     return _kind(args) in (*KINDS, *OF_MATRICES)
 
 
@@ -66,7 +65,6 @@ def is_partly_distributed(args: Mapping[str, Any]) -> bool:
 
 
 def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] = KINDS) -> None:
-    """Raise NotFoundError unless the run's optimizer is in `kinds`."""
     if (kind := _kind(args)) not in kinds:
         raise NotFoundError(
             f"reading states from Megatron's optimizer {kind!r} in this layout is not supported",
@@ -78,14 +76,14 @@ def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] =
 
 
 def stepped_by(name: str, ndim: int, args: Mapping[str, Any]) -> str | None:
-    """Return the optimizer that steps a parameter, by its name in param groups; None for the run's own."""
+    """Return the optimizer that steps a parameter; None for the run's own."""
     if not is_of_matrices(args) or (ndim == 2 and not name.startswith(_EMBEDDINGS)):
         return None
     return str(args.get("muon_scalar_optimizer") or "adam") if _kind(args) == "muon" else "adam"
 
 
 def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
-    """Return True if weight decay applies to a parameter, following `get_standard_config_overrides`."""
+    """Return True if weight decay applies, following `get_standard_config_overrides`."""
     if args.get("apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name) and ndim == 1:
         return True
     return not (name.endswith(".bias") or ndim == 1)
@@ -110,15 +108,12 @@ def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, A
 
 
 def plain(value: Any) -> Any:
-    """Return the number in a one-element tensor, or the value itself."""
     is_number = isinstance(value, StoredTensor) and value.extent.numel == 1
     return read_scalar(value.extent) if is_number else value
 
 
 @dataclass
 class Optimizers:
-    """State of all ranks' optimizers read so far."""
-
     states: OptimizerStates = field(default_factory=OptimizerStates)
     groups: dict[Any, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
     grad_scaler: Any = None
@@ -211,7 +206,7 @@ Kind = tuple[bool, bool, bool, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Param group: its options, and the kind of its parameters. `optimizer` None is the run's own."""
+    """Param group. `optimizer` None is the run's own."""
 
     options: Mapping[str, Any]
     expert: bool
@@ -225,7 +220,7 @@ class Group:
 
 
 class MegatronOptimizer:
-    """Source's optimizer in Megatron's form, with Megatron's own param groups.
+    """Source's optimizer in Megatron's form.
 
     Raise LossError if the distributed optimizer can't hold the states, or the run's optimizer is not in `kinds`.
     """
@@ -256,7 +251,6 @@ class MegatronOptimizer:
         self.groups = self._groups()
 
     def is_distributed(self, optimizer: str | None) -> bool:
-        """Return True if parameters stepped by `optimizer` use the distributed optimizer."""
         return self.distributed or (optimizer is not None and is_partly_distributed(self.args))
 
     def has(self, fqn: str) -> str | None:

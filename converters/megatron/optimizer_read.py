@@ -47,10 +47,7 @@ class Trained:
 
 
 def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> Optimizers:
-    """Add all optimizer states to `reading`.
-
-    Raise CorruptError if files do not fit the model, NotFoundError for an unsupported layout.
-    """
+    """Add all optimizer states to `reading`. Raise CorruptError if files do not fit the model."""
     found = Optimizers()
     if all(file.content.get("optimizer") is None for file in files):
         if any(Path(file.path).with_name(DISTRIBUTED).exists() for file in files):
@@ -97,7 +94,6 @@ class _RankOptimizers:
             self._read_distributed(trained, states[number], number)
 
     def _unwrap(self, content: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the torch optimizer's state dict, and its wrapper."""
         outer = content if isinstance(content, Mapping) else {}
         inner = outer.get("optimizer", outer.get("optimizer_state_dict", outer))
         if not isinstance(inner, Mapping) or not isinstance(inner.get("param_groups"), list):
@@ -192,7 +188,7 @@ class _RankOptimizers:
                 self._note_tensor(one, MASTER, value)
 
     def _distributed(self) -> list[Any]:
-        """Return `distrib_optim.pt`'s entries, one per optimizer. An entry is None if another rank gathered it."""
+        """Return `distrib_optim.pt`'s entries. An entry is None if another rank gathered it."""
         path = Path(self.file.path).with_name(DISTRIBUTED)
         if not path.is_file():
             raise CorruptError(

@@ -16,13 +16,10 @@ from converters.names.megatron.model.spelling import is_expert
 
 
 def new_tensor(tensor: ChunkTensor, key: Key, dtype: DType) -> NewTensor:
-    """Return a rank's tensor filled from the source's tensor `key`."""
     return NewTensor(dtype, tensor.shape, tuple(FromSource(key, p.box, p.offset) for p in tensor.pieces))
 
 
 class RankOptimizers(MegatronOptimizer):
-    """Optimizer state in the form of rank files."""
-
     kinds = KINDS
 
     def _split(self, chunks: Sequence[Chunk]) -> list[tuple[list[Group], list[tuple[int, ChunkTensor]]]]:

@@ -79,7 +79,7 @@ class LocalPart:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """Tensor of a rank's chunk, under the chunk's own name, with its part of the whole model.
+    """Tensor of a rank's chunk, under the chunk's own name.
 
     `shared` marks a copy of the embedding kept equal on two stages.
     """
@@ -159,10 +159,7 @@ class MegatronReading:
 
 
 def read_ranks(reading: MegatronReading) -> list[RankContent]:
-    """Read all ranks' files, and add the model's tensors to `reading`.
-
-    Raise CorruptError for missing or extra ranks, or ranks with another iteration or layout.
-    """
+    """Read all ranks' files, and add the model's tensors to `reading`."""
     names = rank_folders(reading.folder)
     if not names:
         raise NotFoundError("no rank folders found", path=reading.folder, expected="mp_rank_00, ...")
@@ -202,7 +199,6 @@ def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
 
 
 def refuse_two_blocks(names: Collection[str], path: Path) -> None:
-    """Raise NotFoundError for a model with an encoder and a decoder."""
     found = next((name for name in names if name.startswith(ENCODER)), None)
     if found is not None and any(name.startswith("decoder.") for name in names):
         raise NotFoundError(
@@ -430,7 +426,7 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Model chunk in a rank's file, with entries by the chunk's own names, in megatron-core's spelling."""
+    """Model chunk in a rank's file, with entries in megatron-core's spelling."""
 
     reading: MegatronReading
     rank: Rank
@@ -456,7 +452,7 @@ class _Chunk:
         return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
     def tensors(self) -> Iterator[LocalTensor]:
-        """Yield the chunk's tensors. Raise CorruptError for a non-tensor entry, LossError for an unknown one."""
+        """Yield the chunk's tensors. Raise LossError for an unknown one."""
         self._check_layers()
         for name, value in self.state.items():
             if name.endswith("_extra_state"):
@@ -498,7 +494,6 @@ class _Chunk:
         return self.spelling.canonical(name, kind, self.layers.start, self.rank.ep * self.num_experts)
 
     def _note_extra(self, name: str, value: Any) -> None:
-        """Record Transformer Engine's `_extra_state`: this rank's FP8 scaling, or nothing."""
         canonical = self._canonical(name)
         if not is_empty(value):
             self.reading.notes.append(f"FP8 state is left out: {canonical}")

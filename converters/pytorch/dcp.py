@@ -109,7 +109,7 @@ DCP = DistributedCheckpoint()
 
 
 def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
-    """Yield the model's or optimizer's entries under their path in the source. torchtitan's model has an empty path."""
+    """Yield entries under their path in the source. torchtitan's model has an empty path."""
     from ckpt.containers.dcp.write import Alias
 
     for path, value in entries:
@@ -382,7 +382,6 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
-    """Map aliases to owners for items stored once."""
     names = {leaf.key: fqn for fqn, leaf in weights.items()}
     return {fqn: names[leaf.same_as] for fqn, leaf in weights.items() if leaf.same_as is not None}
 
@@ -442,8 +441,8 @@ def _missing_state_error(
 ) -> _Error | None:
     """Return the error for a parameter that lacks a state of its group.
 
-    `states` has dtypes by fqn and name. A parameter with fewer dimensions may have fewer states, unless every optimizer
-    has them per element: SM3 and Shampoo have a state for each dimension.
+    A parameter with fewer dimensions may have fewer states, unless every optimizer has them per element: SM3 and
+    Shampoo have a state for each dimension.
     """
     for group in groups:
         kinds: dict[tuple[frozenset[str], int], str] = {}

@@ -35,8 +35,8 @@ def shard(shape: Shape, num_ranks: int, rank: int) -> Box:
 class DTensors:
     """Factory for one rank's DTensors, all on one mesh with `num_ranks` devices.
 
-    `like` is a DTensor from the source's files. `device` None means the source's device type. Raise LossError if the
-    source's form is unknown.
+    `like` is a DTensor from the source's files. `device` None means its device type. Raise LossError if the source's
+    form is unknown.
     """
 
     def __init__(self, like: Record | None, device: str | None, num_ranks: int, rank: int) -> None:
@@ -98,7 +98,6 @@ _EARLIER = frozenset({"device_type", "mesh", "mesh_dim_names", "_flatten_mesh_li
 
 
 def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: str) -> dict[str, Any]:
-    """Return values for the attributes in `old`, or for all in `known`."""
     names = list(known) if old is None else list(old.attributes)
     for name in names:
         if name not in known:

@@ -37,7 +37,7 @@ _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Folders and files of one checkpoint. `shards` are DCP's safetensors files, `local` LOCAL_STATE_DICT files."""
+    """Folders and files of one checkpoint. `shards` are DCP's, `local` are LOCAL_STATE_DICT's."""
 
     folders: tuple[Path, ...]
     shards: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def _is_dcp(names: list[str]) -> bool:
 
 
 def find_folder(path: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint at `path`, or the one that `tag` names in it: a step, or one of several models."""
+    """Return the checkpoint at `path`, or the step or model that `tag` names in it."""
     if path.name == METADATA and path.is_file():
         path = path.parent
     if path.is_file():

@@ -81,7 +81,7 @@ class FsdpRanks(Format):
     takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find a folder with rank files: `path`, verl's `actor` in a step, or the step named by verl's tracker.
+        """Find `path`, verl's `actor` in a step, or the step named by verl's tracker.
 
         In a save of several models, also accept the first rank's file for one of them.
         """
@@ -165,16 +165,12 @@ _STEPS = Steps(
 
 
 def _match(name: str, number: int | None = 0) -> tuple[str, re.Match[str]] | None:
-    """Return a rank file's kind and match, if it belongs to the save's model with this number."""
     found = ((kind, match) for kind, pattern in _FILES if (match := pattern.fullmatch(name)))
     return next((one for one in found if int(one[1].groupdict().get("model", 0)) == number), None)
 
 
 def _list(folder: Path, number: int) -> dict[str, dict[int, str]]:
-    """Return a model's files by kind and rank.
-
-    Raise CorruptError if ranks are missing or files are from runs with different numbers of ranks.
-    """
+    """Return a model's files by kind and rank. Raise CorruptError if ranks are missing."""
     found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
     stated: dict[int, str] = {}
     for name in names_in(folder):
@@ -237,7 +233,7 @@ def _part(shape: Shape, region: Region, extent: Extent, file: RankFile) -> _Part
 
 
 def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
-    """Return the parts in one entry of a rank's file. An empty one has no elements."""
+    """Return the parts in one entry. An empty one has no elements."""
     what = f"this {getattr(value, 'name', 'value')} matches no known version of torch"
     try:
         with structure(what, file.path, rank=file.rank, fqn=fqn):
@@ -397,7 +393,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
 
 
 def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mapping[str, Shape]) -> Units:
-    """Add the optimizer's states. Return its flat parameters, if any."""
+    """Add the optimizer's states. Return its flat parameters."""
     owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
     if (flat := read_flat(files, owned)) is not None:
         reading.sources.check_distinct((file.rank, file.path) for file in files)  # flat ranges record no ranks
@@ -479,7 +475,6 @@ def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
 
 
 def _is_wrapped(value: Any) -> bool:
-    """Return True if a rank's part is a tensor subclass object."""
     return isinstance(value, Record) and value.name == "DTensor" and isinstance(value.get("_local_tensor"), Record)
 
 
@@ -492,7 +487,7 @@ def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Rec
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:
-    """Assemble a state from all ranks' parts. None if plain slices don't add up to the parameter."""
+    """Assemble a state. None if plain slices don't add up to the parameter."""
     if not all(isinstance(value, StoredTensor) for _, value in values):
         return assemble(fqn, name, [part for file, value in values for part in _parts(value, file, fqn)])
     extents = [(file, value.extent) for file, value in values]

@@ -167,8 +167,6 @@ def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """Optimizer states by fqn: tensors shaped like their parameters, and numbers."""
-
     groups: tuple[ParamGroup, ...]
     units: tuple[tuple[str, ...], ...]
     shapes: Mapping[str, Shape]

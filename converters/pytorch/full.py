@@ -277,10 +277,7 @@ class _Reading(Reading):
 
 
 def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
-    """Read one file: a state dict, or a dict with one next to an optimizer and other entries.
-
-    `tag` is the key of the model to use if there are several.
-    """
+    """Read a state dict, or a dict with one next to an optimizer and other entries."""
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
         raise NotFoundError("this torch file has no state dict", path=path, found=type(root).__name__)
@@ -393,7 +390,7 @@ def _has_named_model(value: Any) -> bool:
 
 
 def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
-    """Return the bundle named by `tag`: by its key, or its model's path (`actor.model`)."""
+    """Return the bundle named by its key, or its model's path (`actor.model`)."""
     return next((key for key in bundles if f"{tag}.".startswith(f"{key}.")), None)
 
 
@@ -501,10 +498,6 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
 
 
 def _read_training_files(reading: _Reading, number: int | None) -> None:
-    """Read files next to the weights: optimizer, scheduler, our `training_state.pt`, the step.
-
-    `number` is the model's number in a save of several.
-    """
     optimizer = optimizer_name(reading, number)
     if optimizer is not None and not reading.has_optimizer:
         path, root = reading.load(optimizer)
@@ -531,7 +524,6 @@ def optimizer_name(reading: Reading, number: int | None) -> str | None:
 
 
 def own_state(reading: Reading) -> dict[str, Any]:
-    """Return the contents of our `training_state.pt`."""
     if first(reading.folder, (STATE,)) is None:
         return {}
     path, root = reading.load(STATE)
@@ -592,7 +584,6 @@ def _weight_files(
 
 
 def state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
-    """Return `training_state.pt` and `scheduler.pt`, and notes on state that can't be written."""
     content: dict[str, Any] = {}
     dropped = []
     if checkpoint.state.step is not None:

@@ -68,10 +68,10 @@ class Leaf:
 
 @dataclass
 class Understood:
-    """Sorted state dict, with the model's own parameter names, without wrappers' prefixes.
+    """Sorted state dict, with parameter names without wrappers' prefixes.
 
-    `states` has the optimizer's states by fqn and name: tensors or plain values. `others` are models in `rest`.
-    `model_at` and `optimizer_at` are the paths of the model and the only optimizer.
+    `states` are by fqn and name: tensors or plain values. `others` are models in `rest`. `optimizer_at` is the path of
+    the only optimizer.
     """
 
     weights: dict[str, Leaf] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Understood:
 
 
 def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Understood:
-    """Sort a nested state dict. `path` names its file in messages; `tag` is the key of the model to use."""
+    """Sort a nested state dict. `tag` is the key of the model to use."""
     found = Understood()
     optimizers: _Optimizers = {}
     models: list[_Model] = []
@@ -304,7 +304,6 @@ def _has_some(model: Mapping[str, Any], trained: Sequence[str]) -> bool:
 
 
 def without_tensors(found: Understood, path: str) -> CkptError:
-    """Return the error for a state dict without a model's or optimizer's tensors."""
     likely = [name for name, value in found.rest.items() if _is_all_tensors(value) and any("." in one for one in value)]
     if len(likely) > 1:
         return several_models(sorted(likely), path)
@@ -368,7 +367,6 @@ def _is_all_tensors(node: Any) -> bool:
 
 
 def _flat_model(model: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
-    """Return the model's tensors and its other values (`_extra_state`) by fqn."""
     weights: dict[str, Leaf] = {}
     extra: dict[str, Any] = {}
     for fqn, value in _leaves(model):

@@ -35,8 +35,6 @@ Shapes = Mapping[str, Shape]
 
 @dataclass(slots=True)
 class LocalState:
-    """Model tensors, aliases with their owners, and other values."""
-
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +44,7 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
     """Assemble the ranks' slices, with shapes from either source, both in registration order.
 
     `recorded` has the shapes of the optimizer's states, `built` the shapes of the config's model. Raise NotFoundError
-    if a shape is unknown, IncompleteError if ranks are missing, CorruptError if slices, shapes and lengths disagree.
+    if a shape is unknown.
     """
     names = clean_names(files[0].content, files[0].path)
     if odd := next((file for file in files if file.content.keys() != files[0].content.keys()), None):
@@ -144,7 +142,6 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
 
 
 def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file: RankFile, name: str) -> Sequence[str]:
-    """Return a flat parameter's members if the known orders agree."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
         raise _unknown(file, f"no known group of parameters fits {name}, {pluralize(length, 'element')}")

@@ -49,7 +49,7 @@ class StateDict:
 
 
 def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: bool = False) -> StateDict:
-    """Return the output for `checkpoint`. `dtype` None keeps the training dtype.
+    """Return the output. `dtype` None keeps the training dtype.
 
     `flat_optimizer` repeats a param group's options under each of its parameters, like torchtitan.
     """

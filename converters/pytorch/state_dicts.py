@@ -26,8 +26,6 @@ _UNPROVED = (
 
 @dataclass
 class Reading:
-    """Parts of a folder's state dicts read so far."""
-
     folder: Path
     sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
@@ -103,7 +101,7 @@ _COUNTS = ("step", "global_step", "global_steps", "iteration")
 
 
 def step_of(items: Mapping[str, Any]) -> int | None:
-    """Return the step recorded in a training state, at its root or in `train_state`."""
+    """Return the step at the training state's root or in `train_state`."""
     inner = items.get("train_state")
     for place in (items, inner if isinstance(inner, Mapping) else {}):
         for name in _COUNTS:

@@ -78,7 +78,6 @@ def _is_step(folder: Path) -> bool:
 
 
 def _shards(folder: Path) -> list[str]:
-    """Return the names of safetensors shards in a folder, if they form one model."""
     names = [name for name in names_in(folder) if name.endswith(".safetensors")]
     return names if is_shard_set(names) else []
 
@@ -94,7 +93,7 @@ class Trainer(Format):
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find the folder `path`, or `tag` in it, if it has safetensors weights beside an optimizer file.
+        """Find a folder with safetensors weights beside an optimizer file.
 
         Also accept one model's file in a save of several.
         """
@@ -138,7 +137,7 @@ class Trainer(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out `model.safetensors` or shards, `optimizer.pt`, and the files beside the source's step.
+        """Lay out weights, `optimizer.pt`, and the files beside the source's step.
 
         Raise UsageError without an optimizer, LossError if Trainer's parameter numbers or groups would differ.
         """
@@ -186,7 +185,7 @@ def _read_weights(reading: Reading, single: str) -> None:
 
 
 def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
-    """Add the optimizer's states under in-memory names. Return `weights` unchanged if these names are unknown.
+    """Add the optimizer's states under in-memory names, if these are known.
 
     One of the optimizer's tensors may be several tensors on the Hub.
     """

@@ -40,7 +40,6 @@ def current(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded(args: Any, sizes: Mapping[str, Any]) -> Any:
-    """Replace the recorded sizes by the target's."""
     known = attributes(args)
     changed = {name: size for name, size in sizes.items() if name in known}
     changed |= {new: sizes[old] for old, new in (_TP, _PP) if new in known}
@@ -58,7 +57,6 @@ def of_neox(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def namespace(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> Record:
-    """Return Megatron-LM's arguments in Megatron-DeepSpeed's form."""
     found = {**args, **sizes}
     if "num_attention_heads" in args:
         groups = args.get("num_query_groups") if args.get("group_query_attention") else None

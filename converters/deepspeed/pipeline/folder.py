@@ -41,7 +41,6 @@ def is_pipeline(path: Path) -> bool:
 
 
 def list_folder(path: Path) -> Folder:
-    """Sort a step's files by kind. Raise CorruptError for duplicate or missing files."""
     layers: dict[tuple[int, int], str] = {}
     slices: dict[int, str] = {}
     partitions: dict[tuple[int, int], str] = {}

@@ -62,7 +62,6 @@ _SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 
 def is_recomputed(name: str) -> bool:
-    """Return True if a layer's entry is not part of the model."""
     return _RECOMPUTED.fullmatch(name) is not None
 
 
@@ -78,7 +77,7 @@ def is_neox(names: Collection[str]) -> bool:
 
 
 def kind_of(names: Collection[str]) -> Kind | None:
-    """Return the kind of a layer with these entries, or None if unknown."""
+    """Return the kind of a layer with these entries."""
     if "word_embeddings.weight" in names:
         return Kind.EMBEDDING
     if any(_ATTENTION.match(name) for name in names):
@@ -90,30 +89,27 @@ def kind_of(names: Collection[str]) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Pipeline layers with parameters: kinds by pipeline number, ascending. `neox` is True for GPT-NeoX's names."""
+    """Pipeline layers with parameters: kinds by pipeline number, ascending."""
 
     kinds: Mapping[int, Kind]
     neox: bool = False
 
     @classmethod
     def of_model(cls, num_layers: int, *, tied: bool) -> Layers:
-        """Return a model's layers with Megatron-DeepSpeed's numbers: layer 0 is a function."""
+        """Count the layers like Megatron-DeepSpeed: layer 0 is a function."""
         order = [Kind.EMBEDDING, *[Kind.TRANSFORMER] * num_layers, Kind.NORM, *([] if tied else [Kind.OUTPUT])]
         return cls(dict(enumerate(order, 1)))
 
     @classmethod
     def of_neox(cls, num_layers: int, *, tied: bool) -> Layers:
-        """Return a model's layers with GPT-NeoX's numbers: a function before and after the transformer layers."""
+        """Count the layers like GPT-NeoX: with a function before and after the transformer layers."""
         kinds = {0: Kind.EMBEDDING, **dict.fromkeys(range(2, num_layers + 2), Kind.TRANSFORMER)}
         kinds[num_layers + 3] = Kind.NORM
         return cls(kinds if tied else {**kinds, num_layers + 4: Kind.OUTPUT}, neox=True)
 
     @classmethod
     def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
-        """Return the layers with these entries.
-
-        Raise LossError for an unknown layer, CorruptError if a layer is missing between others.
-        """
+        """Return the layers with these entries. Raise LossError for an unknown layer."""
         kinds = {}
         for layer in sorted(names):
             entries = list(names[layer])
@@ -153,7 +149,7 @@ class Layers:
         return Kind.OUTPUT not in self.kinds.values()
 
     def canonical(self, layer: int, name: str) -> str | None:
-        """Return the whole-model name for an entry of a layer, or None without a rule."""
+        """Return the whole-model name for an entry of a layer."""
         kind = self.kinds.get(layer)
         if kind is Kind.TRANSFORMER:
             prefix = f"decoder.layers.{layer - self.transformers[0]}."
@@ -174,7 +170,7 @@ class Layers:
         return self.canonical(int(match["layer"]), match["rest"]) if match else None
 
     def place(self, fqn: str) -> tuple[int, str] | None:
-        """Invert `canonical`: return a tensor's layer number and entry name."""
+        """Invert `canonical`."""
         if match := _LAYER.fullmatch(fqn):
             transformers, layer = self.transformers, int(match["layer"])
             name = _ENTRIES.get(match["rest"])

@@ -50,7 +50,7 @@ OTHER_ORDER = "the pipeline's parameter order differs from Megatron-DeepSpeed an
 
 @dataclass(frozen=True, slots=True)
 class _LayerPart:
-    """One rank's part of a tensor. `layer` is its layer file's number, or None for partitions."""
+    """One rank's part of a tensor. `layer` is None for partitions."""
 
     slice: int
     tp: int
@@ -91,7 +91,6 @@ class PipelineReading:
         return known_split(fqn, sections=GATED if self.gated.get(fqn) else (), path=path)
 
     def tensors(self) -> dict[Key, Tensor]:
-        """Return all tensors in the model's order. Parts on several ranks become replicas."""
         return {key: self._tensor(*key) for key in sorted(self.held, key=lambda key: registered(key[0]))}
 
     def _tensor(self, fqn: str, role: str) -> Tensor:
@@ -146,7 +145,6 @@ class PipelineReading:
 
 
 def read_layers(reading: PipelineReading) -> None:
-    """Add the tensors in all layer files. Raise LossError for names without a rule."""
     folder = reading.folder
     contents = {key: reading.load(path, key[1]) for key, path in folder.layers.items()}
     names = {
@@ -183,7 +181,7 @@ def _note_weight(reading: PipelineReading, layer: int, rank: int, file: RankFile
 
 
 def _note_gated(reading: PipelineReading, layer: int, entries: Mapping[str, Any]) -> None:
-    """Record if the rows of an MLP's first matrix are gate and up, judging by the second matrix's shape."""
+    """Record if an MLP's first matrix has gate and up, judging by the second matrix's shape."""
     shapes = {
         reading.layers.canonical(layer, name): value.shape
         for name, value in entries.items()

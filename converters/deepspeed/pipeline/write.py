@@ -80,7 +80,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """Source in DeepSpeed's terms, with the target layout. `record` has facts about the source's own pipeline."""
+    """Source in DeepSpeed's terms, with the target layout."""
 
     model: DeepSpeedModel
     layers: Layers
@@ -104,12 +104,10 @@ class _Pipeline:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        """True if there are param groups with hyperparameters for an engine to resume."""
         return self.model.resumable and bool(self.model.masters)
 
     @cached_property
     def without_groups(self) -> dict[Key, str]:
-        """Tensors dropped without param groups, with the reason."""
         if self.has_optimizer:
             return {}
         left = [key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER)]
@@ -319,7 +317,6 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
 
 
 def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> Iterator[FlattenedGroup]:
-    """Yield a slice's param groups with their parameters in module order. Empty groups are skipped."""
     for group in pipeline.model.groups:
         members = set(group.fqns)
         fqns = tuple(fqn for fqn in local if fqn in members)
@@ -331,7 +328,7 @@ def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> I
 
 
 def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
-    """Return Megatron-DeepSpeed's client entries for a model file, and notes on dropped state.
+    """Return Megatron-DeepSpeed's client entries, and notes.
 
     From other formats, only entries with a place in DeepSpeed's files are kept.
     """

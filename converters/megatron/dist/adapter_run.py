@@ -81,7 +81,7 @@ def has_adapter(fqns: Iterable[str]) -> bool:
 
 
 def without_optimizer(reading: DistReading) -> Optimizers:
-    """Return no optimizer for an adapter. Remove its states from `reading`, with a note."""
+    """Remove an adapter's states from `reading`, with a note."""
     states = [key for key in reading.placed if key[1] not in MODEL_ROLES]
     if states or reading.flat or reading.common.get("optimizer"):
         reading.notes.append("the adapter's optimizer is not read: no other trainer has a place for it")
@@ -92,10 +92,9 @@ def without_optimizer(reading: DistReading) -> Optimizers:
 
 
 def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = None) -> Checkpoint:
-    """Return an adapter iteration's `checkpoint` with its rows in whole-tensor order.
+    """Put an adapter's rows in whole-tensor order. From a MultiLoRA run take the slot `requested`.
 
-    From a MultiLoRA run take the slot `requested`. Raise NotFoundError without the run's config, UsageError for an
-    unsupported adapter class.
+    Raise NotFoundError without the run's config, UsageError for an unsupported adapter class.
     """
     slot = None
     if slots_in(fqn for fqn, _ in checkpoint.tensors):
@@ -152,10 +151,7 @@ def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def read_run(path: Path) -> _Read:
-    """Read the adapter and the model's settings from a Megatron-Bridge run's config.
-
-    Raise UsageError for an unsupported class, CorruptError for a malformed config.
-    """
+    """Read the adapter and the model's settings from a Megatron-Bridge run's config."""
     content = read_run_config(path)
     peft, model, checkpoint = (_section(content, name) for name in ("peft", "model", "checkpoint"))
     base = model.get("hf_model_id") or checkpoint.get("pretrained_checkpoint")
@@ -164,7 +160,7 @@ def read_run(path: Path) -> _Read:
 
 
 def read_nemos_run(path: Path) -> _Read:
-    """Read the adapter and the model's settings from NeMo's `model.yaml`. Raise errors like `read_run`."""
+    """Read the adapter and the model's settings from NeMo's `model.yaml`."""
     content = read_run_config(path)
     sections = {name: _section(content, name) for name in ("model_transform", "config")}
     beside = path.parents[1] / WEIGHTS / NEMOS_BASE
@@ -183,7 +179,7 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _run_of_class(
     path: Path, sections: Mapping[str, Mapping[str, Any]], package: str, kinds: Sequence[str], base: object
 ) -> AdapterRun:
-    """Return the adapter described by `sections`: the adapter's, then the model's. Its class is in `package`."""
+    """Return the adapter described by `sections`: the adapter's, then the model's."""
     (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
     classes = CLASSES | {MULTI: MULTIS_CLASS}
@@ -244,7 +240,7 @@ _OF_OTHER_TUNERS = ("adalora_", "lora_ga_")
 def read_swifts_run(path: Path) -> _Read:
     """Read the adapter and the model's settings from ms-swift's `args.json`.
 
-    Raise UsageError unless it is a plain LoRA, CorruptError for a malformed file.
+    Raise UsageError unless it is a plain LoRA.
     """
     content = read_object(path, "the run's arguments")
     for name, plain in (("tuner_type", "lora"), ("lora_bias", "none"), ("modules_to_save", [])):
@@ -370,7 +366,6 @@ def tp_of(name: ModuleName, run: AdapterRun) -> int:
 
 
 def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, RowRuns]]:
-    """Yield the tensors with a changed row order."""
     for tensor in checkpoint.parameters.values():
         parsed = parse_name(tensor.fqn)
         assert parsed is not None
@@ -382,7 +377,7 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
 
 
 def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
-    """Return `checkpoint` unchanged, after checking its parts: ms-swift stores rows in rank order."""
+    """Check the parts only: ms-swift stores rows in rank order."""
     for tensor in checkpoint.parameters.values():
         name, kind = parse_name(tensor.fqn) or (None, None)
         if name and kind == OUT and name.leaf in ("linear_fc1", "linear_qkv"):
@@ -391,7 +386,7 @@ def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 
 def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: AdapterRun) -> int:
-    """Return the number of row parts. Raise CorruptError unless it is among the `expected` numbers."""
+    """Return the number of row parts. Raise CorruptError unless it is `expected`."""
     cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
     if len(cuts) not in expected:
         raise CorruptError(
@@ -405,7 +400,7 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
 
 
 def _halves(fqn: str, rows: int, size: int) -> RowRuns:
-    """Return the row order with all ranks' first halves first, then the second halves."""
+    """Order rows with all ranks' first halves first."""
     if rows % (2 * size):
         raise UsageError(
             "the factor's rows do not divide among the tensor parallel ranks",
@@ -445,7 +440,7 @@ def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """Trainer that saves adapters: its config's path, the config's reader, and the row reordering."""
+    """Trainer that saves adapters, with its row reordering."""
 
     name: str
     config_of: Callable[[Path], Path]

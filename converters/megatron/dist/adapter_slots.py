@@ -31,15 +31,13 @@ _SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.(?=linear_(?:in|out)\.)")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlot:
-    """One of a run's adapters, with its claimed rank and alpha."""
-
     number: int
     rank: int
     alpha: float
 
     @classmethod
     def parse(cls, text: str) -> AdapterSlot:
-        """Return the slot in `text`: `1:8:16` or `1:8:2.5`. Raise UsageError for any other text."""
+        """Return the slot in `text`: `1:8:16` or `1:8:2.5`."""
         if match := re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,9}(?:\.\d{1,9})?)", text, re.ASCII):
             number, rank, alpha = int(match[1]), int(match[2]), float(match[3])
             if rank and alpha:
@@ -56,7 +54,7 @@ def slots_in(fqns: Iterable[str]) -> list[int]:
 
 
 def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
-    """Return the tensors of the slot `requested` under a single adapter's names, and the slot.
+    """Return the slot's tensors under a single adapter's names, and the slot.
 
     Raise UsageError, with all slots and their ranks, if no slot is requested or it is missing.
     """

@@ -138,7 +138,6 @@ def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
 
 
 def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choice], run: AdapterRun) -> None:
-    """Add a key's tensor in the row order for these sizes, and its layer's empty states."""
     name, kind = _parsed(next(iter(of.fqns.values())))
     tail = of.shape[1:]
     tiles = [

@@ -93,10 +93,7 @@ _COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train
 
 
 def read_bridge_run(folder: Path) -> BridgeRun | None:
-    """Read Megatron-Bridge's files in an iteration folder.
-
-    Raise NotFoundError if one of the two files is missing, CorruptError if one is malformed.
-    """
+    """Read Megatron-Bridge's files in an iteration folder. Raise NotFoundError if one of the two is missing."""
     has_config, has_state = ((folder / name).is_file() for name in (RUN_CONFIG, TRAIN_STATE))
     if not has_config and not has_state:
         return None
@@ -137,10 +134,10 @@ def _counters(path: Path) -> dict[str, int]:
 
 
 def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
-    """Return the run's settings as Megatron-LM arguments for `ranks` processes, whose number is not recorded.
+    """Return the settings as Megatron-LM arguments for `ranks` processes. The number is not recorded.
 
-    Raise CorruptError for a setting of the wrong type. If the files depend on stages (`by_stages`), raise CorruptError
-    for unknown stages, LossError if layers may order their modules differently.
+    If the files depend on stages (`by_stages`), raise CorruptError for unknown stages, LossError if layers may order
+    their modules differently.
     """
     path = Path(run.folder) / RUN_CONFIG
     model: Mapping[str, Any] = run.config["model"]
@@ -181,7 +178,6 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
 
 
 def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a model's config to Megatron-LM's arguments."""
     stated = {name: value for name, value in model.items() if value is not None and name not in _READ_APART}
     args = {name: _plain(value) for name, value in stated.items()}
     for (
@@ -218,7 +214,6 @@ def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
 
 
 def _layers(model: Mapping[str, Any]) -> str:
-    """Return the name of the function that builds the model's layers."""
     target = _target(model.get(_LAYERS))
     return _USUAL[1] if target is None else str(target).rpartition(".")[2]
 
@@ -228,7 +223,7 @@ def _target(stated: Any) -> Any:
 
 
 def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
-    """Return the pipeline layout in Megatron-LM's form. Recipes have a text, or a list of names per stage."""
+    """Return Megatron-LM's pipeline layout. Recipes have a text, or a list of names per stage."""
     if stated is None or isinstance(stated, str):
         return stated
     if isinstance(stated, list) and all(isinstance(stage, list) for stage in stated):
@@ -254,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Shape]) -> None:
-    """Raise CorruptError if the files are from another step than `iteration`, or the config describes another model."""
+    """Raise CorruptError if the files are from another step than `iteration`, or describe another model."""
     if run.counters["step"] != iteration:
         raise CorruptError(
             "the training state is from a different step than the checkpoint",
@@ -297,7 +292,7 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
 
 
 def note_on_config(run: BridgeRun) -> str | None:
-    """Note that the Hub may have the model's config.json, if the run names its base model."""
+    """Note that the Hub may have the model's config.json."""
     hub = run.config["model"].get("hf_model_id")
     if not isinstance(hub, str):
         return None
@@ -310,10 +305,7 @@ def note_on_config(run: BridgeRun) -> str | None:
 def bridge_files(
     run: BridgeRun, model: MegatronModel, folder: str, beside: Sequence[TargetFile], *, random: bool
 ) -> Iterator[TargetFile]:
-    """Yield the files beside a target's `folder`: `beside`, and Megatron-Bridge's own.
-
-    Without `random`, the config does not ask for random states.
-    """
+    """Yield `beside`, and Megatron-Bridge's own files. Without `random`, the config does not ask for random states."""
     import yaml
 
     source = Path(run.folder)
@@ -344,7 +336,6 @@ def bridge_files(
 
 
 def notes_on(run: BridgeRun, model: MegatronModel) -> Iterator[str]:
-    """Yield notes on settings to change in Megatron-Bridge's config to resume the run."""
     stated: Mapping[str, Any] = run.config["model"]
     before, now = Grid.of_args(model.checkpoint.state.args or {}), model.grid
     changed = [f"{name}={size}" for name, size in now.args.items() if before.args[name] != size]

@@ -105,7 +105,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
 
 
 def _read_bridges(reading: DistReading) -> BridgeRun | None:
-    """Read and check Megatron-Bridge's files, if any, and add their settings to `reading`."""
+    """Check Megatron-Bridge's files, if any, and add their settings to `reading`."""
     run = read_bridge_run(reading.folder)
     if run is not None:
         shapes = {fqn: shape for (fqn, role), (shape, _) in reading.shapes.items() if role == WEIGHT}
@@ -117,7 +117,6 @@ def _read_bridges(reading: DistReading) -> BridgeRun | None:
 
 
 def _nemos_settings(path: Path) -> Mapping[str, Any]:
-    """Return the model's settings beside a checkpoint of NeMo 1 or 2."""
     if is_nemo_1(path):
         return model_settings(model_fields(read_run_config(confined(path.parent, CONFIG_1))))
     if not is_nemo(path) or not (path.parent / CONTEXT / MODEL).is_file():
@@ -127,7 +126,7 @@ def _nemos_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
-    """Return each rank's own entries by its place. Megatron-FSDP's files use keys like `(0, 1)`."""
+    """Return each rank's own entries. Megatron-FSDP's files use keys like `(0, 1)`."""
     common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
     return {
         name: {str(key): value for key, value in values.items()}

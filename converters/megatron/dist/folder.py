@@ -52,12 +52,12 @@ def is_nemo_1(folder: Path) -> bool:
 
 
 def is_fsdp_iteration(folder: Path) -> bool:
-    """Return True for Megatron-FSDP's DCP folder of a GPT model, by the first names in its metadata."""
+    """Return True for Megatron-FSDP's folder of a GPT model, by the first names in its metadata."""
     return _is_plain(folder, _MARK)
 
 
 def is_torch_dcp_iteration(folder: Path) -> bool:
-    """Return True for torch FSDP2's DCP folder of a megatron-core GPT model, by the first names."""
+    """Return True for torch FSDP2's folder of a GPT model, by the first names."""
     return _is_plain(folder, _PLAIN_MARK)
 
 

@@ -66,8 +66,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
     """Read one iteration's folder.
 
-    Raise CorruptError if it contradicts itself, LossError if it is not complete, NotFoundError for states in an
-    unsupported form.
+    Raise LossError if it is not complete, NotFoundError for states in an unsupported form.
     """
     stored = _SavedState.of(folder, accepted)
     reading = stored.reading
@@ -160,7 +159,7 @@ def _refuse_flat(metadata: Metadata) -> None:
 
 
 def value_of(reading: DistReading, found: Any) -> Any:
-    """Return a training state value that each rank has but the checkpoint stores once."""
+    """Return a value that each rank has but the checkpoint stores once."""
     if not isinstance(found, ChunkedTensor):
         return found
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
@@ -230,7 +229,7 @@ def _note(stored: _SavedState, name: TensorKey, role: str, tensor: ChunkedTensor
 
 
 def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
-    """Return the number of ranks whose gated MLP rows are stacked in this tensor; 1 for any other tensor."""
+    """Return the number of ranks whose gated MLP rows are stacked in this tensor."""
     second = second_linear(fqn)
     other = stored.shapes.get(TensorKey(second)) if second else None
     if other is None or len(other) != 2 or not shape or not is_gated(shape, other):
@@ -273,7 +272,6 @@ def _are_all(found: set[int], number: int) -> bool:
 
 
 def check_layers(reading: DistReading) -> None:
-    """Raise LossError if layers in the arguments are missing."""
     found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
     number = _recorded_number(reading, "num_layers") or max(found, default=-1) + 1
     if not _are_all(found, number):
@@ -287,7 +285,6 @@ def check_layers(reading: DistReading) -> None:
 
 
 def _check_experts(reading: DistReading) -> None:
-    """Raise LossError unless each expert tensor exists for every expert."""
     found: dict[tuple[str, str], set[int]] = {}
     for fqn, _ in reading.placed:
         if match := _EXPERT.fullmatch(fqn):
@@ -402,7 +399,6 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
 
 
 def _note_groups(stored: _SavedState, found: Optimizers) -> None:
-    """Add the param groups. The file has the options per parameter."""
     optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored item by item
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})

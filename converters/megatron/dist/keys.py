@@ -94,7 +94,7 @@ class TensorKey:
 
     @classmethod
     def parse(cls, key: str, num_dims: int = 0) -> TensorKey:
-        """Parse `key`. The name follows megatron-core's own layers: see `canonical_names`.
+        """Parse `key`. The name follows megatron-core's own layers.
 
         `num_dims` counts the tensor's dims: an adapter factor shared by experts has no expert dim.
         """
@@ -115,18 +115,15 @@ class TensorKey:
 
     @property
     def num_dims(self) -> int:
-        """Number of leading dims for layers and experts."""
         return self.layers + self.experts
 
     def shape(self, shape: Shape) -> Shape:
-        """Return the shape of each model tensor in a key's tensor."""
         inner = shape[self.num_dims :]
         if self.rows is not None:
             return (self.rows[1], *inner[1:])
         return inner if self.half is None else (2 * inner[0], *inner[1:])
 
     def parts(self, shape: Shape, box: Box, extent: Extent) -> Iterator[tuple[str, Box, Extent]]:
-        """Yield name, box and extent of the model tensors in box `box` of the key's tensor, stored at `extent`."""
         count = self.num_dims
         inner = Box(box.offsets[count:], box.sizes[count:]) if count else box
         if first := self.rows[0] if self.rows else shape[count] if self.half else 0:
@@ -153,7 +150,7 @@ class TensorKey:
 
 
 def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dict[str, TensorKey]:
-    """Add row ranges for sections, from the key tensors' shapes. Raise CorruptError if a section is missing."""
+    """Add row ranges for sections, from the key tensors' shapes."""
     found, layers = dict(keys), dict[str, dict[str, str]]()
     for key, one in keys.items():
         if one.section is not None:
@@ -172,7 +169,6 @@ def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dic
 
 
 def canonical_names(names: Collection[str]) -> dict[str, str]:
-    """Map names in keys to whole-model tensor names."""
     kinds = layer_kinds(names)
     own = Spelling(local_spec=True)
     found = {}
@@ -188,7 +184,7 @@ def canonical_names(names: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class KeyWriter:
-    """Writer of keys: `stacked` layers, and `local_spec` for megatron-core's own layers."""
+    """Writer of keys. `local_spec` is for megatron-core's own layers."""
 
     stacked: bool
     local_spec: bool
@@ -196,7 +192,7 @@ class KeyWriter:
     before: str = ""
 
     def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
-        """Return the key of a whole-model tensor (or a module's entry), and its index in the key's leading dims."""
+        """Return the key of a tensor or of a module's entry, and its index in the key's leading dims."""
         name = self._spelled(name, kind)
         index: Shape = ()
         if self.stacked and (match := _LAYER.fullmatch(name)):

@@ -44,7 +44,6 @@ _REFERENCE = re.compile(r"\$\{(?:\.|model\.)(\w+)\}")
 
 
 def model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's settings as fields of megatron-core's config."""
     stated = {**_DEFAULTS, **{name: _resolved(one, config) for name, one in config.items() if one is not None}}
     if isinstance(custom := stated.pop("mcore_customization_config", {}), Mapping):
         stated |= custom

@@ -79,10 +79,7 @@ _COMPARED = 64
 
 
 def read_optimizer(reading: DistReading) -> Optimizers:
-    """Return the param groups, and add buffers' states to `reading`. Return nothing if states are shifted.
-
-    Raise NotFoundError for an unsupported form, CorruptError if buckets do not fit the model.
-    """
+    """Return the param groups, and add buffers' states to `reading`. Return nothing if states are shifted."""
     if reading.sharding not in _KNOWN:
         raise NotFoundError(
             "this distributed optimizer layout is not supported",
@@ -148,7 +145,7 @@ def _refuse_transposed(reading: DistReading) -> None:
 
 
 def _trained(reading: DistReading) -> dict[str, str]:
-    """Return the trained parameters with their names in the run's own modules."""
+    """Map the trained parameters to their names in the run's own modules."""
     weights = [name for name, role in reading.placed if role == WEIGHT]
     trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
     kinds = layer_kinds(weights)
@@ -157,7 +154,7 @@ def _trained(reading: DistReading) -> dict[str, str]:
 
 
 def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimizers, inner: Mapping[Any, Any]) -> None:
-    """Add each param group's parameters. They are not recorded, but follow from Megatron's grouping rule."""
+    """Add each param group's parameters by Megatron's grouping rule."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
         raise CorruptError("a param group is not a dict", path=reading.folder)
@@ -194,7 +191,7 @@ _Name = tuple[int, int, int]  # (optimizer, data-parallel group, buffer)
 
 @dataclass(frozen=True, slots=True)
 class _StoredBuffer:
-    """Stored buffer: its buckets if `apart`, or all buckets as one, with each state's elements."""
+    """Stored buffer: its buckets if `apart`, or all buckets as one."""
 
     apart: bool
     buckets: Mapping[int, Mapping[str, Placed]]
@@ -226,7 +223,6 @@ class _Buffer:
 
 
 def _read_buffers(reading: DistReading) -> None:
-    """Add the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
     if not reading.args:
         raise LossError(
             "the optimizer's state is stored in buffers by rank, but the ranks are not recorded",
@@ -357,7 +353,6 @@ def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[i
 
 
 def _pieces(one: ChunkTensor, chunks: Placed, start: int) -> Iterator[tuple[Box, Placed]]:
-    """Yield a rank parameter's boxes with their extents in a bucket. The parameter begins at `start`."""
     firsts = [box.offsets[0] for box, _ in chunks]
     for piece in one.pieces:
         begin, end = start + piece.offset, start + piece.offset + piece.box.numel
@@ -436,7 +431,7 @@ def _has_buckets(args: Mapping[str, Any]) -> bool:
 
 
 def _is_rounded(reading: DistReading, fqn: str) -> bool:
-    """Return True if the first elements of a parameter's weight equal its master's, rounded."""
+    """Return True if a weight's first elements equal its master's, rounded."""
     weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
     if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
         return True

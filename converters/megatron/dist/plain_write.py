@@ -46,10 +46,7 @@ _OF_ENGINE = {"bias_correction": True}
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
-    """Lay out a run folder with the iteration stored in this `form`.
-
-    Raise UsageError for unsupported sizes, LossError for content that the format can't hold.
-    """
+    """Lay out a run folder with the iteration stored in this `form`."""
     requested = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
     if requested:
         raise UsageError(
@@ -96,7 +93,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
 
 
 def _random_states(model: MegatronModel) -> Any:
-    """Return the random states for all data-parallel ranks, if the source has a single stage and tensor rank."""
+    """Return the random states, if the source has a single stage and tensor rank."""
     state = model.checkpoint.state
     source, places = Grid.of_args(state.args or {}), state.per_rank.get(RANDOM, {})
     if state.engine != "megatron" or (source.tp, source.pp) != (1, 1) or set(places) != {_ONLY}:
@@ -125,7 +122,7 @@ def _with_all_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
-    """Yield the state dict's leaves under torch's FSDP2. Raise LossError if a required entry is missing."""
+    """Yield the state dict's leaves. Raise LossError if a required entry is missing."""
     if not model.has_optimizer or random is None:
         raise LossError(
             "Megatron-LM always needs optimizer and random states to load torch_dcp",
@@ -157,7 +154,7 @@ def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tupl
 
 
 def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
-    """Yield the state dict's leaves under Megatron-FSDP. Its parameters are the masters."""
+    """Yield the state dict's leaves. Its parameters are the masters."""
     optimizer = MegatronOptimizer(model) if model.has_optimizer else None
     steps = model.checkpoint.state.scalars.get("step", {})
     for one in chunk.tensors:
@@ -199,7 +196,7 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
 def _halves(
     model: MegatronModel, one: ChunkTensor, path: Path_, leaves: Mapping[Path_, Any]
 ) -> Iterator[tuple[Path_, Any]]:
-    """Yield a parameter's `leaves` below `path`. A SwiGLU MLP's first layer has gate and up rows, each with a copy."""
+    """Yield a parameter's `leaves`. A SwiGLU MLP's first layer has gate and up rows, each with a copy."""
     is_gated = model.args.get("swiglu") and (_FC1.fullmatch(one.name) or _GROUPED_FC1.fullmatch(one.name))
     for half, ending in enumerate(_HALF if is_gated else ("",)):
         for rest, leaf in leaves.items():

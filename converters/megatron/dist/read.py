@@ -54,7 +54,7 @@ class DistReading:
 
     `objects` are non-tensor values, by key and place in their array. `flat` are the distributed optimizer's buffers.
     `scales` are Transformer Engine's FP8 states by module name. `native` is the model's dtype if its weights are not
-    stored. `settings` are arguments missing from the common state.
+    stored.
     """
 
     folder: Path
@@ -121,7 +121,6 @@ class DistReading:
         self.add(key, shape, dtype, placed, copy)
 
     def tensors(self) -> dict[Key, Tensor]:
-        """Return all tensors, in model order."""
         found = {}
         order = {fqn: registered(fqn) for fqn in {fqn for fqn, _ in self.placed}}
         for key in sorted(self.placed, key=lambda key: order[key[0]]):
@@ -166,7 +165,7 @@ class DistReading:
         self.scales = {canonical: scales[name] for name, canonical in canonical_names(scales.keys()).items()}
 
     def keep_nemos(self, found: Mapping[str, Any], release: int, prefix: str) -> dict[str, Any]:
-        """Return the model in NeMo's files, by Megatron's own keys, and note that the rest is left out.
+        """Return NeMo's model by Megatron's own keys, and note that the rest is left out.
 
         Lightning's common file is also listed if readable: callbacks may store their own objects.
         """
@@ -250,10 +249,7 @@ class DistReading:
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
-    """Read one iteration's folder.
-
-    Raise CorruptError if a file is missing or contradicts another, NotFoundError for another backend's files.
-    """
+    """Read one iteration's folder. Raise NotFoundError for another backend's files."""
     _check_backends(folder)
     reading = DistReading(folder, accepted=accepted)
     metadata = read_metadata(folder, _CLASSES)

@@ -42,10 +42,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
-    """Read one iteration's folder.
-
-    Raise CorruptError if it contradicts itself, LossError if it lacks parts of the model.
-    """
+    """Read one iteration's folder. Raise LossError if it lacks parts of the model."""
     reading, metadata = DistReading(folder, accepted=accepted), read_metadata(folder)
     found, steps = reading.data.read(metadata), metadata.steps
     reading.data.count_ranks(folder)

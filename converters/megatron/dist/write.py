@@ -95,7 +95,6 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 
 def add_model(model: MegatronModel, writing: Writing, before: str = "") -> ModelTensors:
-    """Add the model's tensors and its modules' extra states. `before` is a key prefix."""
     keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.name_in_files, before)
     scales = model.checkpoint.state.private.get("megatron", {}).get(FP8, {})
     for entry, value in _extra_states(model, keys, scales):
@@ -106,8 +105,6 @@ def add_model(model: MegatronModel, writing: Writing, before: str = "") -> Model
 
 
 class ModelTensors:
-    """Adder of tensors to the folder to write."""
-
     def __init__(self, model: MegatronModel, keys: KeyWriter, writing: Writing) -> None:
         self.model, self.keys, self.writing = model, keys, writing
         self.members: dict[str, dict[Shape, str]] = {}
@@ -141,10 +138,7 @@ class ModelTensors:
         self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
-        """Add `key` with the source's tensors for all layers and experts, stacked.
-
-        A packed layer has a key per row section.
-        """
+        """Add `key` with all layers and experts, stacked. A packed layer has a key per row section."""
         shapes = {self.model.checkpoint.tensors[member].shape for member in members.values()}
         sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
         (dtype, *others), (shape, *other_shapes) = dtypes, shapes
@@ -274,7 +268,7 @@ def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, 
 
 
 def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
-    """Return the source ranks' own entries by key and place, if the target's ranks have the same places.
+    """Return the ranks' own entries by key and place, if the target's ranks have the same places.
 
     Random states have one entry per stage and tensor rank, loaded by all data-parallel ranks.
     """
