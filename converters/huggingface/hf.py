@@ -1,8 +1,8 @@
 """Hugging Face model folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-Format facts: safetensors 0.8.0 (see `ckpt.containers.safetensors`). File names, index and sharding follow transformers
-5.23 (`modeling_utils.py`, `save_pretrained`) and huggingface_hub (`serialization/_base.py`). The written bytes are
-reproducible, and each file equals the output of `safetensors.torch.save_file`.
+Format facts: safetensors 0.8.0. File names, index and sharding follow transformers 5.23 (`modeling_utils.py`,
+`save_pretrained`) and huggingface_hub (`serialization/_base.py`). Each file equals the output of
+`safetensors.torch.save_file`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HuggingFace(Format):
         return find_step(path, tag, Steps(lambda folder: bool(_weights(folder))))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a model folder's weights. All have the role `weight`, because files don't mark buffers."""
+        """Describe a folder's weights. All have the role `weight`, because files don't mark buffers."""
         folder = path.parent if path.is_file() else path
         folders = tuple(p for p in (request.config, folder) if p is not None)
         config = read_config(folders)
@@ -116,7 +116,7 @@ class HuggingFace(Format):
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out the weights: one tensor per parameter and buffer, chosen by `ckpt.plan.precision`."""
+        """Lay out one tensor per parameter and buffer, chosen by `ckpt.plan.precision`."""
         names = kept_names(checkpoint) if checkpoint.config else {}
         run = checkpoint.computes_in if layout.dtype is None else None
         dtype = run.dtype if run else layout.dtype
@@ -132,7 +132,7 @@ class HuggingFace(Format):
         quantized = quantized_weights(checkpoint).parts
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
-        wrapped = _adapter_notes(chosen, checkpoint, layout)  # refuses most
+        wrapped = _adapter_notes(chosen, checkpoint, layout)
         told, loads = _proof(
             checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside, dict(parts)
         )
@@ -153,7 +153,7 @@ HF = HuggingFace()
 
 
 def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list[tuple[str, dict[str, Choice]]]:
-    """Return the model's tensors, and each module's tensors under its own names. `modules` are beside the model."""
+    """Return the model's tensors, and the tensors of each module beside it under its own names."""
     places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
     return [
         (
@@ -168,7 +168,7 @@ def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list
 
 
 def _weights(folder: Path) -> list[str] | str | None:
-    """Return a folder's weights: its single file or index, or the names in a set without an index."""
+    """Return the single file or index, or the names in a set without an index."""
     for name in (SINGLE, INDEX):
         if (folder / name).is_file() or (folder / name).is_symlink():
             return name
@@ -177,7 +177,7 @@ def _weights(folder: Path) -> list[str] | str | None:
     if len(indexes) == 1:
         return indexes[0]
     if (folder / "adapter_config.json").exists():
-        return None  # a PEFT adapter: not a model
+        return None  # a PEFT adapter
     names = [name for name in names if name not in indexes and not _ADAPTER.match(name)]
     if len(names) == 1 and not names[0].startswith("shard-"):
         return names
@@ -185,7 +185,7 @@ def _weights(folder: Path) -> list[str] | str | None:
 
 
 def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], list[str]]:
-    """Return the index, if any, the file names, and notes."""
+    """Return the index, the file names, and notes."""
     found = path.name if path.is_file() else _weights(folder)
     if found is None:
         raise NotFoundError("found no safetensors model weights", path=path)
@@ -273,7 +273,7 @@ def _proof(
 def _not_compared(
     checkpoint: Checkpoint, layout: Layout, loads: LoadCheck, why: str = "", hint: str = ""
 ) -> tuple[list[str], LoadCheck]:
-    """Return a note and `loads` for names without a comparison. Raise UsageError if the user wants a comparison."""
+    """Return a note and `loads`. Raise UsageError if the user wants a comparison."""
     if layout.read(ProofOptions).strict and layout.read(NameOptions).names != OWN_NAMES:
         raise UsageError(
             "--strict: the names can't be compared with the model's architecture",
@@ -285,7 +285,7 @@ def _not_compared(
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
-    """Return notes on tensors that the config expects but the output lacks."""
+    """Note tensors that the config expects but the output lacks."""
     if checkpoint.config is None:
         return []
     from converters.names.hub.expected_tensors import missing_parts
@@ -296,7 +296,7 @@ def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]
 
 
 def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:
-    """Return a note on a PEFT-wrapped model. Raise UsageError unless its own names are requested.
+    """Note a PEFT-wrapped model. Raise UsageError unless its own names are requested.
 
     from_pretrained finds neither a model nor an adapter in it.
     """

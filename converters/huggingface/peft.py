@@ -1,12 +1,12 @@
 """PEFT adapter folders: `adapter_config.json` with `adapter_model.safetensors` or `adapter_model.bin`.
 
 Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_load.py`, `get_peft_model_state_dict`;
-`utils/constants.py`). See `ckpt.adapters.names` for the names.
+`utils/constants.py`).
 
 The source may be any checkpoint of a PEFT-wrapped model, mostly a sharded one. The output equals
 `get_peft_model_state_dict` on the gathered model, with the names in PEFT's file. The config is the run's own, byte for
-byte, or an equivalent one in a trainer's form (`Checkpoint.adapter_config`). No config is ever made up, because alpha
-and the flags are stored nowhere else.
+byte, or an equivalent one in a trainer's form (`Checkpoint.adapter_config`), never made up: alpha and the flags are
+stored nowhere else.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TORCH = "adapter_model.bin"
 MLX = "adapters.safetensors"
 _MLX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[ab])")
 #: Parameters trained in full next to an adapter by LLaVA's scripts, and by the Qwen2-VL scripts based on them. Their
-#: names are PEFT's names in training.
+#: names are PEFT's in training.
 TRAINED_IN_FULL = ("non_lora_trainables.bin", "non_lora_state_dict.bin")
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes wrapped names under FSDP2 with `activation_checkpointing`.
@@ -114,7 +114,7 @@ class Peft(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out the checkpoint's adapter as one safetensors file, with its config and tokenizer."""
+        """Lay out one safetensors file, with config and tokenizer."""
         adapter.check_is_there(checkpoint)
         parsed = map(adapter.parse_name, (fqn for fqn, _ in checkpoint.tensors))
         raw, config = settings_of(checkpoint, layers={name.module for name in parsed if name.kind == adapter.A})
@@ -158,7 +158,7 @@ PEFT = Peft()
 
 
 def prove_names(folder: Path) -> None:
-    """Raise LossError if names in an adapter's folder contain a wrapper's name, because PEFT does not load them."""
+    """Raise LossError if names contain a wrapper's name, because PEFT does not load them."""
     name = _weights(folder) if PEFT.find(folder, None) else None
     _, wrapped = _stored(confined(folder, name)) if name else ({}, [])
     if wrapped:
@@ -188,7 +188,7 @@ def _weights(folder: Path) -> str | None:
 
 
 def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
-    """Return a file's tensors by name without wrappers' names, and the names that contain them."""
+    """Return a file's tensors without wrappers' names, and the names that contain them."""
     stored = _torch(file) if file.name == TORCH else _safetensors(file)
     if file.name == MLX:
         stored = dict(_as_peft_names(fqn, extent, file) for fqn, extent in stored.items())
@@ -197,7 +197,7 @@ def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
 
 
 def _trained_in_full(file: Path, known: Mapping[str, Extent]) -> dict[str, Extent]:
-    """Return the tensors of a file next to an adapter, under PEFT's file names, without those in `known`.
+    """Return the tensors trained in full, under PEFT's file names, without those in `known`.
 
     Raise CorruptError if a tensor is in both files with other values.
     """
@@ -223,7 +223,7 @@ def _safetensors(path: Path) -> dict[str, Extent]:
 
 
 def _as_peft_names(fqn: str, extent: Extent, path: Path) -> tuple[str, Extent]:
-    """Return an mlx-lm factor's name in PEFT, and its extent as a transposed view of the file."""
+    """Return an mlx-lm factor's name in PEFT, and its extent as a transposed view."""
     match = _MLX_NAME.fullmatch(fqn)
     if match is None or len(extent.shape) != 2:
         raise UsageError(

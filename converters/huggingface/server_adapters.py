@@ -1,6 +1,6 @@
 """Adapters in servers' layouts: one tensor per expert, with ranks and scalings in the server's form.
 
-Facts from vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`) and sglang 0.5.23 (`srt/lora/lora.py`,
+vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`) and sglang 0.5.23 (`srt/lora/lora.py`,
 `lora_config.py`, `mem_pool.py`, `lora_manager.py`):
 
 - Adapters for stacked experts (PEFT's `target_parameters`) are refused by vLLM for models whose experts it keeps
@@ -11,7 +11,7 @@ Facts from vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`
 - sglang stacks q, k and v: without q or v it fails or skips k. It stacks gate and up, and skips up alone. In latent
   attention it stacks q_a and kv_a: q_a alone gets zeros of its own shape, and kv_a alone has no place.
 
-A target tensor is a box of a source tensor, so nothing is computed: the trained bits stay the same.
+A target tensor is a box of a source tensor, so the trained bits stay the same.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Extent, Shape, stepped, whole
 from converters.huggingface.peft_options import SGLANG, VLLM
 
-#: Models with gate and up stacked in one tensor per expert, but separate in files and servers.
+#: Gate and up are stacked in one tensor per expert, but separate in files and servers.
 APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v3", "glm4_moe")
-#: Models with stacked experts in PEFT's form under vLLM (`is_3d_moe_weight`).
+#: Experts stacked in PEFT's form under vLLM (`is_3d_moe_weight`).
 STACKED = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 #: Maximum ranks accepted by vLLM at start (`MaxLoRARanks`).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -43,9 +43,9 @@ _PARAMETERS = ("gate_up_proj", "down_proj")
 #: Single expert's layer, and each expert's three layers under both namings. The first is the gate.
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
-#: Inits without effect after training starts. Servers refuse other inits.
+#: Without effect after training starts. Servers refuse other inits.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-#: Keys for Unsloth's packing, removed from the output.
+#: Unsloth's packing, removed from the output.
 _RECORDS = ("lora_B_layout", "unsloth_fused_expert_lora")
 
 
@@ -86,7 +86,7 @@ class _Layer:
 
 
 def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> ServerLayout:
-    """Return the adapter with the `chosen` tensors, by PEFT's names, in the layout of `server`.
+    """Return the `chosen` tensors, by PEFT's names, in the layout of `server`.
 
     Raise UsageError for an unsupported kind or for experts of an unknown model, LossError for a part that the server
     would skip.
@@ -143,7 +143,6 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
 
 
 def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[str, Choice]) -> TargetFile:
-    """Return a safetensors file with `tensors`. Its slots are boxes of the chosen tensors."""
     dtypes = {one.name: chosen[one.source].dtype for one in tensors}
     by_name = {one.name: one for one in tensors}
     header, placed = build_header([Planned(one.name, dtypes[one.name], one.shape) for one in tensors], {"format": "pt"})
@@ -204,7 +203,6 @@ class _Stacked:
     by_expert: bool
 
     def rows(self, expert: int) -> Box:
-        """Return the box for an expert's lora_A."""
         return Box((expert * self.rank, 0), (self.rank, self.num_in))
 
     def columns(self, expert: int, start: int, stop: int) -> Box:
@@ -312,7 +310,6 @@ def _repacked(
 
 
 def _factors(layer: _Layer, rank: int | None) -> Iterator[ServedTensor]:
-    """Yield both factors of a layer, with zeros up to `rank`."""
     (own, num_in), (num_out, _) = layer.a_box.sizes, layer.b_box.sizes
     rank = rank or own
     a, b = whole((own, num_in)), whole((num_out, own))
@@ -391,7 +388,7 @@ def _vllm_adapter(layers: list[_Layer], stacked: list[ServedTensor], config: Ada
 
 
 def _sglang_adapter(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfig) -> _Written:
-    """Return the single rank of all layers, a config with the single scaling, and sglang's options as a note."""
+    """Return the single rank, a config with the single scaling, and sglang's options as a note."""
     scalings = {layer.module: config.scaling(layer.key) for layer in layers}
     scaling = next(iter(scalings.values()))
     for module, other in scalings.items():

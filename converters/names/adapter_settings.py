@@ -20,7 +20,7 @@ _HEADS = {"classifier", "score"}
 
 
 def adapter_settings(checkpoint: Checkpoint) -> AdapterConfig:
-    """Return the settings recorded next to the adapter in `checkpoint`.
+    """Return the settings recorded next to the adapter.
 
     Raise CorruptError if PEFT could not load them, and LossError or UsageError if they are not merged here.
     """
@@ -37,10 +37,7 @@ def checked_settings(
     entry_option: str = "",
     release_option: str = "",
 ) -> AdapterConfig:
-    """Return the settings `raw`, read from `path`, after checking every entry and the adapter's tensors.
-
-    Unknown entries in `accepted` are ignored.
-    """
+    """Check `raw`, read from `path`, also against the tensors. Unknown entries in `accepted` are ignored."""
     parse_config(raw, path)
     adapter_entries.check(raw, path, accepted, option=entry_option)
     ranks = adapter.ranks(checkpoint, raw.get("peft_type"))
@@ -70,7 +67,7 @@ def _missing_modules(checkpoint: Checkpoint, config: AdapterConfig) -> list[str]
 
 
 def _adapted(checkpoint: Checkpoint, config: AdapterConfig) -> set[str]:
-    """Return the layers with tensors of the adapter's own kind, as `target_modules` names them."""
+    """Return the adapted layers, as `target_modules` names them."""
     if config.target_parameters or config.kind not in KINDS:
         return set()
     if config.kind == LORA:

@@ -24,8 +24,8 @@ from converters.names.transformers.transformers_source import package
 def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
     """Return in-memory names of the model's parameters in registration order. None if the order is unknown.
 
-    `hub` is the model with its files' names, `memory` with in-memory names. The order is unknown without a config, for
-    an unknown architecture, or if it has other tensors.
+    `hub` has the files' names, `memory` in-memory names. The order is unknown without a config, for an unknown
+    architecture, or if it has other tensors.
     """
     config = hub.config or {}
     names = [fqn for fqn, role in memory.tensors if role == WEIGHT]
@@ -46,7 +46,7 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
 
 
 def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return a config's in-memory parameters in registration order, tied ones once. Empty if they are unknown."""
+    """Return a config's in-memory parameters, tied ones once. Empty if they are unknown."""
     model_type = str(config.get("model_type"))
     if model_type not in architectures() and find_spec("torch") is None:
         return {}

@@ -28,8 +28,6 @@ class NameOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProofOptions:
-    """Option for the proof of names in `hf` files."""
-
     strict: bool = option(
         "Refuse names that can't be compared with the config's architecture, instead of writing a note.",
         default=False,

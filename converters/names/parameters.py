@@ -44,8 +44,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
 def in_memory(config: Mapping[str, Any]) -> Model:
     """Return the model as transformers holds it in memory.
 
-    Raise UsageError for a model type with neither a table nor a class in the installed transformers, CorruptError if
-    the config lacks a size.
+    Raise UsageError for a model type with neither a table nor a class in the installed transformers.
     """
     model_type = config.get("model_type")
     if model_type not in megatron.architectures() or model_type in COMPOSITES:

@@ -59,7 +59,7 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from torchtitan's names to the Hub's.
+    """Rename torchtitan's names to the Hub's.
 
     Raise UsageError for an unknown architecture, LossError for a tensor without a place, CorruptError if a tensor is
     missing or contradicts the config.
@@ -81,7 +81,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Rename `checkpoint` from the Hub's names to torchtitan's. Raises the same errors as `to_hub`."""
+    """Rename the Hub's names to torchtitan's. Raises the same errors as `to_hub`."""
     saved = _saved(checkpoint)
     relation = _relation(checkpoint, saved, ())
     check_complete(relation, checkpoint.shapes)
@@ -90,7 +90,6 @@ def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def _saved(checkpoint: Checkpoint) -> Saved:
-    """Return the tensors in the Hub's files, judging by the config."""
     config = checkpoint.config or {}
     saved = families.saved(config) if config.get("model_type") in _PERMUTED else None
     if saved is None:

@@ -73,7 +73,7 @@ def _differences(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str
 
 
 def _settings(step: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Yield the files with settings of the run that saved `step`, and its model's settings.
+    """Yield the settings files of the run that saved `step`, and its model's settings.
 
     The step may be a link, or a path relative to the working directory.
     """
@@ -101,7 +101,7 @@ def _nested(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each setting with a meaning in both: config.json's name, the run's value and the config's."""
+    """Yield settings with a meaning in both: config.json's name, the run's value and the config's."""
     layers = model.get("layers")
     layers = [one for one in layers if isinstance(one, Mapping)] if isinstance(layers, list) else []
     yield "hidden_size", model.get("dim"), config.get("hidden_size")

@@ -62,7 +62,7 @@ def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 
 def different_numbers(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> list[Any]:
-    """Return the ranks' distinct numbers for an optimizer state. Raise CorruptError if steps differ."""
+    """Return the ranks' distinct numbers for a state. Raise CorruptError if steps differ."""
     numbers = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in said]
     if name.endswith("step"):
         check_same(name, numbers, fqn)

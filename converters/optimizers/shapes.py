@@ -1,8 +1,7 @@
 """Shapes of optimizer states: names of states shaped like their parameter, and the check.
 
-Only plain tensors with real numbers are compared with the parameter. Quantized states have their own checks. Sums of
-rows and columns (Adafactor, CAME) or means of blocks (Adam-mini) have other names. A parameter with an object among its
-states, such as GaLore's or APOLLO's projection, is trained in another shape.
+Sums of rows and columns (Adafactor, CAME) or means of blocks (Adam-mini) have other names. A parameter with an object
+among its states, such as GaLore's or APOLLO's projection, is trained in another shape.
 
 A state with an unknown name must have its parameter's shape if most parameters like it do: parameters with the same
 number of dimensions and the same states. A square matrix proves nothing: Shampoo's preconditioners are square. Sums
@@ -23,7 +22,7 @@ from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape, Tensor
 from converters.quantized.states import understood
 
-#: States with a value per parameter element in every known optimizer, except optimizers with a single number.
+#: States with a value per element in every known optimizer, except optimizers with a single number.
 PER_ELEMENT = frozenset(
     {
         *(MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf"),
@@ -33,17 +32,16 @@ PER_ELEMENT = frozenset(
 
 
 def must_fit(name: str, shape: Shape) -> bool:
-    """Return True if a state with this name and shape must have the parameter's shape."""
+    """Return True if the state must have the parameter's shape."""
     return prod(shape) == 0 or (name in PER_ELEMENT and prod(shape) > 1)
 
 
 def per_element(states: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the shapes of one parameter's states that must equal the parameter's shape."""
     return {name: shape for name, shape in plain_shapes(states).items() if must_fit(name, shape)}
 
 
 def plain_shapes(states: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the shapes of one parameter's plain tensors, or an empty dict if there is an object among them."""
+    """Return the shapes of plain tensors, or an empty dict if there is an object among them."""
     plain = understood(states)
     if any(isinstance(value, Mapping | Record) for value in plain.values()):
         return {}
@@ -81,13 +79,12 @@ def _is_proof(tensor: Tensor) -> bool:
 
 
 def _may_have(shape: Shape, parameter: Shape) -> bool:
-    """Return True for the parameter's shape, for its sums that keep their dimensions, and for a single number."""
+    """Return True for the parameter's sums that keep their dimensions, and for a single number."""
     is_sum = len(shape) == len(parameter) and all(size in (1, own) for size, own in zip(shape, parameter, strict=True))
     return is_sum or prod(shape) == 1
 
 
 def check_shape(fqn: str, name: str, found: Shape, expected: Shape, path: str) -> None:
-    """Raise CorruptError if the state `name` of `fqn` does not have its parameter's `expected` shape."""
     if found != expected:
         what = f"{name} does not have its parameter's shape"
         raise CorruptError(what, path=path, fqn=fqn, expected=str(list(expected)), found=str(list(found)))
@@ -96,7 +93,7 @@ def check_shape(fqn: str, name: str, found: Shape, expected: Shape, path: str) -
 def check_has_elements(states: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Shape], path: str) -> None:
     """Raise CorruptError if more parameters have empty states than the model has empty parameters.
 
-    This needs no names. A script that saves `optimizer.state_dict()` under ZeRO-3 or FSDP leaves such states.
+    A script that saves `optimizer.state_dict()` under ZeRO-3 or FSDP leaves such states.
     """
     empty = [key for key, values in states.items() if any(prod(shape) == 0 for shape in per_element(values).values())]
     if len(empty) > sum(prod(shape) == 0 for shape in parameters.values()):

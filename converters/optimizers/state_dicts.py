@@ -1,13 +1,13 @@
 """Parser for an optimizer's state dict, which may be spelled in three ways.
 
-    nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
+nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
     flat      {"state.<fqn>.exp_avg": ..., "param_groups.<fqn>.lr": ...}             flatten_optimizer_state_dict=True
     numbered  {"state": {0: {...}}, "param_groups": [{..., "params": [0]}]}          optimizer.state_dict()
 
 Numbers get names from `param_names` (since torch 2.6, by optimizers with named parameters), from the format, or from a
 proof by shapes.
 
-From torch 2.13: optim/optimizer.py (`state_dict`), distributed/fsdp/_optim_utils.py, and
+torch 2.13: optim/optimizer.py (`state_dict`), distributed/fsdp/_optim_utils.py, and
 distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
 """
 
@@ -34,10 +34,7 @@ _LONGEST = 20
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Optimizer states and param groups, keyed by the file's parameter names or numbers.
-
-    `left` has the state dict's other entries.
-    """
+    """Optimizer states and param groups, keyed by the file's parameter names or numbers."""
 
     states: Mapping[Any, Mapping[str, Any]]
     groups: tuple[ParamGroup, ...]
@@ -48,12 +45,10 @@ class Optimizer:
         return [key for group in self.groups for key in group.fqns]
 
     def without_names(self) -> tuple[ParamGroup, ...]:
-        """Return the groups without recorded names."""
         options = [{name: value for name, value in group.options.items() if name != NAMES} for group in self.groups]
         return tuple(ParamGroup(g.fqns, some) for g, some in zip(self.groups, options, strict=True))
 
     def check_members(self, path: str) -> None:
-        """Raise CorruptError if a parameter has states but no group."""
         if strangers := self.states.keys() - set(self.members):
             raise CorruptError(
                 "an optimizer state's parameter is in no param group",
@@ -62,7 +57,6 @@ class Optimizer:
             )
 
     def check_known(self, fqns: Collection[str], path: str) -> None:
-        """Raise CorruptError if a parameter is not among the model's `fqns`."""
         if strangers := {*self.members, *self.states}.difference(fqns):
             what = "the optimizer has a parameter missing from the model"
             raise CorruptError(what, path=path, fqn=min(strangers))
@@ -94,10 +88,7 @@ class Optimizer:
     def _without_misfits(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
     ) -> list[list[Shape | None]]:
-        """Replace a damaged shape, one that no parameter has, with None, so an error can name its parameter.
-
-        Most parameters keep their shapes, unless states are empty.
-        """
+        """Replace a damaged shape, one that no parameter has, with None, so an error can name its parameter."""
         known = set(parameters.values())
         odd = {
             key
@@ -115,7 +106,7 @@ class Optimizer:
     def _single_parameters(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
     ) -> list[tuple[str, ...]] | None:
-        """Return the names of one-parameter groups (Adam-mini's) if their element counts fit, else None."""
+        """Return the names of one-parameter groups (Adam-mini's) if their element counts fit."""
         names = [name for g in self.groups if isinstance(name := g.options.get("name"), str) and name in parameters]
         if len(set(names)) < len(self.groups) or any(len(held) != 1 for held in shapes):
             return None
@@ -124,14 +115,14 @@ class Optimizer:
         return [(name,) for name in names] if fit else None
 
     def named(self, names: Mapping[Any, str]) -> Optimizer:
-        """Return the optimizer with only the parameters in `names`, under their names."""
+        """Return only the parameters in `names`, under their names."""
         groups = (replace(g, fqns=tuple(names[key] for key in g.fqns if key in names)) for g in self.groups)
         states = {names[key]: values for key, values in self.states.items() if key in names}
         return replace(self, states=states, groups=tuple(groups))
 
 
 def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
-    """Return True for an optimizer's state dict: it has param groups, or states if it `is_called_so`."""
+    """Return True for a dict with param groups, or with states if it `is_called_so`."""
     if not isinstance(node, Mapping):
         return False
     spelled = {key.partition(".")[0] for key in node if isinstance(key, str) and "." in key}
@@ -141,7 +132,7 @@ def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
 
 
 def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
-    """Return a state dict's param groups, or () without any. Raise CorruptError for a malformed group."""
+    """Return a state dict's param groups. Raise CorruptError for a malformed group."""
     listed = node.get(GROUPS) if isinstance(node, Mapping) else None
     found = []
     for group in listed if isinstance(listed, list | tuple) else ():
@@ -160,7 +151,7 @@ def _key(key: Any) -> Any:
 
 
 def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -> Optimizer:
-    """Parse an optimizer's state in any spelling. `fqns` resolve flat keys, because names may contain dots."""
+    """Parse any spelling. `fqns` resolve flat keys, because names may contain dots."""
     left = {name: value for name, value in node.items() if name not in (STATE, GROUPS)}
     states: dict[Any, dict[str, Any]] = {}
     for key, values in (node[STATE] if isinstance(node.get(STATE), Mapping) else {}).items():
@@ -181,7 +172,7 @@ def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -
 
 
 def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Group parameters by their options: equal options form a group."""
+    """Group parameters with equal options."""
     found: list[tuple[Mapping[str, Any], list[Any]]] = []
     for fqn, chosen in options.items():
         members = next((members for known, members in found if _same(known, chosen)), None)
@@ -192,7 +183,7 @@ def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGr
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return True if two sets of options are equal. Numbers of different types are not."""
+    """Compare two sets of options. Numbers of different types are not equal."""
     return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
 
 
@@ -206,7 +197,7 @@ def _split(text: str, fqns: Collection[str]) -> tuple[str, str]:
 
 
 def _shape(states: Mapping[str, Any]) -> Shape | None:
-    """Return a parameter's shape inferred from its states, or None."""
+    """Infer a parameter's shape from its states."""
     stored = {name: value for name, value in understood(states).items() if isinstance(value, Quantized | StoredTensor)}
     if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's sums
         return (*stored["exp_avg_sq_row"].shape, *stored["exp_avg_sq_col"].shape[-1:])
@@ -219,10 +210,7 @@ def _shape(states: Mapping[str, Any]) -> Shape | None:
 def read_optimizer(
     content: Any, path: str, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
 ) -> Optimizer | None:
-    """Read a file's optimizer state dict by fqn. None if the names are unknown: see `Optimizer.names`.
-
-    Raise CorruptError if it is not an optimizer's state dict.
-    """
+    """Read a file's optimizer state dict by fqn. None if the names are unknown: see `Optimizer.names`."""
     node: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     is_nested = isinstance(node.get(STATE), Mapping) and isinstance(node.get(GROUPS), list)
     optimizer = take_apart(node, path)

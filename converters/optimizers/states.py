@@ -37,7 +37,7 @@ _OF_ITS_SHAPE = (MASTER, "exp_avg")
 
 @dataclass
 class OptimizerStates:
-    """States read so far, for the fields with these names in `Checkpoint` and `TrainingState`."""
+    """States for the fields with these names in `Checkpoint` and `TrainingState`."""
 
     groups: tuple[ParamGroup, ...] = ()
     tensors: dict[Key, Tensor] = field(default_factory=dict)
@@ -54,14 +54,10 @@ class OptimizerStates:
     known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields of `TrainingState`."""
         return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
-        """Add all states of a parameter with this `shape`. `path` names their file in messages.
-
-        Call `check_shapes` once all parameters are added.
-        """
+        """Add all states of a parameter. Call `check_shapes` once all parameters are added."""
         nested = states.get(NESTED)
         hidden = set(nested) if isinstance(nested, Mapping) else set()
         for name, value in understood(states).items():
@@ -81,10 +77,7 @@ class OptimizerStates:
                 self.add_number(fqn, name, value)
 
     def check_shapes(self, parameters: Mapping[str, Shape], path: str) -> None:
-        """Raise CorruptError for a state that must have its parameter's shape, and does not.
-
-        `path` names the file in the error.
-        """
+        """Raise CorruptError for a state that must have its parameter's shape, and does not."""
         names: dict[str, set[str]] = {}
         numbers = ((fqn, name) for name, own in self.scalars.items() for fqn in own)
         for fqn, name in (*self.tensors, *numbers):
@@ -176,10 +169,7 @@ class OptimizerStates:
         self.known.setdefault(part.method, (fqn, name))
 
     def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
-        """Leave out a state with an object of an unknown class.
-
-        `path` names its file, or another place, in messages.
-        """
+        """Leave out a state with an object of an unknown class."""
         kind = value.typename if isinstance(value, Record) else "a dict"
         self.objects.add(fqn)
         self.unread.add(name, f"it is {kind}, in an unknown form", [fqn])

@@ -7,5 +7,4 @@ BLOCK = 1 << 23
 
 
 def spans(size: int, step: int) -> list[tuple[int, int]]:
-    """Cut `size` into ranges of `step`, with a shorter last one."""
     return [(start, min(start + step, size)) for start in range(0, size, max(1, step))]

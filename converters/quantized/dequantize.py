@@ -15,16 +15,15 @@ from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 from converters.quantized.parts import QuantizedWeights, quantized_weights
 
-#: Dtypes for packed parts.
 _PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
 _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
-    """Replace quantized weights in `checkpoint` by plain weights, and remove `quantization_config`.
+    """Replace quantized weights by plain weights, and remove `quantization_config`.
 
-    `dtype` is the target dtype; None uses the model config's dtype. Raise UsageError for unsupported methods,
-    CorruptError if a weight is incomplete.
+    `dtype` None uses the model config's. Raise UsageError for unsupported methods, CorruptError if a weight is
+    incomplete.
     """
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     stored = StoredWeights(checkpoint, tensors, dtype or model_dtype(checkpoint.config))
@@ -52,7 +51,6 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
 
 
 def can_dequantize(checkpoint: Checkpoint) -> bool:
-    """Return True if `dequantized` knows the checkpoint's quantization method."""
     return quantized_weights(checkpoint).can_dequantize
 
 

@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-#: Largest e4m3 and e2m1 numbers.
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 #: Half of e2m1's values. The fourth bit is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -35,19 +34,18 @@ def e8m0_values() -> NDArray:
 
 @cache
 def e2m1_values() -> NDArray:
-    """Return e2m1's 16 values."""
     return np.array((*_E2M1, *(-value for value in _E2M1)), np.float32)
 
 
 @cache
 def e2m1_pairs() -> NDArray:
-    """Return both values for every byte, the lower half's first, with shape [256, 2]."""
+    """Return both values for every byte, the lower half's first."""
     byte = np.arange(256)
     return np.stack([e2m1_values()[byte & 15], e2m1_values()[byte >> 4]], axis=1)
 
 
 def e4m3_bytes(values: NDArray) -> NDArray:
-    """Round fp32 `values`, at most `E4M3_MAX` in size, to e4m3: to nearest, ties to even."""
+    """Round fp32 `values`, at most `E4M3_MAX` in size, to nearest, ties to even."""
     bits = values.view(np.uint32)
     size = bits & np.uint32(0x7FFF_FFFF)
     # The sum has steps of 2 ** -9, like e4m3's subnormal numbers, and is rounded by the processor.
@@ -62,7 +60,7 @@ def e4m3_bytes(values: NDArray) -> NDArray:
 
 
 def e2m1_codes(values: NDArray) -> NDArray:
-    """Round fp32 `values` to e2m1, in bytes: to nearest, ties to even. Larger ones become `E2M1_MAX`."""
+    """Round fp32 `values` to e2m1, to nearest, ties to even. Larger ones become `E2M1_MAX`."""
     size = np.abs(values)
     # Steps are 1/2 below 2, 1 below 4, and 2 above. A wrong step gives a larger code.
     codes = np.full(size.shape, 7, np.float32)

@@ -14,9 +14,9 @@ from typing import Any
 
 from ckpt.plan.tensors import Shape
 
-#: Recorded state's name. Its suffix names the weight's 16 values.
+#: Its suffix names the weight's 16 values.
 STATE = re.compile(r"(?P<owner>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
-#: Maximum size for a state's JSON, in bytes.
+#: Maximum size of the JSON, in bytes.
 MAX_STATE = 1 << 16
 NUM_VALUES, NUM_NESTED_VALUES = 16, 256
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -50,12 +50,10 @@ class FourBitState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed values, two per byte."""
         return -(-prod(self.shape) // 2)
 
     @property
     def num_blocks(self) -> int:
-        """Number of scales."""
         return -(-prod(self.shape) // self.block_size)
 
     @property
@@ -69,7 +67,7 @@ class FourBitState:
 
 
 def parse_state(stored: bytes, kind: str) -> FourBitState:
-    """Parse the JSON `stored` for a weight of `kind` nf4 or fp4. Raise StateError if it is wrong."""
+    """Parse the JSON `stored` for a weight of `kind` nf4 or fp4."""
     try:
         content: Any = json.loads(stored)
     except (ValueError, RecursionError) as error:

@@ -12,21 +12,17 @@ from converters.quantized.scheme import EPSILON, Rounding
 
 @cache
 def e2m1_grid() -> tuple[float, ...]:
-    """Return e2m1's different values, in order."""
     return tuple(np.unique(e2m1_values()).tolist())
 
 
 @cache
 def e4m3_grid() -> tuple[float, ...]:
-    """Return e4m3fn's finite values, in order."""
     return tuple(np.unique(e4m3_values()[np.isfinite(e4m3_values())]).tolist())
 
 
 def e2m1_rounding(packed: str, scale: str, epsilon: float = EPSILON) -> Rounding:
-    """Return the rounding to e2m1, two values per byte."""
     return Rounding(scale, ((packed, 0x22),), e2m1_grid(), epsilon=epsilon)
 
 
 def e4m3_rounding(packed: str, scale: str, epsilon: float = EPSILON) -> Rounding:
-    """Return the rounding to e4m3fn."""
     return Rounding(scale, ((packed, 0x38),), e4m3_grid(), epsilon=epsilon)

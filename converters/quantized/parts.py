@@ -23,7 +23,7 @@ from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Se
 
 _PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
-#: Part names also used by plain modules: they only count next to packed values, or if packed themselves.
+#: Also used by plain modules: they only count next to packed values, or if packed themselves.
 _COMMON = ("scale", "scales", "biases")
 #: Config keys listing modules without quantization.
 _IGNORED = (
@@ -44,7 +44,7 @@ _OF_QUANTIZED = re.compile(
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
 
-#: Shape for a plain weight if its parts don't show it.
+#: Shape if a plain weight's parts don't show it.
 UNKNOWN_SHAPE: Shape = (-1,)
 
 
@@ -141,7 +141,7 @@ class QuantizedWeights:
 
     @cached_property
     def schemes(self) -> Mapping[str, Sequence[Scheme]]:
-        """Schemes that fit a quantized weight without fault, by its plain name."""
+        """Schemes that fit a quantized weight without fault."""
         return {owner: fit.schemes for owner, fit in self._fitted.items()}
 
     @property
@@ -157,7 +157,6 @@ class QuantizedWeights:
 
     @cached_property
     def parts(self) -> frozenset[str]:
-        """Names of all parts, including packed values."""
         return frozenset(name for parts in self.owners.values() for name in parts.values())
 
     @cached_property
@@ -171,10 +170,7 @@ class QuantizedWeights:
         return frozenset(n for n in self.tensors.keys() - self.expected.keys() if _ATTENTION.search(n))
 
     def in_place(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return `shapes` with plain weights in place of their parts, without attention's scales.
-
-        The shape is UNKNOWN_SHAPE if the parts don't show it.
-        """
+        """Return `shapes` with plain weights in place of their parts, without attention's scales."""
         if not self.quantization:
             return dict(shapes)
         found = {name: shape for name, shape in shapes.items() if name not in self.parts | self.attention_scales}
@@ -215,7 +211,6 @@ class QuantizedWeights:
 
     @cached_property
     def packed(self) -> frozenset[str]:
-        """Names under which the weights' packed values are stored."""
         schemes = ((parts, self._fitted[owner].scheme) for owner, parts in self.owners.items())
         return frozenset(parts[one.packed] for parts, one in schemes if one is not None and one.packed in parts)
 
@@ -248,7 +243,6 @@ class QuantizedWeights:
 
     @staticmethod
     def is_packed_shape(packed: Shape, recorded: Shape) -> bool:
-        """Return True if packed values may store a weight with the shape `recorded`."""
         return len(recorded) == len(packed) and _is_padded(packed, recorded)
 
     @cached_property
@@ -281,7 +275,7 @@ class QuantizedWeights:
 
     @property
     def unread(self) -> str | None:
-        """Reason why transformers does not load the quantized weights. None if it may."""
+        """Reason why transformers does not load the quantized weights."""
         if self.quantization is None or self.quantization.is_for_transformers or not self.parts:
             return None
         where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
@@ -289,19 +283,17 @@ class QuantizedWeights:
 
     @property
     def unwritable(self) -> str | None:
-        """Reason why safetensors files written by ckpt can't hold the quantized weights. None if they can."""
+        """Reason why safetensors files written by ckpt can't hold the quantized weights."""
         return self._known.unwritable if self._known and self.parts else None
 
     @property
     def title(self) -> str:
-        """Method's name for people."""
         return self.quantization.title if self.quantization else "an unrecorded method"
 
     # -- faults ------------------------------------------------------------------------------------------------
 
     @cached_property
     def faults(self) -> Sequence[Fault]:
-        """Missing, unexpected and misshapen parts, ordered by name."""
         if self._method and self._schemes is None:
             return [*self._unlike_siblings()]
         if not self.owners:
@@ -319,7 +311,7 @@ class QuantizedWeights:
 
     @cached_property
     def _fitted(self) -> Mapping[str, _Fit]:
-        """Fit of each weight. Weights with equal parts share it: a model has few kinds of weights."""
+        """Fit of each weight. Weights with equal parts share it."""
         whole: dict[Any, _Fit] = {}
         found = {}
         for owner, parts in self.owners.items():
@@ -335,7 +327,6 @@ class QuantizedWeights:
 
     @cached_property
     def _states(self) -> Mapping[str, FourBitState | StateError]:
-        """4-bit weights' recorded states, from bitsandbytes."""
         found: dict[str, FourBitState | StateError] = {}
         if self.read is None:
             return found
@@ -351,7 +342,6 @@ class QuantizedWeights:
 
     @cached_property
     def _recorded_states(self) -> Mapping[str, str]:
-        """Names of recorded states by owner."""
         return {owner: name for owner, parts in self.owners.items() for name in parts.values() if STATE.fullmatch(name)}
 
     def _state_faults(self, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
@@ -554,7 +544,7 @@ def _is_padded(found: Shape, wanted: Shape) -> bool:
 
 
 def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeights:
-    """Return a checkpoint's quantized weights. Without `reads`, no tensor is read, and recorded states are unproved."""
+    """Return a checkpoint's quantized weights. Without `reads`, recorded states are unproved."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
     has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())

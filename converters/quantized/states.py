@@ -5,15 +5,14 @@ Sources: torchao 0.18 `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp
 `backends/default/ops.py` (`dequantize_blockwise`).
 
 torchao has a tensor subclass with `codes`, `scale` (one per block) and, except for fp8, `qmap`, the codes' values. In 4
-bits, two codes share a byte, the first in the upper half, and the codes are flat. The number of blocks divides the
-number of elements.
+bits, two codes share a byte, the first in the upper half, and the codes are flat. Blocks have equal sizes.
 
 bitsandbytes has separate plain tensors: `state1`, uint8, with `qmap1` and `absmax1`, and `state2` likewise. The last
 block may be shorter. Since 0.49 its `state_dict()` puts them, and everything else but numbers, into a separate dict,
-`__bnb_optimizer_quant_state__`. Its `load_state_dict()` unpacks this dict if present.
+`__bnb_optimizer_quant_state__`. Its `load_state_dict()` unpacks this dict.
 
 Blocks count from the start of a rank's optimizer tensor: a parameter, its shard (FSDP), or a flat buffer of many
-parameters (ZeRO). A value is its code's value times its block's factor, in fp32, in every implementation.
+parameters (ZeRO). A value is its code's value times its block's factor, in fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Rule, Run, Shape, flat_regions, run_fragments
 from converters.quantized.blocks import BLOCK, spans
 
-#: Key for bitsandbytes' dict with everything but numbers.
 NESTED = "__bnb_optimizer_quant_state__"
 
 _UINT8, _E4M3 = BY_NAME["uint8"], BY_NAME["float8_e4m3fn"]
@@ -41,16 +39,15 @@ _BLOCK_SIZES = (256, 2048)
 _NUM_CODES = 256
 _GATHERED = "AsyncCollectiveTensor"
 
-#: Computations by made-up path: `Checkpoint.computed`.
 Computed = dict[str, Callable[[], memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """State with this `shape`, in blocks with `block_size` elements. The last block may be shorter.
+    """State with this `shape`, in blocks with `block_size` elements.
 
-    `codes` has one code per element, or two per byte if `num_bits` is 4. `factors` has one factor per block, `values`
-    one value per code (None: the codes are numbers themselves). `record` is torchao's object, or None for bitsandbytes.
+    `codes` has one code per element, or two per byte if `num_bits` is 4. `values` has one value per code (None: the
+    codes are numbers themselves). `record` is torchao's object.
     """
 
     method: str
@@ -77,7 +74,6 @@ class Quantized:
         return Extent.contiguous(self.path, 0, FLOAT32, self.shape)
 
     def blocks(self) -> Computed:
-        """Return the plain values' computations, with at most `BLOCK` elements each."""
         return {
             f"{self.path}:{number}": partial(self.compute, start, stop)
             for number, (start, stop) in enumerate(spans(self.numel, BLOCK))
@@ -85,14 +81,14 @@ class Quantized:
 
     def compute(self, start: int, stop: int) -> memoryview:
         """Compute elements `start` to `stop` as fp32 bytes. `start` must be a block's start."""
-        from converters.quantized.plain_states import compute  # needs numpy, not used to describe a checkpoint
+        from converters.quantized.plain_states import compute  # needs numpy
 
         return compute(self.codes, self.factors, self.values, self.num_bits, self.block_size, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """State of a parameter with this `shape`: its quantized boxes, and its boxes kept in fp32."""
+    """State of a parameter: its quantized boxes, and its boxes kept in fp32."""
 
     shape: Shape
     parts: Mapping[Box, Quantized]
@@ -132,7 +128,7 @@ def _block(extent: Extent, number: int) -> Extent:
 
 
 def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
-    """Return the plain values for a tensor with this `shape`, whose boxes are quantized separately."""
+    """Return the plain values for a tensor whose boxes are quantized separately."""
     found = []
     for box, one in parts.items():
         flat = one.extent.reshape((one.numel,))
@@ -147,10 +143,7 @@ def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
 
 
 def understood(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's states, with quantized ones parsed into `Quantized`.
-
-    States in an unknown form stay unchanged, under their own names.
-    """
+    """Parse quantized states into `Quantized`. States in an unknown form stay unchanged."""
     nested = states.get(NESTED)
     flat = {name: value for name, value in states.items() if name != NESTED or not isinstance(nested, Mapping)}
     if isinstance(nested, Mapping):
@@ -165,7 +158,7 @@ def understood(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def torchao(value: Any) -> Quantized | None:
-    """Parse a torchao state. None if the value is not one."""
+    """Parse a torchao state."""
     kind = kind_of(value)
     if kind is None:
         return None
@@ -185,14 +178,14 @@ def torchao(value: Any) -> Quantized | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return a torchao state's class in `Quantized.method`'s form, even if its parts are unknown; else None."""
+    """Return a torchao state's class in `Quantized.method`'s form, even if its parts are unknown."""
     if isinstance(value, Record) and value.module.startswith("torchao.") and value.name in _TORCHAO:
         return f"torchao {value.name}"
     return None
 
 
 def check_place(state: Quantized, box: Box, path: str | Path, fqn: str, name: str) -> None:
-    """Raise CorruptError unless the shape of `state`, stored in the file at `path`, fits its place in the tensor."""
+    """Raise CorruptError unless the shape of `state` fits its place in the tensor."""
     if state.shape != box.sizes:
         raise CorruptError(
             f"the quantized {name} has the wrong shape",
@@ -231,7 +224,7 @@ def _extent(value: Any) -> Extent | None:
 
 
 def _checked(found: Quantized, num_codes: int | None) -> Quantized | None:
-    """Return the state. None if a part has the wrong dtype or size."""
+    """Return None if a part has the wrong dtype or size."""
     factors, values = found.factors, found.values
     if factors.dtype != FLOAT32 or len(factors.shape) != 1 or BLOCK % found.block_size:
         return None

@@ -1,8 +1,6 @@
 """Quantized optimizer states carried as stored: codes and factors, bit for bit, if the cuts are between blocks.
 
-A target's part of a state can keep the source's blocks if none is split: the part must start and end between blocks of
-every source part. torchao's and bitsandbytes' optimizers count blocks from a rank's first element, in row-major order
-(`converters.quantized.states`).
+A target's part must start and end between blocks of every source part.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
 
 
 def carried_tensor(key: Key, stored: Stored, box: Box) -> NewTensor | Record:
-    """Return the same as `carried`, for formats that only hold tensors: torchao's states, not bitsandbytes'."""
+    """Return `carried` for formats that only hold tensors: torchao's states, not bitsandbytes'."""
     found = carried(key, stored, box)
     if isinstance(found, Blocks):
         raise _refused(key, "bitsandbytes keeps it in several tensors, and only `full` can hold them")
@@ -119,7 +117,7 @@ def _pieces(stored: Stored) -> list[_Piece] | None:
 
 
 def _kind_of_part(part: Quantized | None) -> Any:
-    """Return the properties that a state's parts must share: method, block size, and the codes' values."""
+    """Return the properties that a state's parts must share."""
     return part and (part.method, part.num_bits, part.block_size, part.values and _read_values(part.values))
 
 

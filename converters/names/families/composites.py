@@ -55,7 +55,7 @@ _TowerSizes = Callable[[Config], Mapping[str, int]]
 
 
 def _patches(read: Config) -> dict[str, int]:
-    """Return sizes for CLIP's and SigLIP's towers. `n` counts patches."""
+    """Return sizes. `n` counts patches."""
     patches = (read.size("image_size") // read.size("patch_size")) ** 2
     return {**_layers(read), "p": read.size("patch_size"), "n": patches, "n1": patches + 1}
 
@@ -65,7 +65,6 @@ def _layers(read: Config) -> dict[str, int]:
 
 
 def _internvl(read: Config) -> dict[str, int]:
-    """Return sizes for InternVL's tower. Images and patches have a height and a width."""
     (height, width), (p, p2) = _sides(read, "image_size"), _sides(read, "patch_size")
     return {**_layers(read), "p": p, "p2": p2, "n1": (height // p) * (width // p2) + 1}
 
@@ -81,7 +80,7 @@ def _pixtral(read: Config) -> dict[str, int]:
 
 
 def _qwen(read: Config) -> dict[str, int]:
-    """Return sizes for Qwen's towers. `m` is the width after merging neighbouring patches, `o` the output width."""
+    """Return sizes. `m` is the width after merging neighbouring patches, `o` the output width."""
     hidden, merged = read.size("hidden_size"), read.size("spatial_merge_size", default=2)
     sizes = {"f": read.size("intermediate_size"), "o": read.size("out_hidden_size")}
     sizes |= {"c": read.size("in_chans", "in_channels")}  # releases' name, and transformers 5's
@@ -103,7 +102,7 @@ def _qwen3(read: Config) -> dict[str, int]:
 
 
 def _glm(read: Config) -> dict[str, int]:
-    """Return sizes for GLM's tower. `s` patches are merged per side."""
+    """Return sizes. `s` patches are merged per side."""
     patches = (read.size("image_size") // read.size("patch_size")) ** 2
     return {**_qwen(read), "n": patches, "s": read.size("spatial_merge_size")}
 
@@ -123,7 +122,7 @@ class Tower:
     inside: str = ""
 
     def shapes(self, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
-        """Return the tower's tensors, in transformers' registration order."""
+        """Return the tensors, in transformers' registration order."""
         stated = {name: value for name, value in config.items() if value is not None}
         read, prefix = Config({**self.defaults, **stated, str(config.get("norm_type")): True}), prefix + self.inside
         dims = self.sizes(read)
@@ -377,7 +376,6 @@ class Composite:
     text_ties: bool = False
 
     def name(self, name: str) -> str:
-        """Return the whole-model name for a text model's tensor."""
         return self.model + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
     def named(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -387,17 +385,15 @@ class Composite:
         return f"{self.model}layers.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
-        """Return the name prefix for a multi-token prediction layer."""
         text = next(iter(self.texts.values()))
         return text.predicted_prefix(number, num_layers) if text.predicted else self.prefix(num_layers + number)
 
     @property
     def inside(self) -> str:
-        """Name prefix for a layer inside a multi-token prediction layer."""
         return next(iter(self.texts.values())).inside
 
     def current(self, name: str) -> str:
-        """Return a tensor's name in the Hub's files, from another release's or an in-memory name."""
+        """Return the name in the Hub's files for another release's or an in-memory name."""
         if (match := _MODULE.fullmatch(name)) is not None and match[1] == "multi_modal_projector":
             return f"multi_modal_projector.{match[2]}"
         if match is not None:

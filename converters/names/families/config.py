@@ -23,8 +23,6 @@ _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 
 @dataclass(frozen=True)
 class Config:
-    """config.json with values checked on access."""
-
     values: Mapping[str, Any]
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -41,19 +39,18 @@ class Config:
         return default
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """Return `size` for layers and experts, which are listed one by one. Raise CorruptError above a limit."""
+        """Return `size` for layers and experts. They are listed one by one, so raise CorruptError above a limit."""
         found = self.size(*names, default=default)
         if found > _MAX_COUNT:
             raise CorruptError("a count in the config is too large", found=f"{names[0]} {found}")
         return found
 
     def natural(self, *names: str) -> int:
-        """Return the first existing one of `names`, an integer that may be 0. Default 0."""
+        """Return the first existing entry, an integer that may be 0. Default 0."""
         stated = next((name for name in names if self.values.get(name) is not None), None)
         return 0 if stated is None or self.values[stated] == 0 else self.size(stated)
 
     def numbers(self, name: str) -> list[Any]:
-        """Return a list, by default an empty one. Raise CorruptError for any other value."""
         value = self.values.get(name) or []
         if not isinstance(value, list):
             raise CorruptError("the config states no list", expected=f"{name}: a list", found=value)
@@ -71,7 +68,6 @@ class Config:
         return default if value is None else bool(value)
 
     def mapping(self, *names: str) -> Mapping[str, Any]:
-        """Return the first of `names` that is an object, or else an empty one."""
         return next((self.values[n] for n in names if isinstance(self.values.get(n), Mapping)), {})
 
     def get(self, name: str) -> Any:
@@ -98,7 +94,6 @@ class Config:
         return found
 
     def rope_contradictions(self) -> Iterator[dict[str, Any]]:
-        """Yield rotary parameters with two different values, by their names in the config."""
         parts = {name: self.mapping(name) for name in ("rope_scaling", "rope_parameters") if self.mapping(name)}
         if any(isinstance(value, Mapping) for part in parts.values() for value in part.values()):
             return  # other parameters for each kind of layer
@@ -122,7 +117,7 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """Return the model's class names, without FSDP1's prefix for wrapped classes."""
+    """Return the class names, without FSDP1's prefix for wrapped classes."""
     named = config.get("architectures")
     if not isinstance(named, list):
         return []

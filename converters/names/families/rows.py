@@ -24,7 +24,7 @@ from converters.names.families.config import Config
 DENSE, SPARSE = "dense", "sparse"
 
 _CHOICE = re.compile(r"\[([^]]+)\]")
-#: Rotary position frequencies, found in older files but not needed.
+#: Found in older files but not needed.
 DERIVED = (r"(.*\.)?rotary_emb\.inv_freq",)
 
 Kinds = Callable[[Config, int], Collection[str]]
@@ -55,7 +55,6 @@ class FamilyRow:
 
 @cache
 def parse(text: str) -> tuple[FamilyRow, ...]:
-    """Parse a table's rows, with all alternatives."""
     return tuple(_parse_rows(text))
 
 
@@ -81,8 +80,8 @@ def choices(name: str) -> Iterator[str]:
 class Sizes:
     """Sizes read from a config by short names, and the tensors in each layer.
 
-    `top` has the tensors outside all layers. `layers` has each layer's tensors by name without the layer's prefix, with
-    `{e}` for the expert. `predicted` are multi-token prediction layers, numbered after the others.
+    `top` has the tensors outside all layers. `layers` has each layer's tensors without the layer's prefix, with `{e}`
+    for the expert. `predicted` are multi-token prediction layers, numbered after the others.
     """
 
     config: Config
@@ -102,11 +101,9 @@ class Sizes:
 
     @property
     def tied(self) -> bool:
-        """True if the output layer is tied to the embedding."""
         return self.config.flag("tie_word_embeddings")
 
     def has(self, name: str) -> bool:
-        """Return True if a layer has a tensor with this name, without the layer's prefix."""
         return any(name in layer for layer in self.layers)
 
 
@@ -116,8 +113,8 @@ class Family:
 
     `layer` has the rows of each layer, `top` all others except heads. The class uses `defaults` if the config lacks an
     entry or has null, `absent` if it lacks an entry, and never reads `unread`. `spelled` maps the config's own keys to
-    the common ones (`{"d_model": "hidden_size"}`). `kinds` returns a layer's kinds. `dims` adds sizes to attention's.
-    The table does not cover configs with a true entry in `unknown`.
+    the common ones (`{"d_model": "hidden_size"}`). `dims` adds sizes to attention's. The table does not cover configs
+    with a true entry in `unknown`.
     """
 
     stem: str
@@ -149,7 +146,7 @@ class Family:
     expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
 
     def saved(self, config: Mapping[str, Any], cls: str) -> Saved | None:
-        """Return the tensors saved by the family's class `cls`. None if the table does not cover it.
+        """Return the tensors saved by the class `cls`. None if the table does not cover it.
 
         Raise CorruptError if a size is missing from the config or impossible.
         """
@@ -178,21 +175,19 @@ class Family:
         return Saved(cls, required, optional, (*DERIVED, *self.ignored), self.base)
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Return a config's sizes for a model with an output layer. Raise CorruptError if one is missing."""
+        """Return the sizes for a model with an output layer."""
         return self._sizes(self._config(config), self.output)
 
     def prefix(self, layer: int | str) -> str:
-        """Return the name prefix for a layer."""
         return f"{self.base}.{self.layers}.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
-        """Return the name prefix for a multi-token prediction layer."""
         if self.inside:
             return self.predicted
         return f"{self.base}.{self.predicted}.{number}." if self.predicted else self.prefix(num_layers + number)
 
     def _config(self, config: Mapping[str, Any]) -> Config:
-        """Return the config with the class's defaults, under common keys."""
+        """Add the class's defaults, under common keys."""
         stated = {name: value for name, value in config.items() if value is not None and name not in self.unread}
         common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
         absent = {name: value for name, value in self.absent.items() if name not in config}
@@ -234,7 +229,6 @@ def shape_of(row: FamilyRow, dims: Mapping[str, int]) -> Shape:
 
 
 def spelled_out(shapes: Mapping[str, Shape], prefix: str, num_experts: int) -> Iterator[tuple[str, Shape]]:
-    """Yield the names with their prefix and every expert's number."""
     for name, shape in shapes.items():
         before, is_expert, after = name.partition("{e}")
         if not is_expert:
@@ -258,7 +252,6 @@ def _multiple(word: str, dims: Mapping[str, int]) -> int:
 
 
 def _attention_sizes(config: Config) -> dict[str, int]:
-    """Return sizes for (grouped) attention, from config entries shared by most architectures."""
     hidden = config.size("hidden_size", "n_embd")
     heads = config.size("num_attention_heads", "n_head")
     groups = config.size("num_key_value_heads", default=heads)

@@ -1,7 +1,4 @@
-"""Tables of model types: the output of `save_pretrained` in transformers 5.23 (`modeling_*.py`).
-
-`tests/names/test_tables.py` compares each with models built and saved by transformers.
-"""
+"""Tables of model types: the output of `save_pretrained` in transformers 5.23 (`modeling_*.py`)."""
 
 from __future__ import annotations
 
@@ -102,7 +99,6 @@ GPT = """
 
 
 def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes for experts and shared experts."""
     expert = config.size("moe_intermediate_size", "intermediate_size")
     number = config.natural("n_shared_experts", "moe_num_shared_experts") or 1
     return {"m": expert, "s": config.size("shared_expert_intermediate_size", default=expert * number)}
@@ -194,7 +190,6 @@ def _llama4(config: Config, layer: int) -> Collection[str]:
 
 
 def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes for Mamba's mixer."""
     hidden, state = dims["h"], config.size("state_size")
     rank = config.get("time_step_rank")
     rank = -(-hidden // 16) if rank == "auto" else config.size("time_step_rank")
@@ -218,7 +213,7 @@ def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-#: Kinds of Nemotron-H's layers, by pattern letter or by name, including older names.
+#: Nemotron-H's layers, by pattern letter or by name, including older names.
 _BLOCKS = {"M": "mamba", "*": "attention", "-": DENSE, "E": SPARSE}
 _BLOCKS |= {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
 _BLOCKS |= {"mlp": DENSE, "moe": SPARSE}
@@ -1071,10 +1066,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """Return the tensors saved by the config's class. None without a table for it.
-
-    Raise CorruptError if the config lacks a size.
-    """
+    """Return the tensors saved by the config's class. None without a table for it."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
@@ -1083,6 +1075,5 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
 
 def knows_class(cls: str) -> bool:
-    """Return True if a table has the class `cls`."""
     heads = ("ForSequenceClassification", "Model")
     return any(cls in (one.stem + head for head in (one.causal, *heads)) for one in FAMILIES.values())

@@ -1,10 +1,8 @@
 """Values in `config.json` known to be accepted by transformers, so its model need not be built to test them.
 
-Other values may be legal, too: then the installed transformers decides (`converters.names.hub.save_pretrained`). The
-tables cover the entries of all architectures with a table in ckpt, with types accepted by each of them.
+Other values may be legal, too: then the installed transformers decides (`converters.names.hub.save_pretrained`).
 
-Source: transformers 5.23 (`configuration_*.py`, `activations.py`, `modeling_rope_utils.py`). The tests compare the
-tables with it.
+Source: transformers 5.23 (`configuration_*.py`, `activations.py`, `modeling_rope_utils.py`).
 """
 
 from __future__ import annotations
@@ -166,7 +164,6 @@ _HEADS = (
 
 
 def unknown_values(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the entries whose value is not known to be accepted."""
     for key, value in config.items():
         if key in _PARTS and isinstance(value, Mapping):
             yield from (f"{key}.{one}" for one in unknown_values(value))
@@ -222,7 +219,7 @@ def _is_rope(value: Mapping[str, Any]) -> bool:
 
 
 def _is_rope_flag(key: str, value: Any) -> bool:
-    """Return True for a legal rotary embedding value that is not a number."""
+    """Return True for a legal rotary value that is not a number."""
     if key == "mrope_section":
         return _type_of(value) == INTS
     return key in ("truncate", "mrope_interleaved") and isinstance(value, bool)

@@ -19,13 +19,12 @@ STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
 
 
 def class_name(config: Mapping[str, Any]) -> str | None:
-    """Return the class in a diffusers model's config, or None for any other config."""
+    """Return a diffusers model's class. None for any other config."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and not config.get("model_type") else None
 
 
 def file_stem(config: Mapping[str, Any] | None) -> str:
-    """Return the name of a model's weights file, without its suffix."""
     return TRANSFORMERS_STEM if config is None or class_name(config) is None else STEM
 
 
@@ -50,6 +49,6 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     try:
         with torch.device("meta"):
             model = vars(diffusers)[name].from_config(dict(config))
-    except Exception as error:  # the library raises any error
+    except Exception as error:
         raise CorruptError(f"diffusers does not accept the model's config: {error}") from error
     return Saved(name, {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()})

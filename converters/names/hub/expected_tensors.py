@@ -40,14 +40,13 @@ _TOWERS = {
 
 
 def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Return the results of `missing_parts` for a checkpoint, and sentences on single missing tensors.
+    """Return `missing_parts`, and sentences on single missing tensors.
 
-    In-memory names are converted to the Hub's if a table has them. transformers is not used, because importing it takes
-    seconds.
+    In-memory names are converted to the Hub's if a table has them, without a slow import of transformers.
     """
     is_in_memory = checkpoint.namespace in (OWN, TRANSFORMERS) and not checkpoint.is_adapter
     if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
-        with suppress(CkptError):  # otherwise use its own names
+        with suppress(CkptError):
             checkpoint = as_hub(checkpoint)
     weights = quantized_weights(checkpoint)
     shapes = weights.in_place(checkpoint.shapes)
@@ -67,7 +66,7 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
-    """Return the shapes of the architecture's plain tensors, or an empty mapping if no table has it."""
+    """Return the shapes of the architecture's plain tensors. Empty without a table."""
     for table in (tables.saved, encoders.saved, composites.saved):
         with suppress(CkptError):
             if config and (saved := table(config)) is not None:
@@ -76,7 +75,7 @@ def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
 
 
 def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a sentence for each part in the config without a tensor in `shapes`, by name.
+    """Return a sentence for each part in the config without a tensor in `shapes`.
 
     Adapters and models with adapters need no parts: their frozen weights are elsewhere.
     """
@@ -86,10 +85,7 @@ def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
 
 
 def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a sentence on missing tensors of the architecture, except missing whole parts.
-
-    `shapes` uses the Hub's names.
-    """
+    """Return a sentence on missing tensors, except whole parts. `shapes` uses the Hub's names."""
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
     names, cls = missing(config, shapes)

@@ -27,7 +27,7 @@ _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 
 
 def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = OWN_NAMES) -> LoadCheck:
-    """Return the answer for weights with unproved names. `why` is the reason if the config names a class."""
+    """Return the answer for unproved names. `why` is the reason if the config names a class."""
     if not names_architecture(config):
         why = "config.json has no model_type and no architectures"
         return LoadCheck(False, why=why, hint="--config ORG/NAME takes the trained model's config")
@@ -43,12 +43,11 @@ def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = 
 
 
 def proved(cls: str) -> LoadCheck:
-    """Return the answer for weights with the names and shapes of the class `cls`."""
     return LoadCheck(True, f"{cls}.from_pretrained")
 
 
 def accepted(loads: LoadCheck, config: Mapping[str, Any]) -> LoadCheck:
-    """Return the answer after checking config.json's values, because transformers may refuse them."""
+    """Check config.json's values, because transformers may refuse them."""
     if not loads.can or not (unknown := list(unknown_values(config))):
         return loads
     if not is_available():
@@ -66,7 +65,7 @@ def accepted(loads: LoadCheck, config: Mapping[str, Any]) -> LoadCheck:
 
 
 def with_files(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> LoadCheck:
-    """Return the answer after checking the folder's other files; small ones come with their content.
+    """Check the folder's other files; small ones come with their content.
 
     `folders` are inner folders with weights.
     """
@@ -95,7 +94,6 @@ def _module_answer(loads: LoadCheck, files: Mapping[str, bytes | None], folders:
 
 
 def _missing_files(place: str, cls: str, files: Collection[str], folders: Collection[str]) -> Iterator[str]:
-    """Yield files missing from the folder `place` for its module of class `cls`."""
     kind = cls.rpartition(".")[2]
     if kind in _WITHOUT_FILES:
         return

@@ -1,7 +1,7 @@
 """Names of a transformers model inside another module: Lightning's `_forward_module.model.`, or any prefix.
 
-Lightning (2.5, `strategies/deepspeed.py`, `fabric/wrappers.py`) saves a model under its modules' names:
-`_forward_module.` for the wrapper, and the LightningModule's attribute with the model.
+Lightning (2.5, `strategies/deepspeed.py`, `fabric/wrappers.py`): `_forward_module.` for the wrapper, and the
+LightningModule's attribute with the model.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _VALUE_HEAD = "v_head"
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from transformers' module names, with or without a prefix, to the Hub's names."""
     return transformers.to_hub(unwrapped(checkpoint))
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
-    """Remove a prefix shared by all names of `checkpoint` but missing from the config's architecture."""
+    """Remove a prefix shared by all names but missing from the config's architecture."""
     names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     prefix = _prefix(names, checkpoint.config or {})
     if not prefix:
@@ -71,7 +70,7 @@ def _table_names(config: Mapping[str, Any]) -> Collection[str]:
         table = families.saved(config) or encoders.saved(config)
         return save_pretrained.names_in_memory(config) if table is None else table.required
     except CkptError:
-        return ()  # code that needs the config reports its fault
+        return ()  # reported elsewhere
 
 
 NAMESPACE = replace(transformers.NAMESPACE, to_hub=to_hub)

@@ -1,7 +1,6 @@
 """Proof that the names and shapes to write equal the output of the architecture's `save_pretrained`.
 
-Names and shapes of all tensors are compared. The tables in `families` and `composites` come first. If they have no
-answer, or a mismatch, the installed transformers decides.
+If the tables in `families` have no answer, or a mismatch, the installed transformers decides.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from converters.names.transformers.tables import declared
 from converters.quantized.parts import UNKNOWN_SHAPE
 
 OWN_NAMES = "--names own keeps every tensor's own name"
-#: TRL's value head beside a model: TRL reads it, and `from_pretrained` skips it.
+#: TRL's value head: TRL reads it, and `from_pretrained` skips it.
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
-#: Name prefix in PEFT-wrapped models.
 PEFT = "base_model.model."
 #: Suffixes in old files, and their current form (transformers 5.23, `conversion_mapping.py`, `legacy`).
 _OLD_NAMES = {
@@ -63,7 +61,6 @@ def _sample_names(names: Sequence[str]) -> str:
 
 
 def names_architecture(config: Mapping[str, Any]) -> bool:
-    """Return True if the config names its model's architecture."""
     return bool(config.get("model_type") or config.get("architectures") or diffusers_models.class_name(config))
 
 
@@ -71,8 +68,8 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     """Return the tensors saved by the config's class, after proving that `shapes` has exactly these tensors.
 
     None if the config names no class, and the names belong to another class than its model's default. `shapes` has
-    quantized weights by their plain names (`QuantizedWeights.in_place`). `path` is for messages. Raise LossError if the
-    tensors differ, UsageError if the class belongs to another model type, UnknownArchitectureError if it is unknown.
+    quantized weights by their plain names (`QuantizedWeights.in_place`). Raise LossError if the tensors differ,
+    UsageError if the class belongs to another model type, UnknownArchitectureError if it is unknown.
     """
     known: Saved | None = None
     for ask in chain(_TABLES, [save_pretrained.saved, diffusers_models.saved]):
@@ -105,31 +102,26 @@ def _names_class(config: Mapping[str, Any]) -> bool:
 
 
 def _classes(config: Mapping[str, Any]) -> list[str]:
-    """Return the class names in a transformers or diffusers config."""
     own = diffusers_models.class_name(config)
     return architectures(config) if own is None else [own]
 
 
 def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Return True if tensors have this class's names: another class of the same model has them, too."""
+    """Return True if tensors have this class's names. Another class of the same model has them, too."""
     return any(name in saved.required or f"{saved.base}.{name}" in saved.required for name in shapes)
 
 
-#: Sources for models without transformers, in search order.
 _TABLES: Sequence[Callable[[Mapping[str, Any]], Saved | None]] = (families.saved, encoders.saved, composites.saved)
 
 
 def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a note if tensors in `shapes` differ from a table of the config's architecture, by name.
-
-    transformers is not used, because importing it takes seconds.
-    """
+    """Return a note if `shapes` differ from a table of the config's architecture, without importing transformers."""
     found: list[str] = []
     for ask in _TABLES if config and _names_class(config) and not any(name.startswith(PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:
-            continue  # code that needs the config reports its fault
+            continue  # reported elsewhere
         if saved is not None and not (wrong := compare(saved, shapes, config or {})):
             return []
         if saved is not None:
@@ -138,7 +130,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
 
 
 def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    """Return names missing from `shapes` according to a table of the config's architecture, and its class.
+    """Return names missing from `shapes`, and the table's class.
 
     Return none if other names differ: then the config belongs to another model.
     """
@@ -154,7 +146,7 @@ def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seq
 
 
 def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    """Return the names in `shapes` that no table of the config's architecture has, and its class."""
+    """Return names that no table of the architecture has, and the table's class."""
     found: Sequence[str] = ()
     cls = ""
     for ask in _TABLES if _names_class(config) else ():
@@ -180,7 +172,7 @@ def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str |
 
 
 def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
-    """Compare the tensors in `shapes` with `saved`.
+    """Compare `shapes` with `saved`.
 
     Files of the base model may lack its prefix, and other releases' files have names that loading renames.
     """
@@ -249,7 +241,6 @@ def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
 
 
 def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True) -> Iterator[str]:
-    """Yield notes for the user on names proved to be those of `saved`."""
     if _lacks_prefix(saved, shapes):
         yield f"names match the model without its head: {saved.cls} adds the prefix {saved.base!r}"
     elif _compare(saved, shapes):
@@ -295,7 +286,6 @@ def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
 
 
 def _library(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the library of a config's class, and True if it is installed."""
     if diffusers_models.class_name(config):
         return "diffusers", diffusers_models.is_available()
     return "transformers", save_pretrained.is_available()
@@ -310,7 +300,6 @@ def ways_to_compare(config: Mapping[str, Any]) -> str:
 
 
 def not_compared(config: Mapping[str, Any]) -> str:
-    """Return a note for names of an unknown architecture."""
     cls = next(iter(_classes(config)), f"the model type {config.get('model_type')!r}")
     return f"the names are the run's own, not compared with {cls}: its files are unknown to ckpt"
 

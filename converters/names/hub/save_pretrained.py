@@ -21,7 +21,7 @@ def is_available() -> bool:
 
 
 def names_in_memory(config: Mapping[str, Any]) -> Collection[str]:
-    """Return the in-memory names of transformers' model for the config. Empty without transformers or a class.
+    """Return the in-memory names. Empty without transformers or a class.
 
     Raise CorruptError if transformers does not accept the config.
     """
@@ -56,10 +56,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
 
 def refusal(config: Mapping[str, Any], cls: str) -> str | None:
-    """Return why transformers can't build its class `cls` from the config: "" if it can, None without the class.
-
-    Call it only if `is_available`.
-    """
+    """Return why transformers can't build its class `cls`: "" if it can, None without the class."""
     import torch
     import transformers
 
@@ -73,13 +70,12 @@ def refusal(config: Mapping[str, Any], cls: str) -> str | None:
         check_counts(plain)
         with torch.device("meta"):
             model._from_config(model.config_class.from_dict(floats(plain)))
-    except Exception as error:  # the library raises any error
+    except Exception as error:
         return " ".join(str(error).split()) or type(error).__name__
     return ""
 
 
 def knows_class(cls: str) -> bool:
-    """Return True if the installed transformers has the model class `cls`."""
     if not is_available():
         return False
     import transformers
@@ -102,7 +98,6 @@ def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
 
 
 def _empty_model(config: Mapping[str, Any]) -> Any:
-    """Build the model of the config's class, without data."""
     if not is_available():
         return None
     from converters.names.transformers.relation import build_model

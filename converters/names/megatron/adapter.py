@@ -50,8 +50,6 @@ _MEGATRONS = {peft.A: IN, peft.B: OUT}
 
 @dataclass(frozen=True, slots=True)
 class ModuleName:
-    """Megatron module with an adapter, and the adapted part of it."""
-
     module: str
     part: str | None = None
 
@@ -77,7 +75,6 @@ class ModuleName:
 
 
 def parse_name(fqn: str) -> tuple[ModuleName, str] | None:
-    """Return the module and kind of an adapter's tensor. None for any other name."""
     match = _NAME.fullmatch(fqn)
     return (ModuleName(match["module"], match["part"]), match["kind"]) if match else None
 
@@ -102,7 +99,7 @@ class HubModule:
 
 @dataclass(frozen=True)
 class Modules:
-    """A model's modules with a matrix: Megatron's, with the Hub's for each."""
+    """Megatron's modules with a matrix, and the Hub's for each."""
 
     path: str
     sizes: Sizes
@@ -115,7 +112,7 @@ class Modules:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Modules:
-        """Return the modules of the config's model, under PEFT's names."""
+        """Return the modules, under PEFT's names."""
         table, sizes = table_of_checkpoint(checkpoint)
         if table.beside:
             raise LossError(
@@ -212,7 +209,7 @@ def _hub_module(name: str, shape: Shape, links: Sequence[Link]) -> HubModule:
 
 
 def to_peft(checkpoint: Checkpoint) -> Checkpoint:
-    """Convert an adapter with Megatron's names to PEFT's: names, tensors and config.
+    """Convert an adapter's names, tensors and config to PEFT's.
 
     Raise LossError for an adapter of another model, or one that defines no single model. Raise CorruptError if a factor
     is missing or its rank contradicts the run's config.
@@ -294,8 +291,6 @@ def _by_module(
 
 @dataclass
 class _Pefts:
-    """PEFT's tensors, made from Megatron's tensors with the shapes `shapes_before`."""
-
     modules: Modules
     run: AdapterRun
     shapes_before: Mapping[str, Shape]
@@ -370,7 +365,7 @@ class _Pefts:
 
 
 def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the rows of gate or up if each tensor-parallel rank's gate and up are together."""
+    """Return the rows of gate or up if each rank's gate and up are together."""
     half, part = rows // 2, rows // 2 // size
     return tuple(
         (first + rank * part, 2 * rank * part + (part if place >= half else 0), part)
@@ -383,7 +378,7 @@ def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int)
 
 
 def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Convert an adapter with PEFT's names to Megatron-Bridge's canonical LoRA: two factors per module.
+    """Convert an adapter to Megatron-Bridge's canonical LoRA: two factors per module.
 
     Raise LossError for DoRA, biases, modules trained as a whole, differing ranks, or modules that are neither a
     Megatron module nor a whole part of one.
@@ -442,7 +437,6 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def _places(modules: Modules) -> Iterator[tuple[tuple[ModuleName, HubModule], HubModule]]:
-    """Yield canonical LoRA's name for each Hub module that it can adapt."""
     for module, hubs in modules.hubs.items():
         if not module.startswith("decoder.layers."):
             continue  # Megatron pads the vocabulary's rows

@@ -19,7 +19,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def common(sizes: Sizes) -> dict[str, Any]:
-    """Return arguments shared by most architectures: RMS norm, SwiGLU, rotary positions, Llama's biases and norms."""
+    """Return arguments shared by most architectures."""
     config, dims = sizes.config, sizes.dims
     return {
         "num_layers": sizes.num_layers,
@@ -76,7 +76,7 @@ def gated(
     listed: bool = False,
     epsilon: float = 1e-6,
 ) -> dict[str, Any]:
-    """Return arguments for Llama-like models: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
+    """Return arguments for Llama-like models: SwiGLU, rotary positions, experts.
 
     `slides` may name the config's flag for the window. `layer_types` then lists the layers, as with `listed` (see
     `window`). `base`, `partial` (see `rotary`) and `epsilon` are the class's defaults.
@@ -93,7 +93,6 @@ def gated(
 
 
 def dtype(config: Config) -> dict[str, Any]:
-    """Return the run's precision if Megatron supports the config's."""
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated not in _DTYPES:
         return {}
@@ -144,7 +143,7 @@ def mrope(config: Config, sections: tuple[int, ...], *, interleaved: bool) -> di
 
 
 def yarn(config: Config, base: float) -> dict[str, Any]:
-    """Return YaRN's positions for a model without latent attention. Raise LossError for another scale of attention."""
+    """Return YaRN's positions without latent attention. Raise LossError for another scale of attention."""
     rope = config.rope
     scale, usual = rope.get("attention_factor"), 0.1 * log(max(rope.get("factor", 1.0), 1)) + 1
     if scale is not None and not isclose(scale, usual, rel_tol=1e-6):
@@ -173,7 +172,7 @@ def unrotated(sizes: Sizes) -> dict[str, Any]:
 def window(config: Config, *, used: bool = True, listed: bool = False) -> dict[str, Any]:
     """Return the sliding window. transformers counts the token itself, Megatron does not.
 
-    If `listed`, the class does not have it in all layers. Raise LossError if `layer_types` does not list them.
+    If `listed`, raise LossError if `layer_types` does not list the layers with a window.
     """
     size = config.get("sliding_window")
     if not used or size is None:

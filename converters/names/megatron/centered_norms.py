@@ -15,7 +15,7 @@ from ckpt.plan.tensors import Extent, Source, Tensor, Whole, whole
 
 
 def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoint:
-    """Add `by` to every element of these tensors, and to their masters."""
+    """Add `by` to these tensors, and to their masters."""
     tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
 
     def shifted_source(tensor: Tensor, source: Source, number: int) -> Source:
@@ -43,7 +43,7 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
 
 
 def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memoryview]]) -> memoryview:
-    """Return a tensor's elements plus `by`, rounded in fp32 (or fp64) and then to its dtype, like torch."""
+    """Return the elements plus `by`, rounded in fp32 (or fp64) and then to the dtype, like torch."""
     from ckpt.move.casts import cast_bits  # late: these import numpy
     from ckpt.move.reading import read_box
     from ckpt.plan.dtypes import FLOAT32, FLOAT64

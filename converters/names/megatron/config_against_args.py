@@ -147,7 +147,6 @@ def _overrides(stated: Any) -> Mapping[str, Any]:
 
 
 def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> None:
-    """Raise CorruptError if multi-token prediction layers are missing or unexpected."""
     count = recorded.get("mtp_num_layers")
     if not count:
         return
@@ -180,7 +179,6 @@ def _check_residual(checkpoint: Checkpoint, recorded: Mapping[str, Any], expecte
 
 
 def _is_default_scale(scale: Any, expected: Mapping[str, Any]) -> bool:
-    """Return True if a recorded attention scale is megatron-core's default."""
     size = expected.get("kv_channels")
     if expected.get("multi_latent_attention") or type(size) is not int or not isinstance(scale, int | float):
         return False
@@ -193,7 +191,7 @@ def _is_complete(expected: Mapping[str, Any]) -> bool:
 
 
 def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments for the config, and notes on entries that are missing or that Megatron can't hold.
+    """Return the arguments for the config, and notes.
 
     A missing size gets two placeholders in turn. Arguments that depend on it are left out.
     """
@@ -232,7 +230,7 @@ def _partial_check_note(error: CkptError) -> str:
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield arguments with different meanings in both: name, recorded value, expected value."""
+    """Yield arguments with different meanings: name, recorded value, expected value."""
     recorded = rotary_settings.with_scaling(rotary_settings.with_yarn(under_older_names(recorded)))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)
@@ -244,7 +242,7 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
 
 
 def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's arguments, with both names for arguments renamed by Megatron-LM."""
+    """Add the other names of arguments renamed by Megatron-LM."""
     if args.get("rotary_base") is None and "rope_theta" in args:  # Megatron-DeepSpeed
         args = {**args, "rotary_base": args["rope_theta"]}
     if args.get("num_experts") is None and "num_moe_experts" in args:  # megatron-core's config
@@ -281,7 +279,7 @@ def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
 
 
 def _normalized_defaults(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return recorded and expected values, normalized, for arguments with the default None.
+    """Return recorded and expected values for arguments with the default None.
 
     An attention window as wide as the run's sequences means none, and so do expert groups if all are chosen.
     """

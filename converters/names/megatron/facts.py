@@ -14,11 +14,10 @@ SWIFT = "ms-swift"
 
 @dataclass(frozen=True, slots=True)
 class AdapterRun:
-    """Adapter described by the config at `path`, from a Megatron-Bridge or ms-swift run.
+    """Adapter described by the config at `path`.
 
-    `kind` is the class's module in `megatron.bridge.peft`, or ms-swift's name (`SWIFT`). `expert_dim` is the rank for
-    experts if it differs from `dim`. `shares_outer` is True if experts share one factor of each layer and have their
-    own other factor.
+    `kind` is the class's module in `megatron.bridge.peft`, or `SWIFT`. `expert_dim` is the rank for experts if it
+    differs from `dim`. `shares_outer`: experts share one factor of each layer and have their own other factor.
     """
 
     path: str
@@ -45,7 +44,7 @@ class AdapterRun:
 
 @dataclass(frozen=True, slots=True)
 class BridgeRun:
-    """Megatron-Bridge's records of a whole run, in the iteration's `folder`. `counters` has the run's progress."""
+    """Megatron-Bridge's records of a whole run, in the iteration's `folder`."""
 
     folder: str
     config: Mapping[str, Any]

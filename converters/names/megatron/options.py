@@ -14,8 +14,6 @@ NEMO = "nemo"
 
 @dataclass(frozen=True)
 class DistOptions:
-    """Choice of Megatron's distributed format."""
-
     about: ClassVar[str] = "Megatron's distributed formats"
 
     ckpt_format: str | None = option(

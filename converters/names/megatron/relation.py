@@ -77,7 +77,7 @@ def table_of(model_type: str) -> Table:
 
 
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Rename `checkpoint` from the Hub's names to Megatron's, and add Megatron-LM's arguments.
+    """Rename the Hub's names to Megatron's, and add Megatron-LM's arguments.
 
     Raise LossError for a tensor or property without a place in Megatron, CorruptError if a tensor is missing or
     contradicts the config.
@@ -117,7 +117,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from Megatron's names to the Hub's. Raise the same errors as `to_megatron`."""
+    """Rename Megatron's names to the Hub's. Raise the same errors as `to_megatron`."""
     table, sizes = table_of_checkpoint(checkpoint)
     checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
@@ -199,7 +199,7 @@ def _data_position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, An
 
 
 def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Pad the vocabulary of a `checkpoint` with Megatron's names like Megatron does for `layout`.
+    """Pad the vocabulary like Megatron does for `layout`.
 
     Raise UsageError if the rows do not divide and the vocabulary's size is unknown.
     """
@@ -245,7 +245,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Remove padding rows from two checkpoints with Megatron's names if they differ and the vocabulary is known."""
+    """Remove padding rows if they differ and the vocabulary is known."""
     shapes = _shapes(a), _shapes(b)
     sizes = [_vocabulary(checkpoint, checkpoint.state.args or {}) for checkpoint in (a, b)]
     vocabulary = next((size for size in sizes if size is not None), None)
@@ -261,10 +261,7 @@ def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
 
 def padding(checkpoint: Checkpoint) -> dict[str, Box]:
-    """Return the padding rows after the vocabulary, by fqn. `checkpoint` has Megatron's names.
-
-    Empty if the vocabulary's size is unknown.
-    """
+    """Return the padding rows by fqn. Empty if the vocabulary's size is unknown."""
     vocabulary = _vocabulary(checkpoint, checkpoint.state.args or {})
     if vocabulary is None:
         return {}
@@ -277,7 +274,7 @@ def _rows_behind(vocabulary: int, shape: Shape) -> Box:
 
 
 def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:
-    """Return a relation that gives the vocabulary's tensors `padded` rows, keeping the first rows."""
+    """Give the vocabulary's tensors `padded` rows, keeping the first rows."""
     links, after = [], dict(shapes)
     before_padding: dict[str, tuple[Box, ...]] = {}
     after_padding: dict[str, tuple[Box, ...]] = {}
@@ -295,7 +292,7 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary's size without padding, from the config or the run's arguments."""
+    """Return the vocabulary's size without padding."""
     config = checkpoint.config or {}
     config = config_parts(config)[-1] or config
     if config.get("vocab_size") is not None:
@@ -305,7 +302,7 @@ def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
 
 
 def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
-    """Return the table and the sizes for the config's architecture. Raise UsageError without a table."""
+    """Return the table and the sizes. Raise UsageError without a table."""
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
     if str(model_type) in MISSING:
@@ -359,7 +356,7 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
-    """Split stacked experts if a release stores them like transformers in memory. `checkpoint` is from the Hub."""
+    """Split stacked experts if a release stores them like transformers in memory."""
     own = (name for layer in sizes.layers for name in layer)
     if any(map(_STACKS.search, own)) or not any(_STACKS.search(fqn) for fqn, _ in checkpoint.tensors):
         return checkpoint
@@ -368,7 +365,7 @@ def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
 
 
 def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:
-    """Convert a Hub `checkpoint` to transformers' current names and dims of stacked experts.
+    """Convert a Hub checkpoint to transformers' current names and dims of stacked experts.
 
     Releases of models with images have other names.
     """
@@ -402,7 +399,7 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
 
 
 def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
-    """Rename modules that peers name differently, in a `checkpoint` from Megatron.
+    """Rename modules that peers name differently.
 
     mcore-bridge puts them inside `visual`; mbridge calls transformers' `visual` `vision_model`.
     """
@@ -481,7 +478,7 @@ def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
 
 
 def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield notes on settings that alternate gate and up rows in blocks, and on engines that ignore them."""
+    """Note settings that alternate gate and up rows in blocks, and engines that ignore them."""
     args, blocks = checkpoint.state.args or {}, checkpoint.facts_of(MegatronFacts).blocks
     sizes = ((ROUTED_BLOCK, blocks.routed, GROUPED), (SHARED_BLOCK, blocks.shared, SHARED_GROUPED))
     found = [(name, size, needed) for name, size, needed in sizes if size]

@@ -43,9 +43,9 @@ _DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "factor": 1, "truncate": True}
 
 
 def with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return YaRN's arguments under Megatron-LM's names, if they are recorded as fields of megatron-core's config.
+    """Return YaRN's arguments under Megatron-LM's names.
 
-    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py), or are in one `yarn`.
+    megatron-core's fields begin with `yarn_` (models/gpt/gpt_model.py), or are in one `yarn`.
     """
     if isinstance(together := args.get("yarn"), Mapping):
         args = {**args, **{f"yarn_{name}": value for name, value in together.items()}}
@@ -56,7 +56,7 @@ def with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add Megatron's arguments for scaled positions that ms-swift takes from transformers.
+    """Add Megatron's arguments for scaled positions.
 
     ms-swift 3.12, megatron/model/gpt_model.py: `rope_scaling` is config.json's, and Megatron's arguments keep their
     defaults.
@@ -90,7 +90,7 @@ def other_scaling(args: Mapping[str, Any]) -> Any:
 
 
 def contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings of a run's positions with two values, by their recorded names."""
+    """Yield settings with two values, by their recorded names."""
     flat = dict(recorded)
     for nested in ("yarn", "rope_scaling"):
         if isinstance(values := recorded.get(nested), Mapping):
@@ -122,7 +122,7 @@ def _same_settings(recorded: Mapping[str, Any]) -> Iterator[tuple[str, Any, tupl
 
 
 def differences(scaling: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield entries of a run's `rope_scaling` that differ from config.json's rotary parameters: name and both values.
+    """Yield entries of a run's `rope_scaling` that differ from config.json's: name and both values.
 
     Missing entries have their defaults.
     """

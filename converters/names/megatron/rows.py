@@ -66,13 +66,12 @@ class MegatronRow:
         return "{e}" in self.megatron and "{e}" not in self.hubs[0]
 
     def pattern(self, sizes: Sizes, shape: Shape) -> Pattern:
-        """Return the row's boxes for a first Hub tensor with this shape, or a stack of them."""
         return KINDS[self.kind](sizes, shape[1:] if self.is_stacked else shape)
 
 
 @cache
 def parse(text: str, prefix: str = "") -> tuple[MegatronRow, ...]:
-    """Parse a table's rows, adding a prefix to Megatron's names."""
+    """Parse rows, adding a prefix to Megatron's names."""
     return tuple(row for line in filter(None, map(str.strip, text.splitlines())) for row in _parallel(line, prefix))
 
 
@@ -87,7 +86,6 @@ def _parallel(line: str, prefix: str) -> Iterator[MegatronRow]:
 
 
 def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
-    """Return the pattern for a Hub tensor that stacks all experts along its first dim."""
     pieces = []
     for piece in pattern.pieces:
         box = piece.hub_box
@@ -107,14 +105,14 @@ def transposed(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def joined(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for two consecutive tensors: gate and up."""
+    """Join two tensors: gate and up."""
     rows = shape[0]
     pieces = tuple(_rows_piece(number, (0, rows), (number * rows, rows), shape) for number in range(2))
     return Pattern((shape, shape), (2 * rows, *shape[1:]), pieces)
 
 
 def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for one tensor with gate and up alternating along the last dim. A matrix is [in, out]."""
+    """Split one tensor with gate and up alternating along the last dim. A matrix is [in, out]."""
     last = len(shape) - 1
     half = shape[last] // 2
     order = (1, 0) if last else (0,)
@@ -127,7 +125,7 @@ def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def exchanged(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for a matrix with swapped halves of its columns."""
+    """Swap the halves of a matrix's columns."""
     rows, half = shape[0], shape[1] // 2
     halves = [Box((0, number * half), (rows, half)) for number in range(2)]
     pieces = tuple(RowPiece(0, halves[number], halves[1 - number], (0, 1)) for number in range(2))
@@ -135,7 +133,7 @@ def exchanged(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for queries (with `shape`), keys and values on the Hub, by query group."""
+    """Join queries (with `shape`), keys and values by query group."""
     pieces = tuple(
         _rows_piece(number, (taken, size), (placed, size), shape)
         for number, taken, size, placed in _rows_by_group(sizes)
@@ -145,7 +143,7 @@ def qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for one tensor with all queries, keys and values, by query group. A matrix is [out, in]."""
+    """Reorder one tensor with all queries, keys and values, by query group. A matrix is [out, in]."""
     head, heads, groups = (sizes.dims[name] for name in ("d", "heads", "groups"))
     first = (0, heads * head, (heads + groups) * head)
     pieces = tuple(
@@ -156,7 +154,7 @@ def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for queries on the Hub, each head followed by its gate (together `shape`), keys and values.
+    """Join queries, each head followed by its gate (together `shape`), keys and values.
 
     Megatron groups them by query group, and puts a group's gates after its queries.
     """
@@ -178,7 +176,7 @@ def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def delta(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for a gated delta net's queries, keys, values (`shape`), gates, betas and alphas in a row."""
+    """Join a gated delta net's queries, keys, values (`shape`), gates, betas and alphas."""
     counts = (shape[0], sizes.dims["lv"], sizes.dims["lh"], sizes.dims["lh"])
     starts = [sum(counts[:number]) for number in range(len(counts))]
     pieces = [
@@ -189,7 +187,7 @@ def delta(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def delta_by_head(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for a gated delta net's rows grouped by key head, with `shape`, and its betas and alphas.
+    """Join a gated delta net's rows grouped by key head, with `shape`, and its betas and alphas.
 
     Megatron has all queries, then all keys, and so on.
     """
@@ -217,7 +215,7 @@ def _rows_by_group(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for all queries, keys and values along one tensor's last dim. A matrix is [in, out]."""
+    """Transpose all queries, keys and values along one tensor's last dim. A matrix is [in, out]."""
     last, head, heads = len(shape) - 1, sizes.dims["d"], sizes.dims["heads"]
     turned = shape[::-1]
     pieces = []
@@ -230,7 +228,7 @@ def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def _rows_piece(part: int, taken: tuple[int, int], placed: tuple[int, int], shape: Shape) -> RowPiece:
-    """Return the piece with a Hub tensor's rows `taken` (offset, size), placed at Megatron's rows `placed`."""
+    """Place a Hub tensor's rows `taken` (offset, size) at Megatron's rows `placed`."""
     tail, zeros = shape[1:], (0,) * (len(shape) - 1)
     return RowPiece(
         part,

@@ -140,14 +140,13 @@ _MOST = 6
 
 
 def is_run_setting(name: str) -> bool:
-    """Return True if a setting only affects training, not the model's output."""
     return name in RUN_SETTINGS or name.startswith(PREFIXES)
 
 
 def changing(
     recorded: Mapping[str, Any], expected: Mapping[str, Any], accepted: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return recorded settings that change the model, if neither the config nor this version expresses them."""
+    """Return settings that change the model, if neither the config nor this version expresses them."""
     found = {}
     for name, value in recorded.items():
         if name in accepted or name in COMPARED or is_run_setting(name):
@@ -181,7 +180,6 @@ def unknown_and_off(recorded: Mapping[str, Any]) -> list[str]:
 def check_settings(
     recorded: Mapping[str, Any], expected: Mapping[str, Any], path: str, accepted: Collection[str] = ()
 ) -> None:
-    """Raise LossError for settings that change the model and that the target's config can't hold."""
     if found := changing(recorded, expected, accepted):
         raise unexpressed(found, path)
 

@@ -61,7 +61,6 @@ _ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*
 
 
 def check_args(args: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> None:
-    """Raise CorruptError if tensors in `shapes` contradict the run's arguments, or one is missing."""
     check_expected_shapes(expected_shapes(args, shapes), shapes, "the run's argument record", path)
 
 
@@ -91,7 +90,7 @@ def check_expected_shapes(
 
 
 def expected_shapes(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the implied tensors for a model with these `shapes`. Empty for other kinds of layers."""
+    """Return the implied tensors. Empty for other kinds of layers."""
     expected = model_shapes(args)
     if not expected or any(map(_OTHERS.match, shapes)):
         return {}
@@ -119,7 +118,6 @@ def model_shapes(args: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _are_plain(args: Mapping[str, Any]) -> bool:
-    """Return True if the arguments describe equal layers, and the sizes are numbers."""
     optional = [args.get(name) for name in _MAY_LACK]
     return (
         all(type(args.get(name)) is int for name in _SIZES)

@@ -25,10 +25,7 @@ _Layer = tuple[int | None, str, Mapping[str, Shape]]
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Row in one layer, or outside all layers (`layer` None), with the shapes of its Hub tensors.
-
-    `prefix` begins the Hub's names.
-    """
+    """Row in one layer, or outside all layers (`layer` None). `prefix` begins the Hub's names."""
 
     row: MegatronRow
     layer: int | None
@@ -50,9 +47,8 @@ class RowPlace:
 class Table:
     """Architecture facts needed by Megatron's formats.
 
-    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer,
-    `dense` and `sparse` rows for layers without and with experts. Rows for layers omit the layer's name prefix. `rows`
-    describes how to read a row.
+    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer.
+    Rows for layers omit the layer's name prefix. `rows` describes how to read a row.
     """
 
     family: Family | Composite
@@ -172,7 +168,7 @@ class Table:
         return Relation(tuple(links), hub, megatron, b_padding=padding, a_copies=dict(copies))
 
     def copies(self, sizes: Sizes) -> dict[str, str]:
-        """Return the Hub names of second copies, mapped to the original's name."""
+        """Map the Hub names of second copies to the original's name."""
         owners = {name: self.hub_name(name) for name in (EMBEDDING, OUTPUT)}
         found = {}
         if sizes.tied:
@@ -190,7 +186,7 @@ class Table:
 
 
 def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[MegatronRow]:
-    """Yield the rows, repeated for each tensor of an unchanged module. The first matching row counts."""
+    """Repeat the rows for each tensor of an unchanged module. The first matching row counts."""
     kept: set[str] = set()
     for row in rows:
         before, is_module, _ = row.hubs[0].partition(EVERY)

@@ -24,7 +24,7 @@ More = Callable[[Config], dict[str, Any]]
 def multimodal_table(
     model_type: str, texts: Mapping[str, Table], kept: str, more: More = lambda config: {}, **parts: Any
 ) -> Table:
-    """Return the table of a model with images, from its text models' tables. `kept` are the rows around them.
+    """Return the table of a model with images. `kept` are the rows around the language model.
 
     All rows come from the last text model, and fit the others. `parts` override its rows.
     """

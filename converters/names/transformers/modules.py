@@ -23,7 +23,7 @@ class Module:
     """Module's class, as its nearest base in `LAYERS`, and other facts that shapes don't show.
 
     `is_transposed`: its stacked experts are [experts, in, out]. `is_interleaved`: their gate and up rows alternate.
-    `parameters` are its own, in registration order.
+    `parameters` are in registration order.
     """
 
     layer: str | None
@@ -38,7 +38,6 @@ class Module:
 
 
 def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
-    """Return True if the model's source uses transformers' Conv1D. None without source."""
     found = [mentions(model_type, "Conv1D") for model_type in model_types(config or {})]
     return None if not found or found[0] is None else any(found)
 
@@ -46,7 +45,7 @@ def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
 def describe(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
 ) -> dict[str, Module] | None:
-    """Describe the modules called `names`, or all, in the model with these tensors. None if its class is unknown."""
+    """Describe the modules called `names`, or all. None if the model's class is unknown."""
     if config is None or has_conv1d(config) is None:
         return None
     model = build_model(config, shapes)

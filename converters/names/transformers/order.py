@@ -85,14 +85,14 @@ _EXPERTS = re.compile(r"(?:shared_)?experts?\.")
 
 
 def as_registered(names: Iterable[str], model_type: str) -> list[str]:
-    """Sort in-memory parameter names in the order of the architecture's modules, or Llama's if it is unknown."""
+    """Sort in-memory names in the architecture's module order, or Llama's if it is unknown."""
     if (composite := composites.COMPOSITES.get(model_type)) is not None:
         return _around_text(list(names), model_type, next(iter(composite.texts.values())))
     return _in_modules(names, FAMILIES.get(model_type, Family))
 
 
 def _around_text(names: list[str], model_type: str, text: Family) -> list[str]:
-    """Sort names in a model with an inner text model: the surrounding modules first, the output layer last."""
+    """Sort the modules around an inner text model first, the output layer last."""
     around = composites.registered(names, model_type)
     inside = {name.replace("model.language_model.", "model.", 1): name for name in names if name not in around}
     return sorted(around, key=around.__getitem__) + [inside[name] for name in _in_modules(inside, text)]

@@ -113,7 +113,7 @@ def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> N
 
 
 def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Direction) -> dict[str, Traced] | None:
-    """Return the tensors converted by transformers, by new name. None if it does not know the model."""
+    """Return the converted tensors, by new name. None if transformers does not know the model."""
     from converters.names.transformers.tracing import Traced
 
     # In memory the class with the most matching names is right, whatever `architectures` says. Hub names tell nothing.
@@ -287,12 +287,11 @@ def _renamed(checkpoint: Checkpoint, namespace: str, direction: Direction) -> Ch
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from transformers' module names to the names in the Hub's files."""
     return _renamed(checkpoint, HUB, "to_hub")
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
-    """Rename `checkpoint` from the Hub's names to transformers' module names, with param groups in their order."""
+    """Rename the Hub's names to transformers' module names, with param groups in their order."""
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
     groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, model_type))) for group in state.param_groups)

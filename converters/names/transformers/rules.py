@@ -70,7 +70,7 @@ def read_as(memory: str, hub: str) -> NameRule:
 
 
 def stacked(memory: str, *hub: str) -> NameRule:
-    """Return a rule for stacked experts. Their parts (gate and up) are joined along the stack's dim 1."""
+    """Join stacked experts' parts (gate and up) along the stack's dim 1."""
     return NameRule(memory, hub, dim=1)
 
 
@@ -94,7 +94,7 @@ def _replaced(name: str, old: str, new: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Renamed:
-    """Name on the other side, with `#` for numbers. `rule` joins or splits its tensor.
+    """Name on the other side, with `#` for numbers.
 
     To the Hub, `names` has the parts' names, with `*` for an expert. To memory it has one name. The tensor is then its
     `part`, and the name's number at index `expert` is the expert.
@@ -110,8 +110,7 @@ class _Renamed:
 class Rules:
     """Rules for one config: the whole model's before the inner models'.
 
-    Only the first `num_layers` layers have the model's own experts. `hidden_size` is the language model's. Each number
-    is None if the config does not have it.
+    Only the first `num_layers` layers have the model's own experts. `hidden_size` is the language model's.
     """
 
     rules: tuple[NameRule, ...]
@@ -121,7 +120,7 @@ class Rules:
     _known: dict[tuple[str, Direction], _Renamed] = field(default_factory=dict, compare=False)
 
     def relation(self, shapes: Mapping[str, Shape], direction: Direction) -> Relation | None:
-        """Return links from the tensors in `shapes` to the other side, or None if both sides are equal.
+        """Return links to the other side, or None if both sides are equal.
 
         Raise LossError if parts of a tensor do not fit, CorruptError if one is missing.
         """
@@ -269,13 +268,13 @@ def _taken_apart(rule: NameRule, name: str, shape: Shape, parts: list[str]) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """In-memory tensor joined from several Hub tensors: their names, by expert and part number."""
+    """In-memory tensor joined from several Hub tensors, by expert and part number."""
 
     rule: NameRule
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def shape(self, name: str, shapes: Mapping[str, Shape], num_experts: int | None) -> Shape:
-        """Return the shape of the stacked tensor.
+        """Return the shape.
 
         Raise CorruptError if a part is missing, LossError if the parts' shapes differ.
         """

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def stored_names(model: Any) -> Any:
-    """Add conversions that make `save_pretrained` write the Hub's names."""
+    """Make `save_pretrained` write the Hub's names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

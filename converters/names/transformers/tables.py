@@ -280,7 +280,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 
 
 def declared(config: Mapping[str, Any]) -> Rules | None:
-    """Return the rules for this config's model. None unless the tables have the model and all inner models."""
+    """Return the rules for this config. None unless the tables have the model and all inner models."""
     types = list(dict.fromkeys(model_types(config)))
     whole = config.get("model_type")
     if not isinstance(whole, str) or (whole not in RULES and whole not in UNCHANGED):

@@ -35,7 +35,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool:
 
 
 def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the aliases tied by the config's model, with owners if known. Inner models follow their own configs."""
+    """Return aliases, with owners if known. Inner models follow their own configs."""
     ties = (all_tied_weights(config) or {}) if ties_embeddings(config) else {}
     for attribute, inner in chosen_inside(config).items():
         within = declared_ties(inner).items()
@@ -44,7 +44,7 @@ def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Map each owner recorded in the checkpoint to its tensor's name in a Hub model's files.
+    """Map each recorded owner to its tensor's name in a Hub model's files.
 
     The owner keeps its name if the model is not from the Hub, or if an alias is stored, too.
     """
@@ -91,9 +91,9 @@ def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, 
 
 
 def untied_config(config: Mapping[str, Any], aliases: Collection[str]) -> dict[str, Any] | None:
-    """Return `config` with `aliases`, in-memory names, untied.
+    """Untie `aliases`, in-memory names, in `config`.
 
-    None if no config of this architecture computes the same without these ties.
+    Return None if no config of this architecture computes the same without these ties.
     """
     tied = declared_ties(config)
     if any(map(computes_by_tie, model_types(config))) and not tied.keys().isdisjoint(aliases):

@@ -29,7 +29,7 @@ _SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
 
 @dataclass(frozen=True, slots=True)
 class TracedPiece:
-    """Box `source_box` of tensor `source`, found at the traced tensor's `box`. `dims` as in `Link`."""
+    """Box `source_box` of tensor `source`, found at the traced tensor's `box`."""
 
     source: str
     source_box: Box
@@ -278,7 +278,6 @@ def _dim_groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[in
 
 
 def _merge(tensor: Traced, dim: int) -> Traced:
-    """Merge dims `dim` and `dim + 1`."""
     rows, row = tensor.sizes[dim], tensor.sizes[dim + 1]
     pieces = []
     for piece in tensor.pieces:

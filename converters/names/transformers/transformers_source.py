@@ -48,9 +48,9 @@ def package() -> Path | None:
 
 @functools.cache
 def converted_identifiers() -> frozenset[str] | None:
-    """Return model types and class names that transformers 5's tables (`conversion_mapping.py`) may mention.
+    """Return all quoted words in transformers 5's tables (`conversion_mapping.py`): model types and class names.
 
-    Every quoted word counts, so none is overlooked. None without tables: transformers 4, or no transformers.
+    None without tables: transformers 4, or no transformers.
     """
     folder = package()
     path = folder / "conversion_mapping.py" if folder else None
@@ -60,7 +60,6 @@ def converted_identifiers() -> frozenset[str] | None:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the `model_type` from a config and from all inner configs."""
     own = config.get("model_type")
     if isinstance(own, str) and own:  # empty in inner configs for other parts, for example MPT's attention
         yield own
@@ -108,7 +107,7 @@ def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str
 
 
 def mentions(model_type: str, word: str) -> bool | None:
-    """Return True if the model's modeling files contain the word. None without such files."""
+    """Return True if the modeling files contain the word. None without such files."""
     text = _source(model_type, "modeling")
     return re.search(rf"\b{word}\b", text) is not None if text else None
 
@@ -118,7 +117,7 @@ def class_names(model_type: str) -> frozenset[str]:
 
 
 def base_prefixes(config: Mapping[str, Any]) -> set[str]:
-    """Return `base_model_prefix` of the model's classes: the name prefixes in a model with a head."""
+    """Return the classes' `base_model_prefix`: the name prefixes in a model with a head."""
     model_type = config.get("model_type")
     bodies = [body for _, body in _classes(model_type, "modeling").values()] if isinstance(model_type, str) else []
     return {match[1] for body in bodies if (match := _PREFIX.search(body))}
@@ -127,7 +126,7 @@ def base_prefixes(config: Mapping[str, Any]) -> set[str]:
 def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
     """Return `_tied_weights_keys` of the config's model class: alias patterns, with owners if known.
 
-    transformers 5 maps alias to owner, and transformers 4 only lists aliases. None if the class is not found.
+    transformers 5 maps alias to owner, and transformers 4 only lists aliases.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -215,7 +214,6 @@ def computes_by_tie(model_type: str) -> bool:
 
 
 def ties_by_default(model_type: str) -> bool:
-    """Return True if the config class ties the embeddings by default."""
     for _, body in _classes(model_type, "configuration").values():
         if re.search(rf'^    model_type(?:: str)? = "{re.escape(model_type)}"', body, re.MULTILINE):
             match = _TIE_DEFAULT.search(body)

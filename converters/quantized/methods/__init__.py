@@ -15,7 +15,6 @@ from converters.quantized.scheme import Method, Quantizer, Scheme, Settings
 
 @cache
 def methods() -> Mapping[str, Method]:
-    """Return every method by its names in `quant_method`."""
     modules = (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
     found: list[Method] = [module.METHOD for module in modules]
     return {name: method for method in found for name in method.names}

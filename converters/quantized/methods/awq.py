@@ -69,7 +69,7 @@ def _outputs(words: NDArray) -> NDArray:
 
 
 def _awq(settings: Settings) -> list[Scheme] | None:
-    """Return the scheme for `gemm`'s qweight [in, out * bits / 32]. Other versions have other shapes."""
+    """Return the scheme for `gemm`. Other versions have other shapes."""
     version = str(settings.get("version", "gemm")).lower()
     bits, group = number(settings, "bits", "w_bit") or _BITS, number(settings, "group_size", "q_group_size")
     if version not in ("gemm", "gemv"):

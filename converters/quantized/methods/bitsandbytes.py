@@ -11,9 +11,9 @@ Everything is fp32 until the product is rounded to the recorded dtype, and then 
 
 8 bits: `NAME`, int8, with `SCB` [out]: value times SCB times 1/127, in fp32, in this order.
 
-bitsandbytes takes the 16 values from its own tables, and the file must match them here. Its AVX-512 code (0.50.2) uses
-wrong factors if the block size does not divide the rows; this module computes the result of all its other code. Only
-for fp4's negative zero does its code disagree with itself; here it is 0.0, as in the table.
+bitsandbytes takes the 16 values from its own tables, so the file must match them. Its AVX-512 code (0.50.2) uses wrong
+factors if the block size does not divide the rows; here the result is its other code's. Only for fp4's negative zero
+does its code disagree with itself; here it is 0.0, as in the table.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ _NESTED_WHY = "double quantization rounds the scales after the values"
 
 @dataclass(frozen=True, slots=True)
 class _Nested:
-    """Second quantization, for the factors."""
-
     block_size: int
     offset: np.float32
     values: NDArray
@@ -171,7 +169,6 @@ def _rows(stored: StoredWeights, fqn: str, start: int, stop: int) -> Box:
 
 
 def _pairs(kind: str) -> NDArray:
-    """Return both values for every byte, with shape [256, 2]."""
     byte = np.arange(256)
     return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
 
@@ -196,7 +193,6 @@ def _eight_bits(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> 
 
 
 def _eight_bit_values(stored: StoredWeights, name: str, scales_name: str, rows: Box) -> memoryview:
-    """Compute some rows of an int8 matrix."""
     scales = stored.scales(scales_name)[rows.offsets[0] : rows.ends[0]]
     values = stored.read(name, rows).view(np.int8).astype(np.float32)
     values *= scales[:, None]
@@ -211,7 +207,7 @@ def _is_conv1d(stored: StoredWeights, owner: str) -> bool:
 
 
 def _oriented(weight: Weight, transposed: bool) -> Weight:
-    """Return the weight, transposed if needed. A transposed weight is a single block."""
+    """Transpose the weight if needed. A transposed weight is a single block."""
     if not transposed:
         return weight
     shape = weight.shape[::-1]
@@ -220,7 +216,7 @@ def _oriented(weight: Weight, transposed: bool) -> Weight:
 
 
 def _per_block(plain: Shape) -> list[Shape]:
-    """Return the shape for one scale per block, with 64 elements or another size supported by bitsandbytes."""
+    """Return the shape for one scale per block, in all sizes supported by bitsandbytes."""
     return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
 
 

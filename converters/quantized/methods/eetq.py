@@ -9,7 +9,6 @@ from converters.quantized.scheme import FLOATS, INT8, WEIGHT, Method, Part, Sche
 
 
 def _eetq(_: Settings) -> list[Scheme]:
-    """Return the scheme for int8 [in, out]."""
     scales = Part(FLOATS, lambda plain: [(plain[0],)])
     return [Scheme(WEIGHT, {WEIGHT: Part(INT8), "{w}_scales": scales}, lambda packed: packed[::-1])]
 

@@ -76,7 +76,7 @@ class _GptqWeight:
 
 
 def _gptq(settings: Settings) -> list[Scheme] | None:
-    """Return the scheme for qweight [in * bits / 32, out]. Modules with own bits (`dynamic`) have other shapes."""
+    """Return the scheme. Modules with own bits (`dynamic`) have other shapes."""
     formats = {str(settings.get(key) or NAME) for key in _FORMAT_KEYS}
     if not formats <= {NAME, "gptq_v2"}:
         return None

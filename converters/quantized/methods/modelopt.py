@@ -112,7 +112,7 @@ _NVFP4 = _ModelOptWeight(ScaleGrid(1, 16), is_packed=True)
 
 
 def _nvfp4(extra: Mapping[str, Part], dequantize: Dequantizer | None = _NVFP4) -> list[Scheme]:
-    """Return schemes for linear layers and for stacked experts, whose matrices may be transposed."""
+    """Return schemes for linear layers and for stacked experts. Their matrices may be transposed."""
     scales = {SCALE: Part(E4M3, per_group(1, 16)), SCALE_2: Part(F32, scalar)}
     parts, rounding = {WEIGHT: Part(BYTES), **scales, **extra}, e2m1_rounding(WEIGHT, SCALE)
     linear = Scheme(WEIGHT, parts, wider(2), is_stack=False, dequantize=dequantize, rounding=rounding)

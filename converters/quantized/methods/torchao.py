@@ -43,7 +43,6 @@ from converters.quantized.scheme import (
 NAME = "torchao"
 DATA, SCALE, ZERO = "{m}_weight_qdata", "{m}_weight_scale", "{m}_weight_zero_point"
 
-#: Plain dtypes by name.
 _PLAIN_DTYPES = {dtype.name: dtype for dtype in CASTABLE.values()}
 #: Dtype of the values, by class.
 _CLASSES = {"Float8Tensor": E4M3, "Int8Tensor": BY_NAME["int8"], "IntxUnpackedToInt8Tensor": BY_NAME["int8"]}
@@ -51,8 +50,6 @@ _CLASSES = {"Float8Tensor": E4M3, "Int8Tensor": BY_NAME["int8"], "IntxUnpackedTo
 
 @dataclass(frozen=True, slots=True)
 class _RecordedWeight:
-    """Weight of a class in the header."""
-
     def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
         kind, block, dtype, names = _record(stored, owner, parts)
         data = stored.tensors[parts[DATA]]
@@ -77,7 +74,7 @@ class _RecordedWeight:
 def _record(
     stored: StoredWeights, owner: str, parts: Mapping[str, str]
 ) -> tuple[str, tuple[int, ...], DType, tuple[str, ...]]:
-    """Return a weight's class, block size, plain dtype and names of tensors, from the header of its file."""
+    """Return a weight's class, block size, plain dtype and names of tensors, from its file's header."""
     found: Any = None
     try:
         found = json.loads(stored.header(parts[DATA])[owner])
@@ -118,7 +115,6 @@ _INTEGERS = Rounding(SCALE, ((DATA, 0x01), (ZERO, 0)), span=128, epsilon=2.0**-8
 
 
 def _torchao(_: Settings) -> list[Scheme]:
-    """Return schemes for a subclass's tensors, by their values' dtype."""
     more = {"{m}_weight_act_quant_scale": for_activations(), "{m}_weight_act_pre_scale": optional()}
     zero = {ZERO: optional((*INTEGERS, *FLOATS))}
     zero_of_eight = {ZERO: optional((*INT8, *FLOATS), any_blocks)}

@@ -19,7 +19,6 @@ MLP = """
 
 
 def squared(sizes: Sizes, partial: float | None = None) -> dict[str, Any]:
-    """Return the arguments for an ungated MLP with squared ReLU."""
     activation = sizes.config.get("hidden_act") or "relu2"
     if activation != "relu2":
         raise LossError("Megatron does not support this activation without a gate", expected="relu2", found=activation)

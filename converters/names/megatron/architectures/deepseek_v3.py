@@ -51,7 +51,6 @@ def args(sizes: Sizes, *, scaling: float = 2.5, epsilon: float = 1e-6) -> dict[s
 
 
 def normalised(sizes: Sizes, *, default: bool = True) -> None:
-    """Raise LossError if the sigmoids of the chosen experts are not normalized."""
     if not sizes.config.flag("norm_topk_prob", default):
         raise LossError("Megatron normalizes the chosen experts' scores", found="norm_topk_prob false")
 
@@ -79,7 +78,7 @@ def latent(sizes: Sizes) -> dict[str, Any]:
 
 
 def notes(sizes: Sizes, epsilon: float = 1e-6) -> list[str]:
-    """Note if transformers' norms inside attention use another epsilon. Megatron has only one."""
+    """Note another epsilon in transformers' norms inside attention. Megatron has only one."""
     epsilon = sizes.config.number("rms_norm_eps", epsilon)
     ours = f"Megatron's norms for latent queries, keys and values use the config's rms_norm_eps, {epsilon:g}"
     return [] if epsilon == _INSIDE else [f"{ours}; transformers' class uses {_INSIDE:g}"]
@@ -102,9 +101,9 @@ def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
 
 
 def _check_groups(config: Config) -> None:
-    """Raise LossError for expert groups that Megatron does not score by their best two experts, like transformers does.
+    """Raise LossError for expert groups not scored by their best two experts.
 
-    It takes the average number chosen per group (transformer/moe/moe_utils.py, `group_limited_topk`).
+    Megatron takes the average number chosen per group (transformer/moe/moe_utils.py, `group_limited_topk`).
     """
     groups, chosen, used = config.get("n_group"), config.get("topk_group"), config.size("num_experts_per_tok")
     if chosen and groups != chosen and used // config.size("topk_group") != 2:

@@ -39,7 +39,6 @@ class Grid:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Grid:
-        """Return the grid in Megatron-LM's arguments. Raise CorruptError for an invalid size."""
         sizes = {axis: _size(args, AXES[axis], 1) for axis in ("tp", "pp", "ep", "vpp")}
         return cls(**sizes, etp=_size(args, AXES["etp"], sizes["tp"]))
 
@@ -102,7 +101,6 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
-    """Return the experts of expert-parallel rank `ep`, by whole-model number."""
     if num_experts % grid.ep:
         what = f"{pluralize(num_experts, 'expert')} do not divide among {grid.ep} expert parallel ranks"
         raise UsageError(what, hint="another --ep")
@@ -129,8 +127,8 @@ STAGE_ARGS = (
 class Stages:
     """Division of `num_layers` decoder layers, and `num_mtp` layers after them, into pipeline ranks' chunks.
 
-    `first` and `last` are the layers of the first and the last rank if they differ from the others. `embedding` and
-    `loss` count these as layers. `layout` lists the elements of every chunk, with pipeline ranks first, then chunks.
+    `first` and `last` are the first and the last rank's layers if they differ from the others. `embedding` and `loss`
+    count these as layers. `layout` lists the elements of every chunk, with pipeline ranks first, then chunks.
     """
 
     num_layers: int
@@ -145,7 +143,7 @@ class Stages:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Stages:
-        """Return the stages in Megatron-LM's arguments. Raise LossError if megatron-core refuses them."""
+        """Return the stages. Raise LossError if megatron-core refuses them."""
         grid = Grid.of_args(args)
         even = cls(_size(args, "num_layers", 0), grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
         old_names = {
@@ -164,7 +162,7 @@ class Stages:
             ) from None
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
-        """Return as many stages, with layers divided by the `STAGE_ARGS` in `args`."""
+        """Divide layers by the `STAGE_ARGS` in `args`."""
         layout = args.get("pipeline_model_parallel_layout")
         return replace(
             self,
@@ -229,7 +227,6 @@ class Stages:
         return None if (self.num_layers + self.embedding + self.loss) % (self.pp * self.vpp) else True
 
     def layers(self, pp: int, vp: int = 0) -> range:
-        """Return the decoder layers in chunk `vp` of pipeline rank `pp`, by whole-model number."""
         if self.layout is not None:
             start = sum(row.count("decoder") for row in self.layout[: vp * self.pp + pp])
             return range(start, start + self.layout[vp * self.pp + pp].count("decoder"))
@@ -270,7 +267,7 @@ class Stages:
         return self.num_mtp > 0 and self.is_last(pp, vp)
 
     def has_final_norm(self, pp: int, vp: int) -> bool:
-        """Return True if the chunk has the decoder's final norm. With MTP layers it follows the last decoder layer."""
+        """Return True if the chunk has the final norm. With MTP layers it follows the last decoder layer."""
         return self.num_layers - 1 in self.layers(pp, vp) if self.num_mtp else self.is_last(pp, vp)
 
     def place(self, layer: int) -> tuple[int, int, int]:

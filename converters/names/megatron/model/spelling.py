@@ -51,7 +51,6 @@ class LayerKind:
 
     @classmethod
     def of(cls, names: Collection[str]) -> LayerKind:
-        """Return the kind of a layer with these tensor names, in either spelling."""
         return cls(
             any("mlp.router." in name or "mlp.experts." in name for name in names),
             any("self_attention.linear_kv_up_proj." in name for name in names),
@@ -75,18 +74,17 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
 
 @lru_cache(_NAMES)
 def is_outside_language_model(name: str) -> bool:
-    """Return True if a tensor of a model with images is outside its language model."""
+    """Return True for a model with images' tensor outside its language model."""
     return _BESIDE.fullmatch(name) is not None
 
 
 def bare(name: str) -> str:
-    """Convert a name in a model's files: without the language model's prefix, an encoder as a decoder."""
+    """Remove the language model's prefix, and rename an encoder to a decoder."""
     name = name.removeprefix(LANGUAGE)
     return _DECODER + name.removeprefix(ENCODER) if name.startswith(ENCODER) else name
 
 
 def in_encoder(name: str) -> str:
-    """Return a tensor's name in a BertModel's files."""
     return ENCODER + name.removeprefix(_DECODER) if name.startswith(_DECODER) else name
 
 
@@ -95,7 +93,6 @@ def is_encoders(name: str) -> bool:
 
 
 def in_whole_model(name: str) -> str:
-    """Return a tensor's name in a model with images. The language model's names get its prefix."""
     return name if is_outside_language_model(name) else LANGUAGE + name
 
 
@@ -115,7 +112,6 @@ def is_expert(name: str) -> bool:
 
 @lru_cache(_NAMES)
 def expert_of(name: str) -> int | None:
-    """Return the number of a tensor's routed expert."""
     match = _EXPERT.fullmatch(name)
     return int(match["expert"]) if match else None
 
@@ -134,7 +130,6 @@ class Spelling:
 
     @classmethod
     def of_names(cls, names: Collection[str]) -> Spelling:
-        """Return the spelling in a rank's file."""
         kinds = layer_kinds(names)
         own = False
         for name in names:
@@ -240,7 +235,7 @@ def _position(name: str, prefixes: tuple[str, ...]) -> int:
 
 @lru_cache(_NAMES)
 def registered(name: str) -> tuple[Any, ...]:
-    """Return a sort key that puts a chunk's own names into module order."""
+    """Return a sort key for module order."""
     if is_outside_language_model(name):
         return (-1,)  # first, in the given order: transformers' modules
     place: tuple[Any, ...] = (_position(name, _MODULES),)

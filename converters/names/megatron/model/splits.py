@@ -18,8 +18,8 @@ from converters.names.megatron.model.spelling import is_expert, is_outside_langu
 class Split:
     """Sharding of a tensor over tensor-parallel ranks: along `dim`, or none if `dim` is None.
 
-    `sections` follow each other along the dim, in these proportions, and each rank has a part of every section. With
-    `block` they alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
+    Each rank has a part of every section, in these proportions. With `block` the sections alternate within a rank's
+    part, in blocks of that many rows: gate, up, gate, up.
     """
 
     dim: int | None = None
@@ -75,7 +75,7 @@ class GateBlocks:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any], accepted: Collection[str] = ()) -> GateBlocks:
-        """Return the blocks recorded in `args`, ignoring settings that the user `accepted`."""
+        """Return the recorded blocks, ignoring settings that the user `accepted`."""
         if not any(args.get(name) for name in GATED_ARGS):
             return cls()
         sizes = {name: args.get(name) for name in (ROUTED_BLOCK, SHARED_BLOCK) if name not in accepted}
@@ -90,7 +90,7 @@ class GateBlocks:
         return cls(sizes.get(ROUTED_BLOCK), sizes.get(SHARED_BLOCK))
 
     def of(self, name: str) -> int | None:
-        """Return the block size for an expert's first layer, or None for any other tensor."""
+        """Return the block size for an expert's first layer."""
         if not (self.routed or self.shared) or not _FIRST_LINEAR.fullmatch(name):
             return None
         return self.routed if is_expert(name) else self.shared if ".mlp.shared_experts." in name else None
@@ -99,7 +99,7 @@ class GateBlocks:
 def split_of(
     name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None
 ) -> Split | None:
-    """Return the sharding of `name`, or None for a name without a rule.
+    """Return the sharding, or None for a name without a rule.
 
     With `local_spec` the model has megatron-core's own layers, with sharded down projections in latent attention.
     """
@@ -117,7 +117,7 @@ def split_of(
 def known_split(
     name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None, **where: Any
 ) -> Split:
-    """Return the sharding like `split_of`. Raise LossError for a name without a rule; `where` is its known place."""
+    """Return the sharding. Raise LossError for a name without a rule; `where` is its known place."""
     split = split_of(name, sections=sections, local_spec=local_spec, block=block)
     if split is None:
         what = "tensor parallel sharding is unknown for this tensor"
@@ -126,7 +126,6 @@ def known_split(
 
 
 def packed(name: str) -> tuple[str, ...]:
-    """Return the section names of a packed layer's rows."""
     match = _PACKED.fullmatch(name)
     return SECTIONS[match["module"], match["layer"]] if match else ()
 
@@ -144,7 +143,7 @@ def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bo
 
 
 def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tuple[int, ...]:
-    """Return the rows of each section in a packed layer, from nearby tensors. Raise LossError without these.
+    """Return the rows of each section in a packed layer, from nearby tensors.
 
     The output layer has a column per value, the convolution two further sections of equal size, and `A_log` a number
     per head.
@@ -168,7 +167,7 @@ def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tupl
 
 
 def second_linear(name: str) -> str | None:
-    """Return the name of the second layer's weight for an MLP's first. Its shape shows if the MLP is gated."""
+    """Return the name of the second layer's weight. Its shape shows if the MLP is gated."""
     match = _FIRST_LINEAR.fullmatch(name)
     return f"{match[1]}linear_fc2.weight{match[3]}" if match else None
 
@@ -179,7 +178,7 @@ def is_gated(first: Shape, second: Shape) -> bool:
 
 @lru_cache(8192)  # thousands of experts share few shapes
 def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, ...]:
-    """Return a tensor's parts on rank `rank` of `size`, laid end to end along the first dim. `shape` is the whole's.
+    """Return a tensor's parts on one rank, laid end to end along the first dim. `shape` is the whole's.
 
     Raise UsageError if the tensor does not divide.
     """
@@ -237,7 +236,7 @@ def model_rows(rows: int, size: int, block: int) -> tuple[int, ...]:
 
 
 def in_model_order(box: Box, rows: int, size: int, block: int) -> Iterator[tuple[Box, Box]]:
-    """Yield the parts of `box` in a stored tensor with `rows` rows: in its own coordinates, and in the model's."""
+    """Yield the parts of `box` in a stored tensor: in its own coordinates, and in the model's."""
     first, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
     places = model_rows(rows, size, block)
     for number in range(first // block, -(-stop // block)):
@@ -249,18 +248,16 @@ def in_model_order(box: Box, rows: int, size: int, block: int) -> Iterator[tuple
 
 @lru_cache(8192)
 def rank_shape(split: Split, shape: Shape, size: int) -> Shape:
-    """Return the shape of a rank's part, for a tensor with `shape`."""
     boxes = rank_boxes(split, shape, size, 0)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:]) if shape else shape
 
 
 def full_shape(split: Split, shape: Shape, size: int) -> Shape:
-    """Return the whole tensor's shape if each of `size` ranks has a part with `shape`."""
     return tuple(n * size if d == split.dim else n for d, n in enumerate(shape))
 
 
 def padded_vocab_size(size: int, divisible_by: int, tp: int) -> int:
-    """Return the embedding's rows for a vocabulary of `size`: training/tokenizer, `_vocab_size_with_padding`."""
+    """Return the embedding's rows: training/tokenizer, `_vocab_size_with_padding`."""
     multiple = divisible_by * tp
     return -(-size // multiple) * multiple
 
@@ -269,7 +266,7 @@ def has_qkv_in_blocks(args: Mapping[str, Any]) -> bool:
     """Return True for a Megatron-DeepSpeed version that divides a rank's query_key_value into three blocks.
 
     Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) divides the rows into
-    queries, keys and values of all heads, instead of head by head. `checkpoint_version` stays 3.0, but an argument from
+    all heads' queries, keys and values, instead of head by head. `checkpoint_version` stays 3.0, but an argument from
     the same commit shows it.
     """
     return "ds_sequence_parallel_fpdt" in args
