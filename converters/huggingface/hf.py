@@ -265,8 +265,9 @@ def _proof(
     loads = loading.proved(saved.cls)
     if class_name(config) is None:
         loads = loading.with_files(loading.accepted(loads, config), files, parts)
-    if why := weights.unproved or weights.unread:
-        loads = LoadCheck(None if weights.unproved else False, loads.call, why)
+    unknown = weights.unproved or (None if weights.unread else weights.untried)
+    if why := unknown or weights.unread:
+        loads = LoadCheck(None if unknown else False, loads.call, why)
     return [*proof_notes(saved, shapes, loads=not why)], loads
 
 

@@ -41,6 +41,8 @@ _OF_QUANTIZED = re.compile(
     r"weight\.(nested_)?(absmax|quant_map)|weight\.quant_state\..+|weight_format|qweight|qzeros|g_idx|SCB|"
     r"_weight_(qdata|scale|scale_and_zero|zero_point))"
 )
+#: Experts in tensors of their own.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
 
@@ -280,6 +282,13 @@ class QuantizedWeights:
             return None
         where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
         return f"transformers does not read weights quantized by {self.title}{where}"
+
+    @property
+    def untried(self) -> str | None:
+        """Reason why it is unknown if transformers loads the quantized weights. None if it is known."""
+        experts = ((owner, fit.scheme) for owner, fit in self._fitted.items() if _EXPERT.search(owner))
+        found = next((owner for owner, scheme in experts if scheme is None or not scheme.joins_experts), None)
+        return found and f"transformers joins experts while loading, but may not join the parts of {found}"
 
     @property
     def unwritable(self) -> str | None:

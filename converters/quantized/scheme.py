@@ -120,7 +120,8 @@ class Scheme:
     transposed shape. If `is_stack` is True, the scheme is only for
     experts in one tensor, with a name not ending in `weight`. If False, it is only for all other weights. `bits` is the
     size of an element if the packed part has no dims. `dequantize` is None if the values are unknown, `rounding` if
-    nothing is known about their error.
+    nothing is known about their error. `joins_experts` is True if transformers 5.23 joins such experts while loading
+    (`quantizers/base.py`, `update_weight_conversions`).
     """
 
     packed: str
@@ -131,6 +132,7 @@ class Scheme:
     may_transpose: bool = False
     dequantize: Dequantizer | None = None
     rounding: Rounding | None = None
+    joins_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

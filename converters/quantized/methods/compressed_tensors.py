@@ -319,7 +319,8 @@ def _strategy_shapes(weights: Settings) -> ShapeList | None:
 
 
 def _naive(dtypes: tuple[str, ...], scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:
-    return [Scheme(WEIGHT, {WEIGHT: Part(dtypes), SCALE: Part(FLOATS, scales), **extra}, tuple)]
+    parts = {WEIGHT: Part(dtypes), SCALE: Part(FLOATS, scales), **extra}
+    return [Scheme(WEIGHT, parts, tuple, joins_experts=dtypes == F8)]
 
 
 def _integers(scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:

@@ -109,7 +109,7 @@ def _fp8(settings: Settings) -> list[Scheme]:
     size = _block_size(settings)
     grid = ScaleGrid(*size) if size else ScaleGrid() if settings else None
     scales = per_group(*size) if size else scalar if settings else None
-    plain = Scheme(WEIGHT, {WEIGHT: Part(F8), SCALE: Part((*FLOATS, *E8M0), scales)}, tuple)
+    plain = Scheme(WEIGHT, {WEIGHT: Part(F8), SCALE: Part((*FLOATS, *E8M0), scales)}, tuple, joins_experts=True)
     plain = replace(plain, dequantize=_Fp8Weight(SCALE, grid), rounding=e4m3_rounding(WEIGHT, SCALE))
     activations = for_activations(FLOATS, scalar, required=settings.get("activation_scheme") == "static")
     names = ("activation_scale", "input_scale")
