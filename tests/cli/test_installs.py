@@ -25,7 +25,7 @@ COMMANDS = [
     *(one.text for one in commands(README) if one.text.startswith("ckpt ")),
     *(
         command
-        for cell in re.findall(r"^\|.*\| (`ckpt .+`) \|$", README, re.MULTILINE)
+        for cell in re.findall(r"^\|.*\| (`ckpt [^|]+`) \|$", README, re.MULTILINE)
         for command in re.findall("`([^`]+)`", cell)
     ),
     "ckpt verify --loads outputs-merged",
