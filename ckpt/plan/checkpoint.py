@@ -1,7 +1,6 @@
 """Descriptions of checkpoints, layouts and targets, and the protocol for formats.
 
-A reader turns files into a `Checkpoint`. A writer turns a `Checkpoint` into a `Target`. Neither moves tensor data, and
-neither knows which other formats exist.
+A reader turns files into a `Checkpoint`. A writer turns a `Checkpoint` into a `Target`. Neither moves tensor data.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
-#: The model's own roles. Every other role is an optimizer state's name.
+#: Every other role is an optimizer state's name.
 WEIGHT, MASTER, BUFFER = MODEL_ROLES = ("weight", "master", "buffer")
 
 #: Namespaces for parameters: the Hub's files, transformers' modules in memory, megatron-core's GPTModel (with global
 #: layer and expert numbers), or the model's own unknown names.
 HUB, TRANSFORMERS, MEGATRON, OWN = "hub", "transformers", "megatron", "own"
 
-#: Megatron-LM's arguments with axis sizes (megatron/training/arguments.py).
+#: Megatron-LM's arguments (megatron/training/arguments.py).
 AXES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -54,7 +53,7 @@ class ParamGroup:
 class OneElement:
     """A one-number optimizer state stored as a tensor, with shape () or [1].
 
-    The optimizer changes it in place, so it must stay a tensor. Adam's `step` has its own form in each engine.
+    The optimizer changes it in place, so it must stay a tensor.
     """
 
     value: int | float | bool
@@ -66,21 +65,19 @@ class OneElement:
 class TrainingState:
     """A run's state apart from its parameters' tensors. A field is None if nothing is recorded.
 
-    Entries without a field are in `private`, by the engine that understands them. Another engine's writer reports them
-    as left out, or hands them to the user. A field for a file's entry has the entry's name.
+    Entries without a field are in `private`. Another engine's writer reports them as left out, or hands them to the
+    user. A field for a file's entry has the entry's name.
     """
 
     #: Optimizer steps taken, including steps skipped after an overflow.
     step: int | None = None
     param_groups: tuple[ParamGroup, ...] = ()
-    #: One-number optimizer states, by state and fqn: Adam's `step`. States other than `step` are `OneElement` if stored
-    #: as a tensor.
+    #: One-number optimizer states, by state and fqn. States other than `step` are `OneElement` if stored as a tensor.
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     #: Recording engine: `deepspeed`, `megatron`, or `torch` (its state dicts, whoever saved them).
     engine: str | None = None
-    #: The engine's version in the files.
     engine_version: str | None = None
-    #: DeepSpeed: the stage (1 to 3) used for partitioning the optimizer. The config may have another value.
+    #: DeepSpeed: the stage (1 to 3) used for partitioning. The config may have another value.
     zero_stage: int | None = None
     #: DeepSpeed: True if frozen parameters were saved too, None if unknown.
     frozen_saved: bool | None = None
@@ -88,9 +85,8 @@ class TrainingState:
     lr_scheduler: Any = None
     #: Megatron's LR and weight decay schedule, counted in sequences (`num_steps`).
     opt_param_scheduler: Any = None
-    #: DeepSpeed's loss scaler, a Record.
     loss_scaler: Any = None
-    #: Megatron's loss scaler: a dict with `scale`.
+    #: A dict with `scale`.
     grad_scaler: Any = None
     #: Sequences consumed in DeepSpeed's count: a number, or a stored tensor with one.
     global_samples: Any = None
@@ -98,13 +94,12 @@ class TrainingState:
     skipped_steps: Any = None
     #: A torch trainer's counts, in optimizer steps (`step`) and sequences (`sequences`).
     train_state: Mapping[str, Any] | None = None
-    #: DeepSpeed: its data sampler's position (curriculum learning).
+    #: DeepSpeed's data sampler (curriculum learning).
     data_sampler: Any = None
     #: DeepSpeed: schedule for random layerwise token dropping.
     random_ltd: Any = None
-    #: Megatron-LM's arguments by name: `tensor_model_parallel_size`, `consumed_train_samples` in sequences.
+    #: Megatron-LM's arguments by name. `consumed_train_samples` is in sequences.
     args: Mapping[str, Any] | None = None
-    #: Config that DeepSpeed's engine ran with.
     ds_config: Mapping[str, Any] | None = None
     #: The user's argument to DeepSpeed's `save_checkpoint`, or a script's to Megatron-DeepSpeed.
     client_state: Mapping[str, Any] | None = None
@@ -112,15 +107,14 @@ class TrainingState:
     extra_state: Mapping[str, Any] | None = None
     #: Each rank's own values, by entry (`rng_state`) and by the format's name for the rank.
     per_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Entries that only one engine understands, by engine and name.
+    #: By engine and name.
     private: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of_entries(cls, engine: str, entries: Mapping[str, Any], **fields: Any) -> TrainingState:
         """Return the state recorded by `engine`: known entries become fields, the rest `private`.
 
-        `fields` holds values from elsewhere. An entry stays private if its field needs a mapping and it is none, or if
-        the field is already set.
+        An entry stays private if its field needs a mapping and it is none, or if `fields` already sets it.
         """
         private: dict[str, dict[str, Any]] = {}
         for name, value in entries.items():
@@ -142,7 +136,6 @@ class TrainingState:
         return found
 
 
-#: Fields for file entries: mappings, and others.
 _MAPPINGS = ("train_state", "args", "ds_config", "client_state", "extra_state")
 _ENTRIES = (
     *("lr_scheduler", "opt_param_scheduler", "loss_scaler", "grad_scaler"),
@@ -158,13 +151,13 @@ _OWNERS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file's state when its metadata was read. Any changed field means that the file was replaced."""
+    """A file's state when its metadata was read."""
 
     path: str
     size: int
     mtime_ns: int
     inode: int
-    #: Time when anything last changed. A rewrite can restore mtime, but not ctime.
+    #: A rewrite can restore mtime, but not ctime.
     ctime_ns: int = 0
 
     @classmethod
@@ -198,7 +191,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The user's input: all `places`, including run folders and adapters, and the model config's folder."""
+    """The user's input: all places, including run folders and adapters, and the model config's folder."""
 
     places: tuple[str, ...] = ()
     config: str | None = None
@@ -218,8 +211,7 @@ class ComputesIn(NamedTuple):
 class QuantizedStates:
     """Optimizer states stored quantized. Their tensors are computed and have the plain values.
 
-    `methods` gives each state's method. `blocks` gives the stored form, if known, for formats that support it
-    (`carries_blocks`).
+    `methods` gives each state's method, `blocks` the stored form for formats that support it (`carries_blocks`).
     """
 
     methods: Mapping[Key, str] = field(default_factory=dict)
@@ -230,10 +222,9 @@ class QuantizedStates:
 class Checkpoint:
     """A lazy description of a checkpoint: the byte ranges that hold each part of each tensor.
 
-    `format` is the format it was read as, `framework` its writer, if recorded. Both are for messages, like `notes` and
-    `passed_over`; no writer uses them. Facts for writers have their own fields, here or in `state`. `ties` maps an
-    alias to the fqn that owns the tensor. `passed_over` says why newer checkpoints in the run were skipped, even if
-    notes are off. `unread` has a sentence for each state without a tensor; a plan reports it as left out.
+    `format` and `framework` are for messages, like `notes` and `passed_over`; no writer uses them. `ties` maps an alias
+    to the fqn that owns the tensor. `passed_over` says why newer checkpoints in the run were skipped. `unread` has a
+    sentence for each state without a tensor; a plan reports it as left out.
 
     Example:
         checkpoint.tensors["lm_head.weight", "weight"].shape
@@ -248,37 +239,35 @@ class Checkpoint:
     #: The step's folder name in the run's folder, if the engine names steps (DeepSpeed).
     tag: str | None = None
     world_size: int | None = None
-    #: True if the engine needs the original ranks to load it, though other checkpoints in this format fit any.
+    #: True if the engine needs the original ranks, though other checkpoints in this format fit any.
     bound_to_ranks: bool = False
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
-    #: True for an adapter without its base model, under PEFT's file names or the namespace's own.
+    #: True for an adapter without its base model.
     is_adapter: bool = False
-    #: PEFT's equivalent `adapter_config.json` if another trainer configured the adapter differently.
+    #: PEFT's equivalent `adapter_config.json` if another trainer configured the adapter.
     adapter_config: Mapping[str, Any] | None = None
-    #: Reading options that had an effect, by name.
+    #: Reading options that had an effect.
     used_options: frozenset[str] = frozenset()
     #: Recorded settings that the user accepts losing in the target.
     accepted: frozenset[str] = frozenset()
     config: Mapping[str, Any] | None = None
     #: Folders that may hold the run's other files (config, tokenizer), nearest first.
     folders: tuple[str, ...] = ()
-    #: Output never goes into or over a place that the user named.
+    #: Output never goes into or over these places.
     given: Inputs = Inputs()
     computes_in: ComputesIn | None = None
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    #: Reason why the run's optimizer is missing here, or None.
     missing_optimizer: str | None = None
-    #: Functions that return a virtual path's bytes. Such extents are computed on writing, for example merged
-    #: LoRA weights.
+    #: Functions that return a virtual path's bytes on writing, for example merged LoRA weights.
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: QuantizedStates = QuantizedStates()
     #: Tensors that `--dtype` never casts: quantized weights' parts.
     uncast: frozenset[str] = frozenset()
-    #: Facts that a family's readers pass to its own writers (`facts_of`).
+    #: Facts that a family's readers pass to its own writers.
     facts: Any = None
 
     def facts_of(self, family: type[Facts]) -> Facts:
@@ -298,10 +287,7 @@ class Checkpoint:
 
     @property
     def run_folders(self) -> tuple[str, ...]:
-        """The `folders` with the run's own files.
-
-        The folder given for the config is left out if it belongs to another run.
-        """
+        """The `folders` with the run's own files, without another run's folder given for the config."""
         if self.given.config is None:
             return self.folders
         path, given = Path(self.path), Path(self.given.config)
@@ -345,8 +331,7 @@ class Checkpoint:
 class ReadRequest:
     """The user's choices for the source: the step folder's `tag`, and the folder or file of the model's config.
 
-    `accepted` names recorded settings to ignore. `options` holds the formats' reading options by name (see
-    `ckpt.plan.options`).
+    `accepted` names recorded settings to ignore. `options` holds the formats' reading options by name.
     """
 
     tag: str | None = None
@@ -364,8 +349,7 @@ class Layout:
     """The user's choices for a writer: `Layout(dtype=FLOAT32)`, or with the format's options `Layout(tp=2, pp=4)`.
 
     `dtype` None keeps the model's own. `max_shard_size` is in bytes. `world_size` None keeps the source's number of
-    ranks. `quantize` is the method for the weights; None writes them plain. `options` holds the format's options by
-    name (see `ckpt.plan.options`); None values are dropped.
+    ranks. `quantize` None writes plain weights. `options` holds the format's options by name; None values are dropped.
     """
 
     dtype: DType | None
@@ -388,16 +372,16 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def read(self, declaration: type[Options]) -> Options:
-        """Return the requested options in the format's dataclass `declaration`. Other options are ignored."""
+        """Return the requested options in the format's dataclass. Other options are ignored."""
         return read_options(declaration, self.options)
 
     def of_files(self) -> dict[str, Any]:
-        """Return the requested options from `ckpt.plan.options.OF_FILES`, by name."""
+        """Return the requested options from `OF_FILES`."""
         usual = Layout()
         return {name: getattr(self, name) for name in OF_FILES if getattr(self, name) != getattr(usual, name)}
 
     def num_ranks(self, checkpoint: Checkpoint) -> int:
-        """Return the number of ranks to write. Raise UsageError if neither the source nor the user gives it."""
+        """Raise UsageError if neither the source nor the user gives the number of ranks."""
         found = self.world_size or checkpoint.world_size
         if found is None:
             what, hint = "the source has no rank count", "pass --world-size N"
@@ -408,8 +392,7 @@ class Layout:
 class Slot(NamedTuple):
     """A range in a target file, and the tensor part it must hold.
 
-    `extent.path` is the target file's name, relative to the target folder. A dtype other than the tensor's means a
-    cast.
+    `extent.path` is relative to the target folder. A dtype other than the tensor's means a cast.
     """
 
     key: Key
@@ -421,7 +404,7 @@ class Slot(NamedTuple):
 class TargetFile:
     """A target file: its size, the known bytes by offset, and the slots to fill.
 
-    `zeros` lists ranges (offset, length) that stay zero: padding between and after tensors.
+    `zeros` lists ranges (offset, length) that stay zero.
     """
 
     name: str
@@ -440,10 +423,9 @@ class Target:
     """A writer's result: all files to write.
 
     `left_out` lists tensors that are not written, each with a sentence for the user. Any other tensor that the plan
-    can't prove to be placed stops the conversion. `dropped` names other content that this format can't hold. `notes`
-    tells the user about choices (precision, names). `is_rearranged` means that its tensors are parts of the source's,
-    and can't be compared with them after reading back. `loads` says if a library can load the folder, None if the
-    format has no such library.
+    can't prove to be placed stops the conversion. `dropped` names other content that this format can't hold. If
+    `is_rearranged`, its tensors can't be compared with the source's after reading back. `loads` says if a library can
+    load the folder, None if the format has no such library.
     """
 
     files: tuple[TargetFile, ...]
@@ -455,19 +437,18 @@ class Target:
 
     @property
     def not_written(self) -> tuple[str, ...]:
-        """Source content missing in the target, one line each."""
         return (*self.dropped, *dict.fromkeys(self.left_out.values()))
 
 
 class Format(Protocol):
     """A checkpoint format. A subclass is one module in `converters/` and one line in the registry.
 
-    All abilities are listed here with the most common default. A format overrides only the differences.
+    A format overrides only the differences from the defaults here.
     """
 
     name: str
     title: str
-    #: Other names for users to type. Formats in one family may share an alias; it then means all readable ones.
+    #: Other names for users to type. Formats may share an alias; it then means all readable ones.
     aliases: tuple[str, ...] = ()
     #: Namespace required for writing. None accepts any.
     namespace: str | None
@@ -477,22 +458,20 @@ class Format(Protocol):
     carries_optimizer: bool = True
     #: True if it holds optimizer states stored quantized, in blocks.
     carries_blocks: bool = False
-    #: True if it holds models with quantized weights.
     carries_quantized: bool = False
-    #: Methods of `--quantize` that it writes.
     quantizes: tuple[str, ...] = ()
     #: True if every checkpoint has an optimizer, even without a map from states to parameters.
     always_has_optimizer: bool = False
-    #: The files record every parameter's shape, and the reader compares it with the parameter's parts.
+    #: True if the files record every parameter's shape.
     records_shapes: bool = False
     #: Folder that an engine needs to load a step: the step's own, or the run's with its record.
     loads_from: Literal["step", "run"] = "step"
-    #: True if an engine loads it on more or fewer ranks, or with other Megatron axis sizes.
+    #: True if an engine loads it on another number of ranks, or with other Megatron axis sizes.
     fits_other_ranks: bool = True
     fits_other_axes: bool = False
     #: True if files record their number of ranks, although they fit others.
     records_ranks: bool = False
-    #: Options from `ckpt.plan.options.OF_FILES` that affect its files. Others are refused.
+    #: Options from `OF_FILES` that affect its files. Others are refused.
     takes: tuple[str, ...] = ()
     #: Ranks on Megatron's axes: `all` for all axes, `model` for one rank per tp and pp rank, None if unknown.
     ranks_on_axes: Literal["all", "model"] | None = None

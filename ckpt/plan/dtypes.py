@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class DType:
     """An element type. There is one object for each, because large plans compare and hash millions.
 
-    `name` is torch's attribute name. `tag` is the name in safetensors headers (None if there is none). `itemsize` is
-    the size in bytes of one torch element: a `float4_e2m1fn_x2` element is one byte with two values.
+    `name` is torch's attribute name. `tag` is the name in safetensors headers, or None. `itemsize` is the size in bytes
+    of one torch element: a `float4_e2m1fn_x2` element is one byte with two values.
     """
 
     name: str
@@ -65,5 +65,5 @@ ALL: tuple[DType, ...] = (
 BY_NAME = {dtype.name: dtype for dtype in ALL}
 BY_TAG = {dtype.tag: dtype for dtype in ALL if dtype.tag is not None}
 
-#: Values for `--dtype`. Casts only happen between these.
+#: Casts only happen between these.
 CASTABLE = {"fp32": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}

@@ -12,8 +12,8 @@ from ckpt.base.text import scheme_of
 class LoadCheck:
     """A proved answer.
 
-    `can` is None if it is unknown. `call` is the Python call that loads the folder, `why` the obstacle, and `hint` a
-    way around it. `lacks` lists optional files, such as a tokenizer.
+    `can` is None if it is unknown. `call` is the Python call that loads the folder. `lacks` lists optional files, such
+    as a tokenizer.
     """
 
     can: bool | None
@@ -23,11 +23,9 @@ class LoadCheck:
     lacks: tuple[str, ...] = ()
 
     def without(self, *lacks: str) -> LoadCheck:
-        """Return the answer for a folder that lacks these files too."""
         return replace(self, lacks=(*self.lacks, *lacks))
 
     def sentence(self, folder: str) -> str:
-        """Return the answer for the user, about `folder`."""
         name = self.call.rpartition(".")[2]
         if self.can:
             call = "" if scheme_of(folder) else f": {self.call}({folder!r})"
@@ -37,7 +35,6 @@ class LoadCheck:
 
     @property
     def denial(self) -> str:
-        """Reason why the folder can't be loaded."""
         return f"{self.call.rpartition('.')[2]} cannot load this folder: {self.why}"
 
     def to_json(self) -> dict[str, Any]:

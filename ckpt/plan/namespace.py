@@ -10,7 +10,7 @@ from ckpt.plan.tensors import Box
 
 #: Names used by torchtitan's runs.
 TORCHTITAN = "torchtitan"
-#: Namespaces with equal tensors: nothing is cut or padded between them. A model with its own names has no others.
+#: Namespaces with equal tensors: nothing is cut or padded between them.
 OF_THE_MODEL = frozenset({OWN, HUB, TRANSFORMERS})
 
 
@@ -18,12 +18,10 @@ OF_THE_MODEL = frozenset({OWN, HUB, TRANSFORMERS})
 class Namespace:
     """Functions registered for a namespace.
 
-    `to_hub` and `from_hub` translate a checkpoint's names. They raise LossError for a tensor without a place,
-    CorruptError for a missing tensor or a contradiction to the config. `adapted` applies a layout within the namespace.
-    `comparable` brings two checkpoints into the same shapes. `padding` returns the padded parts of tensors by fqn.
-    `tells` returns True if the run's own record lists its tensors, like a config; readers check against it.
-    `adapter_to_peft` and `adapter_from_peft` translate an adapter's names to and from PEFT's files, or are None if
-    adapters have no names here.
+    `to_hub` and `from_hub` raise LossError for a tensor without a place, CorruptError for a missing tensor or a
+    contradiction to the config. `adapted` applies a layout within the namespace. `comparable` brings two checkpoints
+    into the same shapes. `padding` returns the padded parts of tensors by fqn. `tells` returns True if the run's own
+    record lists its tensors, like a config. The adapter functions are None if adapters have no names here.
     """
 
     to_hub: Callable[[Checkpoint], Checkpoint]
@@ -37,6 +35,5 @@ class Namespace:
 
 
 def in_words(namespace: str) -> str:
-    """Return the namespace's name for messages."""
     known = {OWN: "the checkpoint's own names", HUB: "the Hub's names", TRANSFORMERS: "transformers' names"}
     return known.get(namespace, f"{namespace}'s names")

@@ -1,8 +1,7 @@
 """Options that a format adds to commands: for writing (`Layout`) and for reading (`ReadRequest`).
 
 A format declares them in frozen dataclasses, with each field made by `option`. Its writer gets typed options from
-`layout.read(TheDataclass)`, its reader from `request.read(TheDataclass)`. `ckpt convert --help` imports the module, so
-it must stay small, without numpy or torch.
+`layout.read(TheDataclass)`. `ckpt convert --help` imports the module, so it must stay small, without numpy or torch.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Options = TypeVar("Options")
 class Option:
     """An option: `--name` on the command line, `Layout(name=...)` in Python.
 
-    `type` is bool, int, float or str. `choices` lists all values for a str, or is empty. A reading option has
-    `applies_to` (the checkpoints it applies to) and `absent` (the error for others).
+    `type` is bool, int, float or str. A reading option has `applies_to` (the checkpoints it applies to) and `absent`
+    (the error for others).
     """
 
     name: str
@@ -51,11 +50,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Command-line form."""
         return f"--{self.name.replace('_', '-')}"
 
     def check(self, value: Any) -> None:
-        """Raise UsageError if `value` is not allowed. The command line has already checked it."""
+        """Raise UsageError if `value` is not allowed."""
         is_kind = type(value) is self.type or (self.type is float and type(value) is int)
         if is_kind and self.choices:
             is_kind = value in self.choices
@@ -79,7 +77,6 @@ def read_options(declaration: type[Options], requested: Mapping[str, Any]) -> Op
 
 
 def options_of(declaration: type) -> tuple[Option, ...]:
-    """Return the options in a dataclass. A field with type `int | None` takes an int."""
     hints = get_type_hints(declaration)
     return tuple(
         Option(one.name, _plain_hint(hints[one.name]), one.default, **one.metadata)

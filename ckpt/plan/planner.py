@@ -1,6 +1,6 @@
 """Plans: the copies from a checkpoint to a target, with the proof that every byte is covered exactly once.
 
-Pure: no I/O, no torch. A plan can be printed, counted and split by target file. `ckpt.move.run` executes it.
+Pure: no I/O, no torch. `ckpt.move.run` executes a plan.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements to copy from `source` to `target`: the same shape, with a cast if the dtypes differ.
-
-    `target.path` is relative to the target folder.
-    """
+    """Elements to copy, with a cast if the dtypes differ. `target.path` is relative to the target folder."""
 
     source: Extent
     target: Extent
@@ -53,14 +50,11 @@ class Copy:
 
     @property
     def is_flat(self) -> bool:
-        """True if the elements are contiguous on both sides."""
         return self.source.is_contiguous and self.target.is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Number of tensors, and their bytes, that a plan casts from one dtype to another."""
-
     source: DType
     target: DType
     num_tensors: int
@@ -85,7 +79,7 @@ class Plan:
     #: Bytes in the largest computed content.
     largest_computed: int = 0
     _spans: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict, repr=False)
-    #: Slots that also take copies outside `_spans`, by target file.
+    #: Slots with copies outside `_spans`, by target file.
     _others: Mapping[str, Sequence[Slot]] = field(default_factory=dict, repr=False)
 
     @property
@@ -99,11 +93,10 @@ class Plan:
         return self.span_bytes + self.buffered_bytes
 
     def spans(self, file: TargetFile) -> tuple[Spans, ...]:
-        """Return the contiguous copies from files to `file`, as arrays: one `Spans` per pair of dtypes."""
+        """Return the contiguous copies from files to `file`: one `Spans` per pair of dtypes."""
         return self._spans.get(file.name, ())
 
     def slots(self, file: TargetFile) -> Sequence[Slot]:
-        """Return the slots in `file` with copies outside `spans`."""
         return self._others.get(file.name, ())
 
     def slot_copies(self, slot: Slot) -> Iterator[Copy]:
@@ -135,8 +128,6 @@ class Plan:
 
 def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool = True) -> Plan:
     """Prove that `target` can be made from `checkpoint`, and find its copies.
-
-    `carries_optimizer` is True if the target's format holds optimizer states.
 
     Raise CorruptError if a tensor's fragments leave a hole or overlap, LossError if a target range stays unfilled, a
     tensor has no place, or a cast is unsupported.
@@ -175,8 +166,6 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
 
 @dataclass
 class _CopyTable:
-    """Copies found so far, by target file: contiguous ones as rows, others by slot."""
-
     checkpoint: Checkpoint
     rows: dict[str, Rows] = field(default_factory=dict)
     others: dict[str, list[Slot]] = field(default_factory=dict)
@@ -212,11 +201,11 @@ class _CopyTable:
                 )
 
     def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
-        """Add copies from runs to a slot. Return the number of elements filled."""
+        """Return the number of elements filled."""
         begin, end, filled = region.start, region.stop, 0
         if begin >= end or not runs:
             return 0
-        dtype = runs[0][2].dtype  # proved to be the same for all runs
+        dtype = runs[0][2].dtype  # the same for all runs
         found, size, target_size = rows.of(dtype, slot.dtype), dtype.itemsize, slot.dtype.itemsize
         for number in range(max(0, bisect_right(starts, begin) - 1), len(runs)):
             start, stop, extent, at, _ = runs[number]
@@ -235,7 +224,7 @@ class _CopyTable:
         return filled
 
     def _by_overlay(self, fragments: list[Fragment], shape: Shape, file: TargetFile, slot: Slot) -> int:
-        """Add copies from fragments of any form to a slot. Return the number of elements filled."""
+        """Return the number of elements filled."""
         filled, has_others = 0, False
         for copy in _slot_copies(fragments, shape, slot):
             self.num_copies += 1
@@ -308,7 +297,6 @@ def check_source(tensor: Tensor) -> None:
 
 
 def _file_of(tensor: Tensor, region: Region) -> str | None:
-    """Return a file for a message about `region`: the one with that fragment, or the first."""
     fragments = list(tensor.fragments())
     touching = [fragment for fragment in fragments if fragment.region == region]
     return next((fragment.extent.path for fragment in touching or fragments), None)
@@ -329,7 +317,7 @@ def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Ite
 
 
 def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> bool:
-    """Return True for a box without gaps in a single-box tensor: only a part of the tensor's box is needed."""
+    """Return True for a box without gaps in a single-box tensor."""
     if len(fragments) != 1 or not isinstance(region, Box) or region.steps or not region.numel:
         return False
     first = fragments[0].region
@@ -337,7 +325,7 @@ def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> boo
 
 
 def _check_file_cover(file: TargetFile) -> None:
-    """Check that every byte in a target file comes from one literal or slot. A failure is a bug in the writer."""
+    """Check that one literal or slot gives each byte. A failure is a bug in the writer."""
     spans = [(offset, offset + len(data)) for offset, data in file.literals]
     spans += [(offset, offset + length) for offset, length in file.zeros]
     strided, outside = 0, False
@@ -360,8 +348,8 @@ def _prove_nothing_is_lost(
 ) -> None:
     """Raise LossError unless everything in the source is placed, or left out with a reason for the user.
 
-    A parameter's weight or master must be placed, every buffer, and every optimizer state if the format carries them. A
-    placed tensor must be complete. Only slots count: zeros and literals prove nothing.
+    A parameter's weight or master must be placed, every buffer, and every optimizer state if the format carries them.
+    Only slots count: zeros and literals prove nothing.
     """
     assert all(target.left_out.values()), "a tensor is left out without a reason"
     placed = {fqn for fqn, role in regions if role in (WEIGHT, MASTER)}

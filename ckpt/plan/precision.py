@@ -1,8 +1,7 @@
 """Choice of tensor and dtype for each parameter in a weights-only target.
 
-The rules are the frameworks' own. Weights stored in the model's dtype are kept. If only fp32 masters are stored (a ZeRO
-optimizer), the weights are the masters rounded to the model's dtype, like in the engine after each step. No other cast
-happens without `--dtype`.
+Weights stored in the model's dtype are kept. If only fp32 masters are stored (a ZeRO optimizer), the weights are the
+masters rounded to the model's dtype, like in the engine after each step. No other cast happens without `--dtype`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
 
-#: Dtypes that may be cast. Integers, bools, complex numbers, fp8 and fp4 keep their bits.
+#: Dtypes that may be cast.
 CAST_SOURCES = frozenset({FLOAT64, FLOAT32, BFLOAT16, FLOAT16})
 
 
 class Choice(NamedTuple):
-    """The tensor to write for a parameter or buffer, and its dtype in the target."""
-
     tensor: Tensor
     dtype: DType
 
@@ -35,10 +32,7 @@ class Choice(NamedTuple):
 
 
 def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) -> Choice:
-    """Choose between a parameter's stored `weight` and `master`.
-
-    `dtype` None keeps the model's own precision.
-    """
+    """Choose a parameter's tensor. `dtype` None keeps the model's own precision."""
     either = weight or master
     assert either is not None
     if dtype is None or either.dtype not in CAST_SOURCES:
@@ -52,7 +46,7 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 
 
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """Return one choice per parameter and buffer, by fqn. Buffers and parts of quantized weights are never cast."""
+    """Return one choice per parameter and buffer. Buffers and parts of quantized weights are never cast."""
     weights, masters, buffers = (
         {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted} for wanted in MODEL_ROLES
     )
@@ -80,7 +74,7 @@ def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:
 
 
 def model_dtypes(checkpoint: Checkpoint, dtype: DType | None) -> dict[DType, int]:
-    """Return the number of elements in the model's parameters by compute dtype: `dtype`, or the model's own.
+    """Return the number of elements in the model's parameters by compute dtype.
 
     Empty if only the config knows: engines that train in fp32 and compute in 16 bits store no 16-bit weights.
     """
@@ -97,10 +91,7 @@ def describe(
     requested: DType | None,
     record: str | None = None,
 ) -> list[str]:
-    """Return notes on the chosen precision, with the option for the other choice.
-
-    `record` names the source of the run's own dtype (`Checkpoint.computes_in`).
-    """
+    """Return notes on the chosen precision. `record` names the source of the run's own dtype."""
     parameters = [c for c in chosen.values() if c.tensor.role in (WEIGHT, MASTER)]
     has_master = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
     rounded = [c for c in parameters if c.tensor.role == MASTER and c.is_cast]

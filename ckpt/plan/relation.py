@@ -1,7 +1,7 @@
 """Invertible relations between two namespaces for the same tensors.
 
 A relation is a list of links. Each link says that a box in one tensor equals a box in another, dim by dim. Renaming,
-stacking, splitting, interleaving and transposing all have this form. So a relation is declared once and inverted
+stacking, splitting, interleaving and transposing all have this form. A relation is declared once and inverted
 mechanically, with one proof that nothing is left over on either side.
 """
 
@@ -41,8 +41,8 @@ from ckpt.plan.tiling import TilingFault, check_tiling
 class Link:
     """Box `a_box` in tensor `a` equals box `b_box` in tensor `b`.
 
-    `dims[d]` is the dim of `b` for dim `d` of `a`. It is None for a dim with size 1 missing in `b`. Dims of `b` without
-    a counterpart have size 1 in `b_box`.
+    `dims[d]` is the dim of `b` for dim `d` of `a`, or None for a dim with size 1 missing in `b`. Dims of `b` without a
+    counterpart have size 1 in `b_box`.
     """
 
     a: str
@@ -56,7 +56,6 @@ class Link:
         return cls(a, whole(shape), b, whole(shape), tuple(range(len(shape))))
 
     def is_renaming(self, a_shape: Shape, b_shape: Shape) -> bool:
-        """Return True if the link only renames a whole tensor."""
         is_same = a_shape == b_shape and self.dims == tuple(range(len(a_shape)))
         return is_same and self.a_box.is_whole(a_shape) and self.b_box.is_whole(b_shape)
 
@@ -94,9 +93,9 @@ class Link:
 class Relation:
     """Links between all tensors in two namespaces, with the shapes on each side.
 
-    `a_padding` holds boxes in `a` without meaning or counterpart in `b`: rows that make a vocabulary divisible. They
-    are left out on the way to `b`, and zero on the way back. `a_copies` maps tensors in `a` to others in `a` with the
-    same content; `b` has only the latter. The `b_` fields are the same for `b`.
+    `a_padding` holds boxes in `a` without a counterpart in `b`: rows that make a vocabulary divisible. They are left
+    out on the way to `b`, and zero on the way back. `a_copies` maps tensors in `a` to others in `a` with the same
+    content; `b` has only the latter. The `b_` fields are the same for `b`.
 
     Example:
         relation = Relation.renaming({"old.weight": "new.weight"}, {"old.weight": (4, 8)})
@@ -113,7 +112,7 @@ class Relation:
 
     @classmethod
     def renaming(cls, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> Relation:
-        """Return a relation that renames tensors (old to new name in `names`) without other changes."""
+        """Return a relation that renames tensors (old to new name in `names`)."""
         links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
         return cls(links, {link.a: shapes[link.a] for link in links}, {link.b: shapes[link.a] for link in links})
 
@@ -129,7 +128,7 @@ class Relation:
         )
 
     def check(self) -> Relation:
-        """Return this relation, proved to place every element exactly once on each side. Raise LossError otherwise."""
+        """Return this relation, or raise LossError unless it places every element exactly once on each side."""
         assert self._is_proved
         return self
 
@@ -181,8 +180,7 @@ def _check_side(
             )
 
 
-#: A link, its tensor's shape and source in `a`, and both boxes' first elements if both are flat with the
-#: same row-major order.
+#: The two numbers are both boxes' first elements, if both are flat with the same row-major order.
 _LinkedPart = tuple[Link, Shape, Source, tuple[int, int] | None]
 
 
@@ -194,7 +192,7 @@ def _flat_starts(link: Link, a_shape: Shape, b_shape: Shape) -> tuple[int, int] 
 class _Linked(NamedTuple):
     """A tensor joined from linked boxes in other tensors, with zeros in the boxes `zeros`.
 
-    `starts` lists each part's start and number in ascending order, or is None if a part or the padding is not flat.
+    `starts` lists each part's start and number, or is None if a part or the padding is not flat.
     """
 
     parts: tuple[_LinkedPart, ...]
@@ -271,8 +269,8 @@ def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]
 def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Checkpoint:
     """Return `checkpoint` under the names of the relation's `b` side.
 
-    Every role is translated, because a relation for a weight holds for its master and optimizer states, element by
-    element. Raise LossError if the relation has no place for a tensor.
+    Every role is translated: a relation for a weight holds for its master and optimizer states. Raise LossError if the
+    relation has no place for a tensor.
     """
     relation.check()
     into: dict[str, list[Link]] = {name: [] for name in relation.b_shapes}
@@ -329,10 +327,7 @@ def _with_copies_as_replicas(
 
 
 class _Joint(NamedTuple):
-    """Recipe for tensor `name` from parts of others. It is computed once and used for every role.
-
-    `flat` holds the first elements of each link's boxes if both are flat. `starts` is like in `_Linked`.
-    """
+    """Recipe for tensor `name`, computed once and used for every role. `starts` is like in `_Linked`."""
 
     name: str
     shape: Shape
@@ -354,7 +349,7 @@ class _Joint(NamedTuple):
         return cls(name, shape, links, padding, False, flat, starts)
 
     def tensor(self, checkpoint: Checkpoint, role: str, a_shapes: Mapping[str, Shape]) -> Tensor:
-        """Return the tensor for a role. Raise LossError or CorruptError if the parts do not fit together."""
+        """Raise LossError or CorruptError if the parts do not fit together."""
         name, parts = self.name, []
         for link in self.links:
             tensor = checkpoint.tensors.get((link.a, role))
@@ -397,7 +392,7 @@ class _Joint(NamedTuple):
 
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the ties under the new names. Aliases and owners are renamed pairwise; a name without links stays."""
+    """Rename aliases and owners pairwise. A name without links stays."""
     named = ((onto.get(alias, [alias]), onto.get(owner, [owner])) for alias, owner in ties.items())
     return {alias: owner for pair in named for alias, owner in zip(*pair, strict=False)}
 

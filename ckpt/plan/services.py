@@ -1,7 +1,4 @@
-"""Modules in `converters` called by the core, with the protocols in `ckpt.plan.protocols`.
-
-They know models by their config. A module is imported on first use.
-"""
+"""Modules in `converters` called by the core, imported on first use."""
 
 from __future__ import annotations
 

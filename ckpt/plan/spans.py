@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckpt.plan.dtypes import DType
 
-#: A separately hashed piece in a target file: offset and length in bytes.
+#: Offset and length in bytes.
 Piece = tuple[int, int]
 
 
@@ -35,7 +35,6 @@ class Spans:
         return len(self.numel)
 
     def take(self, which: NDArray[np.int64] | slice) -> Spans:
-        """Return only these rows."""
         return replace(
             self,
             path=self.path[which],
@@ -46,7 +45,6 @@ class Spans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to write."""
         return int(self.numel.sum()) * self.target_dtype.itemsize
 
 
@@ -58,10 +56,9 @@ class Rows:
     _rows: dict[tuple[DType, DType], array[int]] = field(default_factory=dict)
 
     def of(self, source_dtype: DType, target_dtype: DType) -> array[int]:
-        """Return the rows for a pair of dtypes. Add four numbers for each copy.
+        """Return the rows for a pair of dtypes.
 
-        They are the byte offset in the target, the path's number, the byte offset in the source, and the number of
-        elements.
+        Add four numbers for each copy: target offset, path, source offset, elements.
         """
         key = source_dtype, target_dtype
         found = self._rows.get(key)

@@ -1,8 +1,8 @@
 """Boxes, extents, fragments and logical tensors: pure arithmetic, no I/O, no torch.
 
-A logical tensor has an fqn, a role, a dtype and a shape. Its elements are in fragments: a region in the tensor, and the
-file extent with that region. To convert, compare or reshard is to intersect two such descriptions (`overlay`), with the
-proof that neither has holes or overlaps (`ckpt.plan.tiling`).
+A logical tensor's elements are in fragments: a region in the tensor, and the file extent with that region. To convert,
+compare or reshard is to intersect two such descriptions (`overlay`), with the proof that neither has holes or overlaps
+(`ckpt.plan.tiling`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ckpt.plan.dtypes import DType
 Shape = tuple[int, ...]
 
 
-#: An endless file with zeros: the source for padding that is not stored.
+#: Source for padding that is not stored.
 ZEROS = "/dev/zero"
 
 
 class Box(NamedTuple):
     """`sizes` elements from `offsets` on, in every dim of a tensor. A scalar has the empty box `Box((), ())`.
 
-    `steps` is empty if the elements are neighbours, the usual case. Otherwise it gives their distance in each dim: rows
-    1, 3, 5 of a tensor that interleaves two others have offset 1, size 3, step 2.
+    `steps` is empty if the elements are neighbours. Otherwise it gives their distance in each dim: rows 1, 3, 5 have
+    offset 1, size 3, step 2.
     """
 
     offsets: Shape
@@ -39,7 +39,6 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or None."""
         if self.steps or other.steps:
             return _intersect_steps(self, other)
         offsets, sizes = [], []
@@ -69,12 +68,10 @@ class Box(NamedTuple):
         return stepped(offsets, inner.sizes, tuple(s * t for s, t in zip(inner.all_steps, steps, strict=True)))
 
     def is_whole(self, shape: Shape) -> bool:
-        """Return True if this box is a whole tensor with this shape."""
         return self.sizes == shape and not self.steps and not any(self.offsets)
 
     @property
     def all_steps(self) -> Shape:
-        """Steps in every dim, also if all are 1."""
         return self.steps or (1,) * len(self.sizes)
 
     @property
@@ -90,10 +87,7 @@ class Box(NamedTuple):
 
 
 def stepped(offsets: Shape, sizes: Shape, steps: Shape) -> Box:
-    """Return the box with these steps.
-
-    Steps in dims with one element are dropped, so that equal boxes compare equal.
-    """
+    """Return the box. Steps in dims with one element are dropped, so that equal boxes compare equal."""
     steps = tuple(step if size > 1 else 1 for size, step in zip(sizes, steps, strict=True))
     return Box(offsets, sizes, steps if any(step != 1 for step in steps) else ())
 
@@ -122,8 +116,7 @@ def _intersect_steps(one: Box, other: Box) -> Box | None:
 class FlatRange(NamedTuple):
     """Elements `start` to `stop` of a tensor in row-major order.
 
-    Flat partitions (one long buffer cut among ranks) have this form. A flat range is at most 2*ndim - 1 boxes
-    (`flat_boxes`). Kept as one range it is a single copy, and with a thousand ranks that matters.
+    A flat range is at most 2*ndim - 1 boxes (`flat_boxes`), but only one copy.
     """
 
     start: int
@@ -141,13 +134,11 @@ Region = Box | FlatRange
 
 
 def whole(shape: Shape) -> Box:
-    """Return the box for a whole tensor with this shape."""
     return Box((0,) * len(shape), shape)
 
 
-@lru_cache(4096)  # few tensors in a model have a unique shape
+@lru_cache(4096)
 def contiguous_strides(shape: Shape) -> Shape:
-    """Return row-major strides in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -168,7 +159,7 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 @lru_cache(1 << 14)  # a model's layers are cut alike
 def flat_range(box: Box, shape: Shape) -> FlatRange | None:
-    """Return `box` as a flat range in a tensor with `shape`, or None if it is not flat.
+    """Return `box` as a flat range in a tensor with `shape`, or None.
 
     It is flat if it has leading dims of size 1, then one dim cut freely, then only whole dims.
     """
@@ -238,7 +229,7 @@ def flat_regions(boxes: Iterable[Box], shape: Shape, start: int, stop: int) -> I
 
 
 class Extent(NamedTuple):
-    """A strided array in a file: `offset` in bytes from the file's start, `strides` in elements."""
+    """A strided array in a file: `offset` in bytes, `strides` in elements."""
 
     path: str
     offset: int
@@ -261,7 +252,6 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset after the last byte of this extent."""
         if is_contiguous(self.shape, self.strides):
             return self.offset + self.nbytes
         if 0 in self.shape:
@@ -274,7 +264,7 @@ class Extent(NamedTuple):
         return is_contiguous(self.shape, self.strides)
 
     def narrow(self, box: Box) -> Extent:
-        """Return the part of this array inside `box`, given in the array's coordinates."""
+        """Return the part inside `box`, given in the array's coordinates."""
         skip = sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
         strides = self.strides
         if box.steps:
@@ -292,15 +282,13 @@ class Extent(NamedTuple):
         return part.reshape(region.sizes) if isinstance(region, Box) else part
 
     def reshape(self, shape: Shape) -> Extent:
-        """Return a contiguous array with another shape and the same number of elements."""
         return Extent(self.path, self.offset, self.dtype, shape, contiguous_strides(shape))
 
 
 class Fragment(NamedTuple):
     """A region in a tensor and the extent that holds it.
 
-    With a `Box`, the extent's shape is the box's sizes. With a `FlatRange`, it is 1-d and contiguous. `rank` is the
-    writer, for messages, or None if unknown.
+    With a `Box`, the extent's shape is the box's sizes. With a `FlatRange`, it is 1-d and contiguous.
     """
 
     region: Region
@@ -308,8 +296,8 @@ class Fragment(NamedTuple):
     rank: int | None = None
 
 
-#: `(start, stop, extent, at, rank)`: elements `start:stop` of a tensor in row-major order are in a contiguous extent
-#: from element `at` on, written by `rank`. A plain tuple, because a large plan has millions.
+#: `(start, stop, extent, at, rank)`: elements `start:stop` of a tensor are in a contiguous extent from element `at` on.
+#: A plain tuple, because a large plan has millions.
 Run = tuple[int, int, Extent, int, int | None]
 
 
@@ -319,10 +307,9 @@ def run_fragments(runs: Iterable[Run]) -> Iterator[Fragment]:
 
 
 class Source(Protocol):
-    """Places of a tensor's elements: a rule that produces fragments on demand.
+    """A rule that produces a tensor's fragments on demand.
 
-    A rule stores only the differences between tensors, not one object per rank. So the description of 50,000 tensors on
-    1,024 ranks stays small.
+    A rule stores no object per rank, so the description of 50,000 tensors on 1,024 ranks stays small.
     """
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
@@ -357,7 +344,7 @@ def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run
 
 
 class Alike(Source, Protocol):
-    """A source with many fragments that can compare its partition with another source's without listing them."""
+    """A source that can compare its partition with another source's without listing the fragments."""
 
     def cut(self, shape: Shape) -> Hashable:
         """Return a key, equal if two sources in a checkpoint have the same regions and padding on the same ranks."""
@@ -394,8 +381,6 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A tensor with an explicit list of fragments."""
-
     pieces: tuple[Fragment, ...]
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
@@ -406,9 +391,9 @@ class Pieces:
 class Tensor:
     """A logical tensor: one fqn in one role (`weight`, `master`, `buffer`, or an optimizer state's name).
 
-    `native` is the model's own dtype for this fqn, if it differs: an fp32 master in a bf16 model has `dtype` float32
-    and `native` bfloat16. `replicas` hold the same elements again. `rank_copies` are other ranks' values that may
-    differ, for example BatchNorm's running statistics.
+    `native` is the model's own dtype, if it differs: an fp32 master in a bf16 model has `dtype` float32 and `native`
+    bfloat16. `replicas` hold the same elements again. `rank_copies` are other ranks' values that may differ, for
+    example BatchNorm's running statistics.
     """
 
     fqn: str
@@ -449,7 +434,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Common part of two descriptions of a tensor: the region, and its extent on each side."""
+    """Common part of two descriptions of a tensor."""
 
     region: Region
     a: Extent
@@ -459,7 +444,6 @@ class Overlap:
 
 
 def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
-    """Return the fragment with a `FlatRange` and a 1-d extent, or None if it can't be flat."""
     if isinstance(fragment.region, FlatRange):
         return fragment
     if not fragment.extent.is_contiguous:
@@ -471,7 +455,6 @@ def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
 
 
 def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
-    """Return all fragments as flat ones, or None if one can't be flat."""
     found = []
     for fragment in fragments:
         flat = _as_flat(fragment, shape)
@@ -494,10 +477,7 @@ def as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
 
 
 def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Iterator[Overlap]:
-    """Yield the common regions of fragments in `a` and `b`, with both extents narrowed to them.
-
-    If both sides are flat, two sorted lists are merged. Otherwise boxes are intersected.
-    """
+    """Yield the common regions of fragments in `a` and `b`, with both extents narrowed to them."""
     a, b = list(a), list(b)
     flat_b = _all_flat(b, shape)
     flat_a = None if flat_b is None else _all_flat(a, shape)
@@ -511,7 +491,6 @@ def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Itera
 
 
 def is_inside(region: Region, shape: Shape) -> bool:
-    """Return True if `region` lies in a tensor with `shape`."""
     if isinstance(region, FlatRange):
         return 0 <= region.start <= region.stop <= prod(shape)
     if not len(region.offsets) == len(region.sizes) == len(shape):
@@ -523,7 +502,6 @@ def is_inside(region: Region, shape: Shape) -> bool:
 
 
 def fits(extent: Extent, region: Region) -> bool:
-    """Return True if an extent has the right shape for `region`."""
     if isinstance(region, Box):
         return extent.shape == region.sizes
     return extent.shape == (region.numel,) and extent.is_contiguous

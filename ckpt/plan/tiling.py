@@ -45,8 +45,6 @@ class TilingFault:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A tensor that its stored parts do not cover exactly once, with the faults."""
-
     fqn: str
     role: str
     faults: tuple[str, ...]
@@ -65,7 +63,6 @@ def damaged(tensors: Iterable[Tensor]) -> Iterator[Damage]:
 
 
 def faults_of(tensor: Tensor) -> Iterator[TilingFault]:
-    """Yield every fault in every copy of a tensor."""
     for number, source in enumerate((tensor.source, *tensor.replicas), 1):
         yield from copy_faults(tensor, source, number)
 
@@ -81,20 +78,14 @@ def copy_faults(tensor: Tensor, source: Source, copy: int = 1) -> Iterator[Tilin
 
 
 def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> TilingFault | None:
-    """Return None if the regions cover every element of `shape` exactly once, otherwise the first fault.
-
-    With `overlaps`, covering an element several times is allowed.
-    """
+    """Return the first fault, or None. With `overlaps`, covering an element several times is allowed."""
     if len(regions) == 1 and isinstance(regions[0], Box) and regions[0].is_whole(shape):  # the usual case
         return None
     return next(tiling_faults(regions, shape, overlaps=overlaps), None)
 
 
 def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:
-    """Yield every fault that `check_tiling` looks for. A region outside the tensor covers nothing.
-
-    One hole or overlap may be reported in several parts.
-    """
+    """Yield every fault that `check_tiling` looks for. One hole or overlap may be reported in several parts."""
     total = prod(shape)
     inside = []
     for region in regions:

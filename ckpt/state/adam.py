@@ -2,8 +2,8 @@
 
 torch's Adam and AdamW add missing options only in `load_state_dict`. Before that, `torch.distributed.checkpoint.load`
 fails on every option of the live optimizer missing in the checkpoint. DeepSpeed's FusedAdam and CPUAdam read
-`bias_correction` at each step, and pass the step to code that needs an int. The recording class had no choice in any of
-these, so its implied value is written.
+`bias_correction` at each step, and pass the step to code that needs an int. The recording class has only one possible
+value for each option, so this value is written.
 
 Facts from torch 2.13 (optim/adam.py and adamw.py, `__setstate__`) and deepspeed 0.19.8 (ops/adam/fused_adam.py,
 cpu_adam.py; runtime/engine.py, `_configure_basic_optimizer`).
@@ -29,7 +29,6 @@ _OF_DEEPSPEED = {"bias_correction": True}
 
 
 def is_adam(options: Mapping[str, Any], roles: Collection[str]) -> bool:
-    """Return True for an Adam param group: by its options, and by its parameters' states if there are any."""
     return options.keys() >= _OPTIONS and (not roles or has_states(roles))
 
 
@@ -41,20 +40,19 @@ def has_states(roles: Collection[str]) -> bool:
 def missing_for_torch(options: Mapping[str, Any], ds_config: Any) -> dict[str, Any]:
     """Return the options of torch's Adam that are missing in `options`.
 
-    DeepSpeed's config says if weight decay is decoupled. If it does not say so, False leaves the choice to the live
-    class: AdamW always decouples, Adam only if True is recorded.
+    If DeepSpeed's config does not say if weight decay is decoupled, False leaves the choice to the live class: AdamW
+    always decouples, Adam only if True is recorded.
     """
     known = _OF_TORCH | {_DECAY: _is_decoupled(ds_config)}
     return {name: value for name, value in known.items() if name not in options}
 
 
 def missing_for_deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of DeepSpeed's Adam that are missing in `options`."""
     return {name: value for name, value in _OF_DEEPSPEED.items() if name not in options}
 
 
 def whole_steps(value: Any) -> Any:
-    """Return a step count as an int for DeepSpeed's Adam. torch's Adam turns it into a tensor on load."""
+    """Return a step count as an int for DeepSpeed's Adam."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -17,16 +17,15 @@ from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
 from ckpt.state.same_model import difference, stated_otherwise
 
-#: Part of the model in a tensor's name: up to the layer number, or the first two components.
+#: Part of the model: up to the layer number, or the first two components.
 _PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
 
 
 def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
     """Return `run` under the Hub's names, plus every tensor that only `base` has.
 
-    The last note lists the added tensors. Notes before it list differences between the configs. No tensor in the run is
-    replaced. Raise UsageError if the models differ in kind, LossError if a shared tensor has another shape (except the
-    number of vocabulary rows).
+    The last note lists the added tensors. Raise UsageError if the models differ in kind, LossError if a shared tensor
+    has another shape (except the number of vocabulary rows).
     """
     if (differing := difference(run.config, base.config)) is not None:
         key, one, other = differing
@@ -81,13 +80,11 @@ def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
 
 
 def _notes_of_configs(run: Checkpoint, base: Checkpoint) -> Iterator[str]:
-    """Yield notes on differences between the configs. The run's config is the one written."""
     for entry, one, other in stated_otherwise(run.config, base.config):
         yield f"{entry} is {one!r} in the run's config.json, and {other!r} in {base.path}"
 
 
 def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
-    """Return a note with all added parts of the model."""
     if not taken:
         return f"nothing was added from {path}: the run lacks nothing"
     parts: dict[str, list[Tensor]] = {}

@@ -13,8 +13,8 @@ from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
     """Return `checkpoint` with its names translated to `namespace`, if they differ and are related.
 
-    Every translation goes through the Hub's names. `layout` supplies choices such as the padding of Megatron's
-    vocabulary. Raise LossError if a relation has no place for a tensor, NotFoundError if a needed config is missing.
+    `layout` supplies choices, for example the padding of Megatron's vocabulary. Raise LossError if a relation has no
+    place for a tensor, NotFoundError if a needed config is missing.
     """
     layout = layout or Layout()
     if checkpoint.is_adapter and namespace != checkpoint.namespace:
@@ -37,7 +37,6 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
 
 
 def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -> Checkpoint:
-    """Return an adapter under the adapter names of `namespace`: its own, or PEFT's."""
     if checkpoint.namespace not in OF_THE_MODEL:
         to_peft = registry.namespace(checkpoint.namespace).adapter_to_peft
         assert to_peft is not None
@@ -52,7 +51,7 @@ def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -
 
 
 def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
-    """Return `checkpoint` with its architecture's names. Raise NotFoundError without a config that names it."""
+    """Raise NotFoundError without a config that names the architecture."""
     model_type = (checkpoint.config or {}).get("model_type")
     if not model_type:
         raise NotFoundError(

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckpt.plan.tensors import Shape
 
-#: Parameters without weight decay in HF Trainer.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -51,7 +50,7 @@ def _ways(
 
 
 def _only_way(parameters: list[tuple[str, Shape]], shapes: list[Shape | None]) -> tuple[str, ...] | None:
-    """Return the names for `shapes`, a subsequence of `parameters`, if there is exactly one match."""
+    """Return the names for `shapes` if exactly one subsequence of `parameters` matches."""
     first = _first_way(parameters, shapes)
     last = _first_way(parameters[::-1], shapes[::-1])
     return first if first is not None and last is not None and first == last[::-1] else None

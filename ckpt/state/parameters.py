@@ -8,7 +8,7 @@ from math import prod
 
 from ckpt.plan.tensors import Shape
 
-#: Parameter kinds: linear layers' matrices, a layer's experts together, and the router, among others.
+#: `EXPERT` is a layer's experts together.
 EMBEDDING, HEAD, LINEAR, EXPERT, ROUTER, OTHER = "embedding", "head", "linear", "expert", "router", "other"
 
 
@@ -16,8 +16,7 @@ EMBEDDING, HEAD, LINEAR, EXPERT, ROUTER, OTHER = "embedding", "head", "linear", 
 class Parameter:
     """A parameter, or `count` equal ones.
 
-    `layer` is its layer number, or None outside all layers. `adapter` is the number of elements per LoRA rank if all
-    linear layers have an adapter.
+    `layer` is None outside all layers. `adapter` is the number of elements per LoRA rank.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model in transformers' form. `blocks` is empty if its layers are unknown."""
+    """`blocks` is empty if the layers are unknown."""
 
     name: str
     parameters: tuple[Parameter, ...]

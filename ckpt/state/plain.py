@@ -19,7 +19,7 @@ _SCALARS = (
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if any Python with torch can load the value: it contains no object of a framework's class."""
+    """Return True if any Python with torch can load the value."""
     if type(value) in (list, tuple, set, frozenset, deque):
         return all(map(is_plain, value))
     if type(value) in (dict, StoredDict):

@@ -1,7 +1,7 @@
 """A run's progress, in the terms of each framework's schedules and data loaders.
 
-A checkpoint records the steps taken, and mostly the sequences seen. Only these convert between Megatron's schedules and
-DeepSpeed's or torch's. The shape of a schedule is the next run's own option.
+Only the counts of steps and sequences convert between Megatron's schedules and DeepSpeed's or torch's. The shape of a
+schedule is the next run's own option.
 
 Format facts: megatron-core 0.16.1 (optimizer_param_scheduler.py), Megatron-LM core_v0.16.1 (training/checkpointing.py,
 `load_checkpoint`: no optimizer is loaded without `opt_param_scheduler`; training/training.py: steps are counted in
@@ -17,7 +17,7 @@ from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, TrainingState
 
-#: Shape entries in a Megatron schedule's state. The other entry is the position.
+#: Shape entries in a Megatron schedule's state.
 _SHAPE = (
     "max_lr",
     "min_lr",
@@ -32,7 +32,7 @@ _SHAPE = (
 
 
 def sequences_seen(state: TrainingState) -> int | None:
-    """Return the number of sequences seen, from DeepSpeed, a trainer's `train_state`, or Megatron-LM's arguments."""
+    """Return the number of sequences, from DeepSpeed, a trainer's `train_state`, or Megatron-LM's arguments."""
     count = state.global_samples
     for holder, key in ((state.train_state, "sequences"), (state.args, "consumed_train_samples")):
         if count is None and holder is not None:
@@ -43,10 +43,7 @@ def sequences_seen(state: TrainingState) -> int | None:
 
 
 def with_step_count(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Use the optimizer's step count if no step is recorded and all counts agree. Also return notes.
-
-    A torch script may save only model and optimizer, because `load_state_dict` needs no more.
-    """
+    """Use the optimizer's step count if no step is recorded and all counts agree. Also return notes."""
     counts = set(checkpoint.state.scalars.get("step", {}).values())
     if checkpoint.state.step is not None or not counts or not all(map(_is_count, counts)):
         return checkpoint, ()
@@ -73,5 +70,5 @@ def megatron_schedule(sequences: int) -> dict[str, Any]:
 
 
 def deepspeed_schedule(steps: int) -> dict[str, Any]:
-    """Return the state after `steps` steps for DeepSpeed's and torch's schedules. Each reads the entries it knows."""
+    """Return the state for DeepSpeed's and torch's schedules. Each reads the entries it knows."""
     return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1}

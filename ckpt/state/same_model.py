@@ -7,7 +7,6 @@ from typing import Any
 
 from ckpt.plan.model_config import config_parts
 
-#: Config keys for the layer count.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 #: Config keys without effect on the model's results, or visible in its tensors.
 _PASSED = {
@@ -30,7 +29,7 @@ def stated_otherwise(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the entries with different values in two configs, with both values.
 
-    With `alone`, also yield entries in only one of two given configs, with None for the other value.
+    With `alone`, also yield entries in only one config, with None for the other value.
     """
     alone = alone and None not in (one, other)
     one, other = one or {}, other or {}
@@ -49,5 +48,4 @@ def _kind(config: Mapping[str, Any] | None) -> Any:
 
 
 def _depth(config: Mapping[str, Any] | None) -> Any:
-    """Return the number of layers. A vision-language model has it in its text config."""
     return next((of[name] for of in config_parts(config) for name in _DEPTHS if of.get(name) is not None), None)

@@ -1,7 +1,4 @@
-"""Saved values as text and plain data for safe display: bounded and escaped.
-
-No unpickled object is asked for its own text.
-"""
+"""Saved values as text and plain data for safe display: bounded and escaped."""
 
 from __future__ import annotations
 
@@ -14,18 +11,16 @@ from typing import Any
 from ckpt.base.text import one_line, pluralize
 from ckpt.plan.dtypes import DType
 
-_MAX_TEXT = 120  # characters per value
-MAX_MEMBERS = 8  # members shown per container
+_MAX_TEXT = 120  # characters
+MAX_MEMBERS = 8  # shown per container
 _MAX_DEPTH = 4
-_MAX_NODES = 200  # values shown per entry
+_MAX_NODES = 200  # values per entry
 
 JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Display limits: text length, members per container, depth, and number of values."""
-
     text: int = _MAX_TEXT
     members: int = MAX_MEMBERS
     depth: int = _MAX_DEPTH
@@ -38,7 +33,7 @@ FULL = Bounds(100_000, 100_000, 50, 1_000_000)
 
 
 def summarise(value: Any, bounds: Bounds = SHORT) -> JSON:
-    """Return `value` as bounded plain data: long texts and containers are cut, other objects show only their type."""
+    """Return bounded plain data: long texts and containers are cut, other objects show only their type."""
     return _summarise(value, bounds, bounds.depth, [bounds.nodes])
 
 
@@ -91,7 +86,6 @@ def _key(key: Any) -> str:
 
 
 def _kind_of_value(value: Any) -> str:
-    """Describe an object by its recorded class name, or by its type."""
     name = getattr(value, "typename", None)
     shape = getattr(value, "shape", None)
     dtype = getattr(value, "dtype", None)
@@ -102,12 +96,10 @@ def _kind_of_value(value: Any) -> str:
 
 
 def summary_text(value: Any) -> str:
-    """Return `value` in one short line."""
     return json_text(summarise(value))
 
 
 def json_text(value: JSON, limit: int = _MAX_TEXT) -> str:
-    """Return the result of `summarise` in one line of at most `limit` characters."""
     if isinstance(value, list):
         text = "[" + ", ".join(json_text(member, limit) for member in value) + "]"
     elif isinstance(value, dict):

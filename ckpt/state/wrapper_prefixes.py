@@ -10,9 +10,8 @@ from ckpt.base.errors import CorruptError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.relation import Relation, translate
 
-#: Names inserted by wrappers: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: Prefix from DistributedDataParallel and DataParallel.
+#: DistributedDataParallel and DataParallel.
 _OUTER = "module."
 
 
@@ -38,10 +37,7 @@ def clean_names(names: Collection[str], path: str) -> dict[str, str]:
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` without wrapper names, and with a note if there were any.
-
-    DeepSpeed saves a wrapped model's names unchanged and loads no others. torch's state dicts remove wrapper names.
-    """
+    """Return `checkpoint` without wrapper names, and with a note if there were any."""
     names = {*checkpoint.shapes, *checkpoint.ties}
     if not any(_INNER.search(name) for name in names):
         return checkpoint
