@@ -1,7 +1,6 @@
 """Distance between two tensors: relative error, cosine, largest change.
 
-Both sides are read in blocks like in `ckpt.compare.compare` and summed in float64, so memory use does not depend on
-tensor sizes. NaN and infinity on either side are counted and left out of the sums.
+Both sides are read in blocks and summed in float64. NaN and infinity are counted and left out of the sums.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _STEP = 1 << 15  # elements measured at a time: as float64 they fit the processo
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed distance between elements in A and B: `atol + rtol * abs(a)`, like in numpy and torch."""
+    """Allowed distance: `atol + rtol * abs(a)`, like in numpy and torch."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -79,7 +78,6 @@ class Change:
 
 
 def together(changes: Iterable[Change]) -> Change:
-    """Return the change for several tensors, or for one tensor's parts, taken together."""
     every = list(changes)
     measured = (one for one in every if one.largest is not None)
     most = max(measured, key=lambda one: one.largest or 0.0, default=Change())
@@ -106,8 +104,8 @@ def measure(
 ) -> Change:
     """Measure the distance from fragments `a` to fragments `b`, in any dtypes.
 
-    If numpy cannot decode a dtype, only the elements with different bits are counted. `advance` gets the bytes read
-    from A. Raise CorruptError if the fragments do not cover the shape, or a file ends too early.
+    If numpy cannot decode a dtype, only the elements with different bits are counted. Raise CorruptError if the
+    fragments do not cover the shape, or a file ends too early.
     """
     found = Change()
     for common in overlay(a, b, shape):
@@ -130,14 +128,14 @@ def can_measure(a: DType, b: DType) -> bool:
 
 
 def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
-    """Return the change between two blocks of bits. `index` is the largest difference's position in the block."""
+    """Return the change between two blocks of bits."""
     num_different = int(np.count_nonzero(a != b)) if a_dtype == b_dtype else None
     is_same = num_different == 0
     x = numbers(a, a_dtype)
     y = x if is_same else numbers(b, b_dtype)
     if x is None or y is None:
         return Change(len(a), num_different or 0, num_different or 0)
-    # Different integers beyond 2**53 may be equal as float64. Their difference is at least 1.
+    # Different integers beyond 2**53 may be equal as float64.
     apart = x != y if x.dtype.kind in "iu" and y.dtype.kind in "iu" and not is_same else None
     x, y = (one if one.dtype.kind == "c" else one.astype(np.float64, copy=False) for one in (x, y))
     if num_different is None:
@@ -165,7 +163,7 @@ def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowe
 
 
 def _differ(x: NDArray, y: NDArray) -> NDArray:
-    """Return True for each number with another value or sign of zero. Two NaN are equal."""
+    """Compare values and signs of zero. Two NaN are equal."""
     different: NDArray = (x != y) & ~(np.isnan(x) & np.isnan(y))
     if x.dtype.kind == "f" and y.dtype.kind == "f":
         different |= (x == 0) & (y == 0) & (np.signbit(x) != np.signbit(y))

@@ -1,8 +1,7 @@
 """Comparison of two descriptions of one tensor, element by element, on raw bits.
 
-Both sides are read through fixed-size buffers, so memory use does not depend on tensor sizes, and the compared bytes
-fit the processor's cache. Equal means equal bits: a NaN only equals the same payload, and -0.0 differs from 0.0. Bits
-become numbers only to describe a difference.
+Both sides are read through fixed-size buffers. Equal means equal bits: a NaN only equals the same payload, and -0.0
+differs from 0.0. Bits become numbers only to describe a difference.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Element:
     """One element on one side: its bits in hex (most significant first), its value, and its position.
 
     `value` is text for complex numbers, and None if numpy cannot decode the dtype. With a cast, bits and value are the
-    compared ones, and `offset` (in bytes from the file's start) is the element's position in its own dtype.
+    compared ones, and `offset` (in bytes) is the element's position in its own dtype.
     """
 
     bits: str
@@ -54,7 +53,6 @@ class Element:
     rank: int | None
 
     def __str__(self) -> str:
-        """Return the value, with the bits if the value alone is ambiguous."""
         if self.value is None:
             return f"0x{self.bits}"
         if isinstance(self.value, float) and not math.isfinite(self.value):
@@ -66,8 +64,7 @@ class Element:
 class Difference:
     """Difference between two tensors. `index` is the first differing element in row-major order.
 
-    `largest` is the largest absolute difference between numbers (None if there are no numbers). `num_nan` counts
-    differing pairs with a NaN.
+    `largest` is the largest absolute difference between numbers, or None. `num_nan` counts differing pairs with a NaN.
     """
 
     num_different: int
@@ -107,11 +104,10 @@ def narrower(a: DType, b: DType) -> DType | None:
 
 
 class Reader(AbstractContextManager["Reader"]):
-    """Buffers and open files for one comparing thread. Use it as a context manager.
+    """Buffers and open files for one comparing thread.
 
     `advance` gets the byte count after each read from side `a`. `computed` is `Checkpoint.computed` for each side, or
-    one for both. Two checkpoints may compute different contents under one made-up path. The last contents are cached,
-    because they are read in pieces.
+    one for both. The last contents are cached, because they are read in pieces.
     """
 
     def __init__(
@@ -135,7 +131,6 @@ class Reader(AbstractContextManager["Reader"]):
         self._files.close()
 
     def fill(self, side: int, path: str, offset: int, size: int) -> None:
-        """Read `size` bytes into the buffer for `side`."""
         assert size <= _CHUNK, "more than the buffer holds"
         self._read(side, path, offset, self._views[side][:size])
 
@@ -147,7 +142,6 @@ class Reader(AbstractContextManager["Reader"]):
                 self._held_span, self._held = span, self.fetch(*span)
 
     def fetched_bytes(self, path: str, offset: int, size: int) -> memoryview | None:
-        """Return these bytes if they are in the fetched range."""
         if self._held_span is None or self._held_span[0] != path:
             return None
         first = offset - self._held_span[1]
@@ -168,7 +162,6 @@ class Reader(AbstractContextManager["Reader"]):
         read_exactly(self._files, path, offset, into)
 
     def is_same(self, size: int) -> bool:
-        """Return True if the first `size` bytes in both buffers are equal."""
         words = size >> 3
         if words:
             unequal = np.not_equal(self._words[0][:words], self._words[1][:words], out=self._unequal[:words])
@@ -178,11 +171,10 @@ class Reader(AbstractContextManager["Reader"]):
         return size & 7 == 0 or a[words << 3 : size] == b[words << 3 : size]
 
     def bits(self, side: int, numel: int, dtype: DType) -> NDArray:
-        """Return the first elements in the buffer for `side` as raw bits."""
         return self._buffers[side][: numel * dtype.itemsize].view(storage_dtype(dtype))
 
     def gather(self, side: int, extent: Extent) -> NDArray:
-        """Return the elements in `extent` as raw bits in its shape. They must fit the buffer for `side`."""
+        """Return the elements in `extent` as raw bits in its shape. They must fit the buffer."""
         order = sorted(range(len(extent.shape)), key=lambda dim: -extent.strides[dim])
         stored = extent._replace(
             shape=tuple(extent.shape[dim] for dim in order),
@@ -193,10 +185,7 @@ class Reader(AbstractContextManager["Reader"]):
         return elements.transpose([order.index(dim) for dim in range(len(order))])
 
     def _read_strided(self, side: int, extent: Extent, into: NDArray) -> None:
-        """Read an extent with descending strides, in few calls.
-
-        Rows close together are read in one call with their gaps, into a scratch buffer. Other rows are read one by one.
-        """
+        """Read an extent with descending strides. Rows close together are read in one call with their gaps."""
         if extent.is_contiguous:
             self._read(side, extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
             return
@@ -217,7 +206,6 @@ class Reader(AbstractContextManager["Reader"]):
 
 
 def _num_runs(extent: Extent) -> int:
-    """Return the number of contiguous pieces in an extent."""
     run = 1
     for size, stride in zip(reversed(extent.shape), reversed(extent.strides), strict=True):
         if size != 1 and stride != run:
@@ -247,7 +235,7 @@ def compare(
 
 
 def check_covered(covered: int, shape: Shape) -> None:
-    """Raise CorruptError unless `covered`, the number of common elements, is a full tensor of `shape`."""
+    """Raise CorruptError unless `covered` elements are a full tensor."""
     if covered != prod(shape):
         raise CorruptError(
             "the stored parts do not cover a tensor exactly once",
@@ -271,7 +259,6 @@ def _compare_bytes(common: Overlap, reader: Reader, found: _Tally) -> None:
 
 
 def _compare_elements(common: Overlap, reader: Reader, found: _Tally, cast: bool) -> None:
-    """Compare elements that need a cast or a new order first."""
     dtype = narrower(common.a.dtype, common.b.dtype) if cast else common.a.dtype
     if dtype is None or (not cast and common.b.dtype != dtype):
         raise CorruptError(
@@ -306,7 +293,7 @@ def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
             stop = min(start + step, a.numel)
             yield common.region, start, a.flat(start, stop), b.flat(start, stop)
         return
-    assert isinstance(common.region, Box)  # flat ranges are contiguous on both sides
+    assert isinstance(common.region, Box)  # flat ranges are contiguous
     for box in _cut_to_buffers(Box((0,) * len(common.region.sizes), common.region.sizes), a, b):
         yield common.region.inside(box), 0, a.narrow(box), b.narrow(box)
 
@@ -314,8 +301,8 @@ def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
 def _cut_to_buffers(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
     """Yield `box` in parts that fit the buffers.
 
-    The dim with the largest stride on both sides is halved first; between equals, the longest. A matrix that is
-    transposed on one side is thus cut into squares, with contiguous runs in both files.
+    The dim with the largest stride on both sides is halved first. A matrix that is transposed on one side is thus cut
+    into squares, with contiguous runs in both files.
     """
     if box.numel * max(a.dtype.itemsize, b.dtype.itemsize) <= _CHUNK:
         yield box
@@ -330,8 +317,6 @@ def _cut_to_buffers(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
 
 
 class _Tally:
-    """Collector for a tensor's differences, in any order."""
-
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.num_different = 0
@@ -340,7 +325,7 @@ class _Tally:
         self.first: tuple[int, Shape, Element, Element] | None = None
 
     def add(self, common: Overlap, region: Region, start: int, dtype: DType, x: NDArray, y: NDArray) -> None:
-        """Count differences between the 1-d arrays `x` and `y`, elements in `region` from position `start` on."""
+        """Count differences between 1-d arrays, elements in `region` from position `start` on."""
         if dtype.itemsize in (1, 2, 4, 8):
             different = np.flatnonzero(x != y)
         else:
@@ -361,7 +346,7 @@ class _Tally:
         if a is None or b is None:
             return
         if a.dtype.kind in "iu":
-            # The difference between two 64-bit numbers may not fit a signed one, but is exact modulo 2^64.
+            # A difference between 64-bit numbers is exact modulo 2^64.
             largest: int | float = int((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).max())
         else:
             nan = np.isnan(a) | np.isnan(b)
@@ -380,7 +365,6 @@ class _Tally:
 
 
 def _offset(region: Region, extent: Extent, shape: Shape, index: Shape) -> int:
-    """Return the file offset of the element at `index`, in an extent that holds `region`."""
     if isinstance(region, Box):
         dims = zip(index, region.offsets, region.all_steps, extent.strides, strict=True)
         position = sum((i - start) // step * stride for i, start, step, stride in dims)
@@ -395,7 +379,7 @@ def _element(bits: NDArray, dtype: DType, extent: Extent, offset: int, rank: int
 
 
 def numbers(bits: NDArray, dtype: DType) -> NDArray | None:
-    """Return `bits` as 64-bit integers, float64 or complex128. None if numpy cannot decode the dtype."""
+    """Return 64-bit integers, float64 or complex128. None if numpy cannot decode the dtype."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         if dtype.name in _FLOAT_VIEWS:
             return bits.view(_FLOAT_VIEWS[dtype.name]).astype(np.float64)
@@ -411,7 +395,7 @@ def numbers(bits: NDArray, dtype: DType) -> NDArray | None:
 
 
 def value(bits: NDArray, dtype: DType) -> Value | None:
-    """Return the only element in `bits` as a Python number, as text if JSON has no such number, or None if unknown."""
+    """Return the only element as a Python number, as text if JSON has no such number, or None if unknown."""
     array = numbers(bits, dtype)
     if array is None:
         return None
@@ -421,7 +405,7 @@ def value(bits: NDArray, dtype: DType) -> Value | None:
 
 
 def location(tensor: Tensor) -> tuple[str, int]:
-    """Return the path and offset of a tensor's start, for reading tensors in file order."""
+    """Return the path and offset of a tensor's start, for reading in file order."""
     first = next(iter(tensor.fragments()), None)
     return (first.extent.path, first.extent.offset) if first else ("", 0)
 
@@ -451,7 +435,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
 def check_masters(checkpoint: Checkpoint) -> None:
     """Raise CorruptError if a weight is not its rounded fp32 master.
 
-    Both are read completely. Swapped rank partitions, or ones from another step, cannot pass.
+    Swapped rank partitions, or ones from another step, cannot pass.
     """
     with Reader(computed=checkpoint.computed) as reader:
         for master in checkpoint.with_role(MASTER):

@@ -1,7 +1,4 @@
-"""Changes between two checkpoints in numbers: by tensor, by layer, and against tolerances.
-
-`ckpt.compare.pairs` tells if two checkpoints are equal. This module measures the distance between the same pairs.
-"""
+"""Changes between two checkpoints in numbers: by tensor, by layer, and against tolerances."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ from ckpt.plan.tensors import Tensor
 
 HEADS = ("changed", "relative", "cosine", "largest")
 _SHOWN = 20  # tensors listed without `verbose`
-#: A name up to its first number.
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -97,10 +93,7 @@ class Diff(Report):
         return super().to_json() | {"tolerance": allowed, "within": self.within, "layers": layers}
 
     def lines(self, verbose: bool = False, width: int | None = None) -> Iterator[str]:
-        """Yield the layers, the most changed tensors (all with `verbose`), tensors without a partner, and the outcome.
-
-        Tables are at most `width` columns wide.
-        """
+        """Yield the layers, the most changed tensors, tensors without a partner, and the outcome."""
         rows = [(one_line(n), str(len(found)), *_cells(_together(found))) for n, found in self.layers.items()]
         if rows:
             yield from (*aligned(("layer", "tensors", *HEADS), rows, ("tensors", *HEADS), width=width), "")
@@ -196,7 +189,6 @@ def _changed_row(result: Result) -> tuple[str, ...]:
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    """Return the cells under `HEADS`."""
     share = "-" if not change.num_changed else f"{max(change.num_changed / change.numel, 0.001):.1%}"
     return share, _number(change.relative), _number(change.cosine, ".6f"), _number(change.largest)
 

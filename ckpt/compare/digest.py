@@ -1,13 +1,12 @@
 """Digests of a checkpoint's logical content: independent of format, sharding and file order.
 
-A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order. The
-elements are read in that order from any layout, so ZeRO-3's flat pieces, Megatron's slices and a safetensors file give
-the same digest. Weights are hashed as a weights-only conversion would write them. A parameter with only an optimizer
-master counts in the model's dtype, rounded like in the engine. A tied parameter counts once.
+A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order. Weights
+are hashed as a weights-only conversion would write them. A parameter with only an optimizer master counts in the
+model's dtype, rounded like in the engine. A tied parameter counts once.
 
 A digest is 32 xxh3-128 hex digits (xxHash 0.8), over `name NUL role NUL dtype NUL d0,d1,... NUL` in UTF-8 and the 16
 bytes of the elements' own xxh3-128. The digest for several tensors covers their sorted lines `digest role name`. It
-detects damage and differences, but does not protect against an attacker.
+does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
 
 ALGORITHM = "xxh3-128"
-#: Kinds of tensors with a common digest, in display order.
+#: In display order.
 WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
 KINDS = (WEIGHTS, MASTERS, OPTIMIZER)
 
-#: File range: path, offset and length in bytes.
+#: Path, offset and length in bytes.
 Span = tuple[str, int, int]
 
 #: Tensors, and their common range if they are fetched from a store in one request.
 _Portion = tuple[list[Key], Span | None]
 
-#: Called with the bytes read since the last call, by one thread at a time.
+#: Gets the bytes read since the last call, by one thread at a time.
 Progress = Callable[[int], None]
 
-_CHUNK = 1 << 20  # bytes read and hashed at a time, within the processor's cache
+_CHUNK = 1 << 20  # fits the processor's cache
 _REQUEST = 8 << 20  # bytes per request to a store
 _SLAB = 16 << 20  # bytes reordered at a time, per tensor
 _NUMBER = "number"  # dtype for optimizer states with one number per parameter
@@ -58,8 +57,6 @@ _NUMBER = "number"  # dtype for optimizer states with one number per parameter
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """One tensor's digest. `kind` is its group."""
-
     kind: str
     fqn: str
     role: str
@@ -121,7 +118,7 @@ def digests(
 
     `dtype` is the dtype for hashing weights (None: the model's own). `names` maps tensors to the names to hash. If
     `known` gives hashes for file ranges, nothing is read, and kinds are skipped unless each tensor is in one such
-    range. The work is done by `workers` threads with less than 40 MiB each (0: one per processor, up to 8).
+    range. Each of `workers` threads takes less than 40 MiB (0: one per processor, up to 8).
 
     Raise CorruptError if parts of a tensor are missing, ranks disagree, or a file has been replaced.
     """
@@ -153,8 +150,6 @@ def digests(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One line of the result: `tensor` in `dtype`, with `role`."""
-
     kind: str
     role: str
     tensor: Tensor
@@ -163,7 +158,7 @@ class _Entry:
 
 def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
     for choice in choices(checkpoint, dtype).values():
-        # not every format knows its buffers, and conversions never cast a buffer
+        # conversions never cast a buffer, and not every format knows its buffers
         as_dtype = dtype if dtype is not None and choice.tensor.dtype in CAST_SOURCES else choice.dtype
         yield _Entry(WEIGHTS, WEIGHT, choice.tensor, as_dtype)
     for (_, role), tensor in checkpoint.tensors.items():
@@ -193,7 +188,6 @@ def _named_digest(kind: str, fqn: str, role: str, dtype: str, shape: Sequence[in
 def _hash_contents(
     checkpoint: Checkpoint, forms: Mapping[Key, Iterable[DType]], workers: int, progress: Progress | None
 ) -> dict[Key, dict[DType, bytes]]:
-    """Hash each tensor's elements in each dtype, reading in file order."""
     found: dict[Key, dict[DType, bytes]] = {}
     advance = progress or (lambda _: None)
     lock = threading.Lock()
@@ -212,7 +206,7 @@ def _hash_contents(
                         as_form = bits if dtype == tensor.dtype else cast_bits(bits, tensor.dtype, dtype)
                         hasher.update(as_form.view(np.uint8).data)
                     num_bytes = bits.nbytes
-                    del bits, as_form  # release a store's answer before fetching more
+                    del bits, as_form  # release a store's answer
                     with lock:
                         advance(num_bytes)
                 found[key] = {dtype: hasher.digest() for dtype, hasher in hashers.items()}
@@ -244,7 +238,7 @@ def _portion(keys: list[Key], whole: Span | None) -> _Portion:
 
 
 def _remote_span(tensor: Tensor) -> Span | None:
-    """Return a tensor's range in a store if it is contiguous there, otherwise None."""
+    """Return a tensor's range in a store if it is contiguous there."""
     first, *others = islice(tensor.fragments(), 2) if tensor.numel else [None]
     if first is None or others or not first.extent.is_contiguous or not is_standin(first.extent.path):
         return None
@@ -258,7 +252,6 @@ def _together(a: Span, b: Span) -> Span | None:
 
 
 def _known_hashes(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
-    """Return a tensor's element hash by dtype, if its range has a known hash."""
     tensor = entry.tensor
     if tensor.dtype != entry.dtype:
         return {}
@@ -283,7 +276,7 @@ def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:
     row = tensor.numel // tensor.shape[0]
     step = max(1, _SLAB // tensor.dtype.itemsize)
     if row < step:
-        step -= step % row  # whole rows: one box instead of three
+        step -= step % row  # one box instead of three
     slab = np.empty(min(step, tensor.numel), storage_dtype(tensor.dtype))
     for start in range(0, tensor.numel, step):
         wanted = FlatRange(start, min(start + step, tensor.numel))

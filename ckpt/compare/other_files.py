@@ -17,9 +17,9 @@ from ckpt.runs.file_table import TRAINING_STATE, fits, is_of
 from ckpt.runs.model_files import CONFIG, companions, find_config
 from ckpt.runs.search import MANIFEST
 
-#: Suffixes for configs, tokenizers, templates and code.
+#: Configs, tokenizers, templates and code.
 _SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".py", ".spm", ".tiktoken", ".txt", ".vocab", ".yaml")
-#: Reports and licenses. Like run files, they may differ between two copies.
+#: Reports and licenses may differ between two copies.
 _PASSED = (
     MANIFEST,
     "*.index.json",
@@ -30,14 +30,13 @@ _PASSED = (
     "*requirements*",
 )
 _MAX_SHOWN = 4
-#: JSON keys for a program's or a model's name.
 _NAMING = ("_name_or_path", "name_or_path", "transformers_version")
 
 
 def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     """Yield a note on the files that differ between two models.
 
-    A training checkpoint or a single file may have no config and no tokenizer. Nothing is missing then.
+    A training checkpoint or a single file may have no config and no tokenizer.
     """
     try:
         one, other = _file_contents(a), _file_contents(b)
@@ -75,18 +74,16 @@ def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
 
 
 def is_of_training(checkpoint: Checkpoint) -> bool:
-    """Return True for a training checkpoint: unlike a model folder, it has ranks, a step or an optimizer."""
+    """Return True for a checkpoint with ranks, a step or an optimizer."""
     state = checkpoint.state
     return bool(checkpoint.world_size or checkpoint.optimizer_states or state.param_groups or state.step is not None)
 
 
 def _is_model_folder(side: Checkpoint) -> bool:
-    """Return True for a model folder outside a training run."""
     return not is_of_training(side) and Path(side.path).is_dir()
 
 
 def _model_files(side: Checkpoint, folder: Path) -> Iterator[str]:
-    """Yield other file names in a model folder."""
     if not _is_model_folder(side):
         return
     opened = {file.path for file in side.files}

@@ -23,8 +23,7 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 def as_written(plan: Plan, *, every_cast: bool = False) -> Checkpoint:
     """Return the plan's checkpoint, with casts between bf16 and fp16 already applied.
 
-    Neither dtype can represent the other, so no rounding makes them comparable. With `every_cast`, casts between all
-    dtypes are applied.
+    No rounding makes the two comparable. With `every_cast`, casts between all dtypes are applied.
     """
     source = plan.checkpoint
     tensors, computed = dict(source.tensors), dict(source.computed)
@@ -43,12 +42,11 @@ def _cast(tensor: Tensor, dtype: DType, computed: Computed) -> memoryview:
     return bits.data.cast("B")
 
 
-#: Bytes per read.
 _BLOCK = 1 << 20
 
 
 def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
-    """Yield a sentence for each file in `folder` with a wrong size, or wrong bytes outside its tensors."""
+    """Yield a sentence for each file with a wrong size, or wrong bytes outside its tensors."""
     for file in plan.target.files:
         path = folder / file.name
         with translate_os_errors(path):
@@ -61,7 +59,7 @@ def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
 
 
 def _first_change(file: TargetFile, path: Path) -> int | None:
-    """Return the offset of the first wrong bytes in `path`, or None if all known bytes match."""
+    """Return the offset of the first wrong bytes, or None."""
     with open(path, "rb") as opened:
         for offset, expected in _planned_bytes(file):
             opened.seek(offset)
@@ -78,7 +76,6 @@ def _planned_bytes(file: TargetFile) -> Iterator[tuple[int, bytes]]:
 
 
 def is_equal(view: BinaryIO, path: Path) -> bool:
-    """Return True if the file at `path` has the same bytes as `view`."""
     with translate_os_errors(path), open(path, "rb") as file:
         while (block := view.read(_BLOCK)) == file.read(_BLOCK):
             if not block:
@@ -87,7 +84,6 @@ def is_equal(view: BinaryIO, path: Path) -> bool:
 
 
 def has_more(report: Report) -> bool:
-    """Return True if the output (B) has tensors that the source (A) lacks."""
     return any(result.status == ONLY_B for result in report.results)
 
 

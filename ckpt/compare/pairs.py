@@ -34,7 +34,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.state.summaries import summary_text
 
 Only = Literal["all", "weights", "optimizer"]
-#: Called with side A's bytes compared since the last call.
+#: Gets side A's bytes compared since the last call.
 Progress = Callable[[int], None]
 
 EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
@@ -50,10 +50,9 @@ class Result:
     `status` is one of rclone's signs: `=` equal, `*` different, `-` only in A, `+` only in B, `!` not readable. `kind`
     gives the reason: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`. `fqn` and
     `role` are side A's if it has the tensor; `b_fqn` and `b_role` are side B's. `a` and `b` are the differing shapes,
-    dtypes or scalars. `cast` is the comparison's dtype if it is not the tensors' own. `is_scalar` marks an
-    optimizer state with one number (Adam's step). `exit_code` belongs to the `error`. `change` is the distance from A
-    to B, if measured. `rounding` is a quantized weight's error, and `part_of` the quantized weight that lacks this part
-    or has one more.
+    dtypes or scalars. `cast` is the comparison's dtype if it is not the tensors' own. `is_scalar` marks an optimizer
+    state with one number (Adam's step). `exit_code` belongs to the `error`. `rounding` is a quantized weight's error,
+    and `part_of` the quantized weight that lacks this part or has one more.
     """
 
     status: str
@@ -131,7 +130,7 @@ class Report(Returned):
         return tuple(result for result in self.results if result.kind == kind)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values: finite, without control characters."""
+        """Return finite plain values without control characters."""
         return {
             "equal": self.equal,
             "a": {"path": one_line(self.a.path), "format": one_line(self.a.format)},
@@ -147,7 +146,7 @@ class Report(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """Yield the report's lines: the differences (with `verbose` everything), then the outcome."""
+        """Yield the differences (with `verbose` everything), then the outcome."""
         shown: Counter[str] = Counter()
         for result in self.results:
             if verbose or (result.status != EQUAL and shown[result.kind] < _SHOWN):
@@ -205,12 +204,9 @@ def verify(
     """Compare every tensor in two checkpoints by name, bit for bit.
 
     `ckpt convert` rounds float32 masters to 16-bit weights, and a training checkpoint's float32 weights too. The
-    comparison applies the same rounding. With `exact`, nothing is rounded. With `cast`, the wider of any two floating
-    dtypes is cast to the narrower one.
-
-    `only` limits it to the model's or the optimizer's tensors. With `measured`, different tensors are read again to
-    measure their distance. An unreadable tensor gets its own result. `expected` gets the total bytes for
-    `progress` first.
+    comparison applies the same rounding unless `exact`. With `cast`, the wider of any two floating dtypes is cast to
+    the narrower one. With `measured`, different tensors are read again to measure their distance. An unreadable tensor
+    gets its own result. `expected` gets the total bytes for `progress` first.
 
     Raise UsageError if one side has nothing that `only` selects, CorruptError if a file was replaced in the meantime.
     """
@@ -251,7 +247,7 @@ def walk(
 
 
 def _with_part_names(a: Checkpoint, b: Checkpoint, results: Sequence[Result]) -> list[Result]:
-    """Return the results, with the quantized weight of each part on one side only."""
+    """Add the quantized weight to the result of each part on one side only."""
     sides, found = {ONLY_A: a, ONLY_B: b}, list(results)
     for status in {one.status for one in results} & sides.keys():
         owners = services.quantization.quantized_weights(sides[status]).owners
@@ -280,8 +276,6 @@ def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """An optimizer state with one number."""
-
     fqn: str
     role: str
     value: Any
@@ -340,7 +334,6 @@ class _Work:
         self.skipped[side.label, thing.role, why] += 1
 
     def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
-        """Record that the other side has no partner for `thing`."""
         if (why := other.reason_missing(thing, side.format)) is not None:
             self.skip(side, thing, why)
         else:
@@ -389,7 +382,7 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
         a_roles = work.a.names[x] if x is not None else {}
         b_roles = work.b.names[y] if y is not None else {}
         is_tied = x is not None and y is not None and x != y
-        is_second = is_tied and (x in work.b.names or y in work.a.names)  # its owner is matched under its own name
+        is_second = is_tied and (x in work.b.names or y in work.a.names)  # its owner has its own match
         num_common += bool(a_roles and b_roles)
         num_tied += is_tied
         model = _model_tensors(a_roles, b_roles)
@@ -407,8 +400,8 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
 def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
     """Return the tensors that represent the parameter or buffer on each side.
 
-    A weight is paired with a weight, a master with a master. If one side lacks the partner, its weight is paired with
-    the other's master. The same holds for weights with different dtypes.
+    A weight is paired with a weight, a master with a master. If one side lacks the partner or the weights' dtypes
+    differ, a weight is paired with the other side's master.
     """
     x, y = a.get(WEIGHT) or a.get(BUFFER), b.get(WEIGHT) or b.get(BUFFER)
     x_master, y_master = a.get(MASTER), b.get(MASTER)
@@ -443,7 +436,7 @@ def _put_model(work: _Work, a: _Roles, b: _Roles, model: tuple[_Thing | None, _T
 
 
 def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool) -> None:
-    """Add masters and optimizer states. A master compared as the parameter itself is already `done`."""
+    """Add masters and optimizer states, except a master compared as the parameter itself."""
     for role in dict.fromkeys((*a, *b)):
         x, y = a.get(role), b.get(role)
         if role in (WEIGHT, BUFFER):
@@ -489,7 +482,6 @@ def _carry_out(
 
 
 def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: tuple[Reader, Reader]) -> Result:
-    """Run `judge` on two readable tensors with the same shape."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
         for tensor, ranks in zip((a, b), other_ranks, strict=True):
@@ -519,15 +511,13 @@ def _compare_tensors(
 
 
 def differing_dtypes(a: Tensor, b: Tensor) -> Result:
-    """Return the result for tensors that can't be compared because their dtypes differ."""
     return Result(DIFFERENT, "dtype", a.fqn, a.role, b.fqn, b.role, a=a.dtype.name, b=b.dtype.name)
 
 
 def _is_rounded(wide: Tensor, weight: Tensor, is_trained: bool) -> bool:
-    """Return True if `weight` should be the rounded `wide`, a trainer's copy in a wider dtype.
+    """Return True if `weight` should be the rounded `wide`: a master, or a training checkpoint's float32 weight.
 
-    `wide` is a master, or a training checkpoint's float32 weight, because FSDP stores masters in this form. The
-    engine's own weight is the master rounded to the model's dtype.
+    FSDP stores masters as weights.
     """
     if weight.role != WEIGHT or wide.dtype == weight.dtype:
         return False
@@ -575,7 +565,7 @@ def _scalar_value(thing: _Thing) -> Any:
 def same_value(a: Any, b: Any) -> bool | None:
     """Return True if two plain values are equal. Numbers compare by value: 4 is 4.0, NaN is NaN, 0.0 is not -0.0.
 
-    Return None if a value is not plain (or a list or mapping of plain values), or has too many parts.
+    Return None if a value is not plain, or has too many parts.
     """
     left, unknown = [(a, b)], False
     for _ in range(_MAX_NODES):
@@ -606,7 +596,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
-    """Yield notes for the user about the results."""
     results = list(results)
     if not any(r.status in (EQUAL, DIFFERENT) for r in results):
         yield "nothing was compared, so nothing was found equal"
@@ -634,7 +623,7 @@ def _castable(result: Result) -> bool:
 
 
 def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield differing param group options with their number of parameters. They do not make checkpoints different."""
+    """Yield differing param group options. They do not make checkpoints different."""
     a_groups, b_groups = a.state.param_groups, b.state.param_groups
     group_in_b = {fqn: number for number, group in enumerate(b_groups) for fqn in group.fqns}
     common = Counter(

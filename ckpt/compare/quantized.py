@@ -112,8 +112,7 @@ def verify_quantized(
 ) -> QuantizedReport:
     """Compare a dequantized checkpoint with the plain one, by name.
 
-    `weights` are the quantized weights of B if `is_b`, else of A. All other tensors must be equal, as in
-    `ckpt.compare.pairs.verify`.
+    `weights` are the quantized weights of B if `is_b`, else of A. All other tensors must be equal.
     """
     judge, plain = bitwise(a, b, cast=cast, exact=exact), a if is_b else b
 

@@ -50,7 +50,6 @@ class RoundingError:
 
 
 def rounding_error(weight: RoundedWeightProtocol, plain: Tensor, computed: Computed) -> RoundingError:
-    """Measure a quantized weight's error against the plain numbers."""
     largest, total, index, num_beyond = -1.0, 0.0, (0,) * len(plain.shape), 0
     for region, start, errors, is_beyond in weight.errors(plain, computed):
         position = int(np.argmax(errors))

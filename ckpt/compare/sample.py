@@ -1,8 +1,7 @@
 """Digest over a sample of a checkpoint's bytes, to check that several processes opened the same contents.
 
-It covers the sizes and both ends of all files, including headers and zip archives' checksums, and some bytes of some
-tensors. Copies on several disks have the same digest. Two runs or two steps have different ones. A change of a few
-bytes in the middle of a file without checksums goes unnoticed.
+It covers the sizes and both ends of all files, and some bytes of some tensors. A change of a few bytes in the middle of
+a file without checksums goes unnoticed.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from ckpt.move.source import is_standin
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Checkpoint, SourceFile
 
-_END = 16 << 10  # bytes at each end
+_END = 16 << 10
 _TENSORS, _BYTES = 64, 4 << 10  # tensors, and bytes per tensor
 
 
 def sample_digest(checkpoint: Checkpoint) -> str:
-    """Return the digest. Raise CorruptError if a file ends early, NotFoundError if one is missing, or StorageError."""
+    """Raise CorruptError if a file ends early, NotFoundError if one is missing, or StorageError."""
     found: list[tuple[str, int, str]] = []
 
     def look(files: Iterator[SourceFile]) -> None:
@@ -39,7 +38,7 @@ def sample_digest(checkpoint: Checkpoint) -> str:
 
 def _sample_digest(file: SourceFile, opened: OpenFiles) -> str:
     if is_standin(file.path):
-        return str(file.mtime_ns)  # identifies the object's version
+        return str(file.mtime_ns)  # the object's version
     ends = {(0, min(file.size, _END)), (max(0, file.size - _END), min(file.size, _END))}
     return _read_ranges(opened, ((file.path, *end) for end in sorted(ends)))
 

@@ -13,7 +13,7 @@ from ckpt.runs.unread_files import STATE, list_unread
 from ckpt.state.same_model import stated_otherwise
 
 WHY = "they are outside the model and the optimizer; use `ckpt verify --run` to compare them"
-_RANDOM = ("rng", "random")  # words in names of random states
+_RANDOM = ("rng", "random")
 
 
 def count_state_tensors(checkpoint: Checkpoint) -> dict[str, int]:
@@ -29,7 +29,7 @@ def count_state_tensors(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _tensors(value: Any) -> Iterator[StoredTensor]:
-    """Yield the tensors in `value`. Each container is visited once, even if a pickle refers to it many times."""
+    """Visit each container once, even if a pickle refers to it many times."""
     left, seen = [value], set()
     while left:
         one = left.pop()
@@ -42,7 +42,7 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
 
 
 def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield notes on files with tensors that no reader opened, and on differences between the configs."""
+    """Yield notes on unread files with tensors, and on differences between the configs."""
     for label, side in (("A", a), ("B", b)):
         if names := [one.name for one in list_unread(side) if one.kind == STATE]:
             yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"

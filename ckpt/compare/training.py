@@ -1,9 +1,8 @@
 """Comparison between two runs' training states: schedule, scaler, random states, data position, settings.
 
 Every value has a dotted name (`lr_scheduler.last_epoch`, `rng_state.0`). The values come from the checkpoint's files,
-from HF Trainer's files in the same folder, and from the bundled trainer's record for each checkpoint
-(`records/step-N.json`) with the run's settings, active dropout and dtypes. Tensors and long lists are compared by their
-bytes and shown as a digest.
+from HF Trainer's files in the same folder, and from the bundled trainer's `records/step-N.json`. Tensors and long lists
+are compared by their bytes and shown as a digest.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from ckpt.runs.file_table import fits
 from ckpt.runs.model_files import run_files
 from ckpt.state.positions import sequences_seen
 
-#: torch files with run states outside the optimizer.
 _BESIDE = ("scheduler*.pt", "scaler*.pt", "rng_state*.pth")
 #: Keys in the bundled trainer's record that describe file places.
 _PLACES = ("files", "checkpoint", "version")
-_LONG = 16  # list values shown one by one
-_SHOWN = 40  # differences shown without -v
+_LONG = 16
+_SHOWN = 40
 _ABSENT = object()
 
 
@@ -90,7 +88,6 @@ class RunReport(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """Yield the report's lines. `verbose` shows every difference."""
         shown = self.differences if verbose else self.differences[:_SHOWN]
         yield from map(str, shown)
         if len(shown) < len(self.differences):
@@ -123,7 +120,7 @@ def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
 
 
 def _sign(value: Any) -> float:
-    """Return the sign, to tell 0.0 from -0.0."""
+    """Tell 0.0 from -0.0."""
     return math.copysign(1, value) if isinstance(value, float) else 1
 
 
@@ -157,7 +154,6 @@ def _shared_value(values: Mapping[str, Any]) -> Any:
 
 
 def _plain_values(value: Any, name: str, reader: Reader) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values in `value` by dotted name."""
     if isinstance(value, Record):
         value = {"class": value.typename, **value.attributes}
     if isinstance(value, Mapping):
@@ -175,7 +171,6 @@ def _is_long(value: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _comparable(value: Any, reader: Reader) -> Any:
-    """Return a value for comparison and display. Long values become a digest."""
     if isinstance(value, StoredTensor):
         extent = value.extent
         if extent.numel == 1:

@@ -1,7 +1,7 @@
 """Check if `from_pretrained` loads a folder: its weights, tokenizer and generation config.
 
-The installed transformers does the loading, with the model on the meta device to save memory. Only bitsandbytes 4-bit
-weights are really loaded, because their shapes are in the data. No model code runs, and nothing is downloaded.
+The installed transformers loads the model on the meta device. Only bitsandbytes 4-bit weights are really loaded,
+because their shapes are in the data. No model code runs, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.runs.file_table import GENERATION
 from ckpt.runs.model_files import CONFIG, read_config
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Special token ids. Each must be a row in the embedding.
+#: Each must be a row in the embedding.
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -73,10 +73,9 @@ class Loading(Returned):
 def check_loads(path: Path) -> Loading:
     """Load the folder like its users will, and return the problems.
 
-    Raise UsageError if transformers, torch or accelerate is missing, NotFoundError without a config: it says what to
-    load.
+    Raise UsageError if transformers, torch or accelerate is missing, NotFoundError without a config.
     """
-    taken = ("torch", "transformers", "accelerate")  # accelerate puts the model on the meta device
+    taken = ("torch", "transformers", "accelerate")  # puts the model on the meta device
     if lacking := [name for name in taken if importlib.util.find_spec(name) is None]:
         hint = "pip install 'transformers>=5' torch accelerate"
         raise UsageError(f"loading a model needs {' and '.join(lacking)}", found="not installed", hint=hint)
@@ -104,7 +103,7 @@ def check_loads(path: Path) -> Loading:
 
 
 def _load_model(transformers: Any, path: Path, config: Any, problems: list[str]) -> tuple[str, int]:
-    """Load the model. Return its class, and its number of tensors."""
+    """Return the model's class, and its number of tensors."""
     name = next(iter(config.architectures or ()), None)
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:
@@ -132,7 +131,7 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
 
 
 def _knows(quantization: dict[str, Any]) -> bool:
-    """Return True if transformers has this quantization method. Weights with other methods load as plain ones."""
+    """Return True if transformers has this method. Weights with other methods load as plain ones."""
     from transformers.quantizers import AutoHfQuantizer
 
     return bool(AutoHfQuantizer.supports_quant_method(quantization))
@@ -174,10 +173,9 @@ def _ids(holder: Any, size: int | None) -> Iterator[str]:
 
 
 def _attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
-    """Return the result of `action`.
+    """Return the result of `action`, or record a problem and return None: the library raises any error type.
 
-    If it fails, record a problem and return None: the library raises any error type. System errors say nothing about
-    the folder and are raised. The library's own OSErrors have no errno.
+    System errors are raised. The library's own OSErrors have no errno.
     """
     try:
         return action()
@@ -192,7 +190,6 @@ def _attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Turn off the library's progress bars and warnings: the report has their content."""
     logger = logging.getLogger("transformers")
     level = logger.level
     before = os.environ.get("HF_HUB_OFFLINE")

@@ -1,7 +1,6 @@
 """Empty parts of a checkpoint: parameters without elements, an optimizer without states.
 
-Both may be right. A model may declare a parameter of shape [0, 3], and torch's optimizers create a parameter's states
-at its first gradient. So they are reported, not refused, unless the whole model has no element.
+Both may be right, so they are reported, not refused: torch's optimizers create states at the first gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ _MAX_SHOWN = 3
 
 
 def empty_parameters(checkpoint: Checkpoint) -> str:
-    """Return a sentence on parameters without elements.
+    """Return a sentence on parameters without elements, or "".
 
-    Return "" if there are none, or if the engine recorded their shapes. Such parameters come from scripts that save one
-    rank's part of FSDP2 parameters, and from ZeRO-3's rank 0 (shape [0]).
+    They come from scripts that save one rank's part of FSDP2 parameters, and from ZeRO-3's rank 0 (shape [0]).
     """
     if registry.get(checkpoint.format).records_shapes:
         return ""
@@ -39,10 +37,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
 
 
 def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
-    """Return a sentence on trained parameters without optimizer states (or ""), and True if no parameter has any.
-
-    No state at all is right before the first step.
-    """
+    """Return a sentence on trained parameters without optimizer states (or ""), and True if no parameter has any."""
     trained, without = _trained(checkpoint)
     step = checkpoint.state.step
     if not without:
@@ -74,7 +69,7 @@ def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def _keeps_states(options: Mapping[str, Any]) -> bool:
-    """Return True for Adam-like optimizers and momentum. Plain SGD has no states."""
+    """Plain SGD has no states."""
     momentum = options.get("momentum")
     return "betas" in options or (isinstance(momentum, int | float) and momentum > 0)
 

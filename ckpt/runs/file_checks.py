@@ -13,7 +13,6 @@ from ckpt.move.json_files import MAX_JSON, parse_json
 from ckpt.move.source import read_file
 from ckpt.runs.file_table import TORCH_SUFFIXES
 
-#: Zip archive signature.
 ZIP = b"PK\x03\x04"
 
 #: Pickle errors that always mean damage: contradictory zip archives, and links that leave the folder.
@@ -43,15 +42,11 @@ def check_file(path: Path, root: Path) -> None:
 
 
 def has_checked_suffix(path: Path) -> bool:
-    """Return True if `check_file` reads files with this suffix."""
     return path.suffix in (*TORCH_SUFFIXES, ".pkl", ".safetensors", ".json")
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return True for torch's file suffixes, and for `.pkl` if torch.save wrote it or it is empty.
-
-    Accelerate saves random states with torch.save. Other programs write plain pickles with this suffix.
-    """
+    """Return True for torch's file suffixes, and for `.pkl` if torch.save wrote it or it is empty."""
     if path.suffix != ".pkl":
         return path.suffix in TORCH_SUFFIXES
     head = read_file(path, 4)
@@ -59,14 +54,14 @@ def is_torch_file(path: Path) -> bool:
 
 
 def is_unread(error: CkptError, path: Path) -> bool:
-    """Return True if `check_file` did not read a file but found no fault: other pickles, and sound archives."""
+    """Return True if `check_file` found no fault but did not read the file."""
     if any(words in error.what for words in _ALWAYS_DAMAGE):
         return False
     return isinstance(error, NotFoundError | UnsafeError) and is_torch_file(path)
 
 
 def check_carried(path: Path, root: Path) -> None:
-    """Raise CorruptError for damage that `ckpt check` reports in a file next to a checkpoint."""
+    """Raise CorruptError for damage that `ckpt check` reports."""
     try:
         check_file(path, root)
     except CkptError as error:

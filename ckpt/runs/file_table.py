@@ -17,14 +17,11 @@ from ckpt.runs.steps import RECORDS, TRAINER_STATE
 
 TRAINING_ARGS = "training_args.bin"
 GENERATION = "generation_config.json"
-#: torch's file suffixes, and the suffixes of all tensor files.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 TENSOR_SUFFIXES = (".safetensors", ".distcp", *TORCH_SUFFIXES)
 
 
 class FileKind(Enum):
-    """A kind of file, and what `ckpt` does with it."""
-
     TOKENIZER = "copied next to every model"
     PROCESSOR = "copied next to every model, like a tokenizer"
     GENERATION = "copied next to every model; its settings are checked"
@@ -42,7 +39,6 @@ class FileKind(Enum):
     LOG = "never read or reported"
 
 
-#: Kinds that hold a run's training state.
 TRAINING_STATE = (FileKind.RUN, FileKind.RANK, FileKind.OPTIMIZER)
 
 
@@ -91,17 +87,14 @@ FILES = tuple(
 
 @cache
 def patterns_of(*kinds: FileKind) -> tuple[str, ...]:
-    """Return the patterns for these kinds, in the table's order."""
     return tuple(file.pattern for file in FILES if file.kind in kinds)
 
 
 def is_of(name: str, *kinds: FileKind) -> bool:
-    """Return True if the table lists `name` under one of these kinds."""
     return fits(name, patterns_of(*kinds))
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Return True if `name` matches a pattern."""
     return _joined(tuple(patterns)).fullmatch(name) is not None
 
 

@@ -12,7 +12,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.runs.steps import recorded_step
 
-#: Training state in a run's own folder, from DCP, FSDP, Accelerate, HF Trainer or Megatron.
+#: Training state from DCP, FSDP, Accelerate, HF Trainer or Megatron.
 _OTHERS_STATE = re.compile(
     r"\.metadata|__\d+_\d+\.distcp|(?:model|optim)_world_size_\d+_rank_\d+\.pt|optimizer(?:_\d+)?\.(?:pt|bin)"
     r"|(?:pytorch_model_fsdp|optimizer)_\d+|mp_rank_\d+(?:_\d+)*"
@@ -29,14 +29,14 @@ def _never(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A format's rules for steps in a run's folder: the test for a step, and the file that records one.
+    """A format's rules for steps in a run's folder.
 
     Example:
         _STEPS = Steps(_is_step, record="latest")  # `latest` holds a step folder's name
         step = find_step(Path("outputs"), None, _STEPS)
     """
 
-    #: Test for a step in this format, from names and small files.
+    #: From names and small files.
     is_step: Callable[[Path], bool]
     #: Folder names for a tag.
     of_tag: Callable[[str], Sequence[str]] = _recorded_folders
@@ -45,16 +45,16 @@ class Steps:
     of_record: Callable[[str], Sequence[str]] = _recorded_folders
     #: True if the engine loads no step without a record.
     needs_record: bool = False
-    #: True if only this format has the record. If the record then names no valid step, it is damaged, unless the folder
-    #: may belong to another format and has no step in this one.
+    #: True if only this format has the record. A record without a valid step is then damaged, unless the folder may
+    #: belong to another format.
     owns_record: bool = False
     may_be_others: Callable[[Path], bool] = _never
-    #: Test for a completely written step by file names, if possible.
+    #: From file names, if possible.
     is_finished: Callable[[Path], bool] | None = None
 
 
 def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
-    """Return the step at `path` or in its record. With a tag, return the step with that name. None if there is none.
+    """Return the step at `path` or in its record, or the step for a tag.
 
     Raise CorruptError if the record names a missing step, IncompleteError if the record is missing.
     """
@@ -73,18 +73,18 @@ def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
 
 
 def candidate_folders(path: Path, tag: str | None, steps: Steps) -> list[Path]:
-    """Return the folders that the tag (or without one, the record) may name in `path`. They need not exist."""
+    """Return the folders that the tag or record may name. They need not exist."""
     if tag is not None:
         return [confined(path, name) for name in steps.of_tag(tag)]
     said = recorded_step(path / steps.record) if steps.record is not None else None
     names = steps.of_record(said or "")
     if said is not None and said.isdecimal() and steps.of_record is not _recorded_folders:
-        return [path / name for name in names]  # derived from a number, so it stays inside; it may be a link
+        return [path / name for name in names]  # derived from a number, so it stays inside
     return [confined(path, name) for name in names]
 
 
 def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: Steps) -> None:
-    """Raise an error if the record in `path` should name a step in this format, but is damaged or missing.
+    """Raise an error if the record should name a step in this format, but is damaged or missing.
 
     `said` is the record's text, `named` the folders it may name.
     """
@@ -114,5 +114,5 @@ def _newest_whole(found: Sequence[Path], steps: Steps) -> str | None:
 
 
 def newest_first(steps: Iterable[Path]) -> list[Path]:
-    """Return step folders by the last number in their names, in descending order."""
+    """Sort step folders by the last number in their names."""
     return sorted(steps, key=lambda step: (int([-1, *re.findall(r"\d+", step.name)][-1]), step.name), reverse=True)

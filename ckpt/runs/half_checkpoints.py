@@ -1,7 +1,4 @@
-"""Half checkpoints: optimizer states without the model of the same save.
-
-No engine can resume from one, and a conversion would write a model without tensors.
-"""
+"""Half checkpoints: optimizer states without the model of the same save. No engine can resume from one."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from ckpt.runs.unread_files import holds_tensors, may_hold_tensors
 OPTIMIZER_FILE = re.compile(
     r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
 )
-#: A complete model next to a DeepSpeed step, or its shard index.
 _MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
 _OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$|^training_state$")
 _MAX_SHOWN = 8  # names per message
@@ -44,10 +40,9 @@ def holds_model(checkpoint: Checkpoint) -> bool:
 
 
 def lost_weights(path: Path) -> CkptError | None:
-    """Return the error if the files at `path` belong to a checkpoint with missing weights, or None.
+    """Return the error if the files belong to a checkpoint with missing weights, or None.
 
-    An optimizer's file is half a checkpoint. HF Trainer writes weights before its record of a step, and PEFT before an
-    adapter's config.
+    HF Trainer writes weights before its record of a step, and PEFT before an adapter's config.
     """
     names = names_in(path) if path.is_dir() else [path.name]
     if any(map(OPTIMIZER_FILE.fullmatch, names)):
@@ -72,16 +67,12 @@ def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
 
 
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:
-    """Return the error for a file or folder with only optimizer states."""
     what = "folder" if path.is_dir() else "file"
     return HalfError(f"this {what} has only optimizer states", path=path, expected=expected)
 
 
 def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
-    """Add the model's place to `error`. `trained` holds the names of the optimizer's parameters, if known.
-
-    A hint at another step stays.
-    """
+    """Add the model's place to `error`, unless it has a hint at another step."""
     model = next(_models_around(Path(error.path or ""), {*trained}), None)
     if model is not None:
         place = f"the model is in {model}: give that {'folder' if model.is_dir() else 'file'}"
@@ -94,8 +85,8 @@ def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
 def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
     """Yield places with the model for `path`: around a file, in a folder, and next to an optimizer's folder.
 
-    A step folder inside another one, like HF Trainer's `checkpoint-2/global_step2`, has the model's file next to it.
-    Neighbours such as other steps hold other models.
+    A step inside another one, like `checkpoint-2/global_step2`, has the model's file next to it. Other steps hold other
+    models.
     """
     if path.is_file():
         places = [path.parent]
@@ -112,18 +103,17 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
 
 
 def _checkpoint_of(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in `folder` itself."""
     one = next(formats_of(folder), None)
     return one.read(folder, ReadRequest()) if one else None
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if `folder` itself is a checkpoint: no run folder, and not damaged beyond recognition."""
+    """Return True if `folder` itself is a checkpoint, not a run folder."""
     return any(True for _ in formats_of(folder))
 
 
 def formats_of(folder: Path) -> Iterator[Format]:
-    """Yield each format that finds a checkpoint in `folder` itself, not in a step."""
+    """Yield each format that finds a checkpoint in `folder` itself."""
     for one in registry.all_formats():
         with suppress(CkptError):
             if one.reads and one.find(folder, None) == folder:

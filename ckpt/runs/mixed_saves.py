@@ -1,8 +1,8 @@
 """Files from two saves in one folder: a model and an optimizer with different step counts.
 
-They are left by an interrupted save into a reused folder. An optimizer ahead of the model proves it. An optimizer
-behind the model may have been restarted, if only weights were loaded. Then the fp32 masters still round to the model's
-weights. HF Trainer also counts steps skipped after an overflow, so its optimizer may be behind.
+An optimizer ahead of the model proves it. An optimizer behind the model may have been restarted, if only weights were
+loaded. Then the fp32 masters still round to the model's weights. HF Trainer also counts steps skipped after an
+overflow, so its optimizer may be behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import whole
 from ckpt.runs.steps import trainer_step
 
-#: Number of compared parameters, and their maximum number of elements. The largest are compared.
+#: Number of compared parameters, the largest, and their maximum number of elements.
 _COMPARED, _MAX_ELEMENTS = 2, 1 << 22
 
 
@@ -46,12 +46,12 @@ def different_steps(checkpoint: Checkpoint) -> str:
 
 
 def _optimizer_steps(checkpoint: Checkpoint) -> float:
-    """Return the number of optimizer steps, or -1 if it is not recorded."""
+    """Return -1 if the number is not recorded."""
     return float(max(checkpoint.state.scalars.get("step", {}).values(), default=-1))
 
 
 def _weights_differ(checkpoint: Checkpoint) -> bool:
-    """Return True if a parameter's fp32 master does not round to its weight. After every step it does."""
+    """Return True if a parameter's fp32 master does not round to its weight."""
     from ckpt.move.casts import cast_bits
     from ckpt.move.reading import read_box
 

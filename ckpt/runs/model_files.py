@@ -1,8 +1,4 @@
-"""Files next to a model's weights: config, tokenizer, chat template, processor, custom code.
-
-They are copied byte for byte, except `config.json` with its dtype corrected. A run's own files (`training_args.bin`,
-optimizer, RNG, scripts) are never included.
-"""
+"""Files next to a model's weights, copied byte for byte, except `config.json` with its dtype corrected."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.sentence_modules import settings
 
 CONFIG = "config.json"
-#: Config key of the quantization.
 QUANTIZATION_ENTRY = "quantization_config"
 _COPIED = (FileKind.TOKENIZER, FileKind.PROCESSOR, FileKind.GENERATION, FileKind.QUANTIZATION)
 
@@ -38,16 +33,12 @@ _FROM_HERE = re.compile(r"^[ \t]*from[ \t]+\.[ \t]+import[ \t]+\(?([\w ,\t]+)", 
 
 
 def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:
-    """Return the model's `config.json` from the nearest folder that has one.
-
-    A folder may also be the file itself.
-    """
+    """Return the model's `config.json` from the nearest folder that has one. A folder may also be the file itself."""
     path = find_config(folders)
     return None if path is None else read_object(path, "the model's config")
 
 
 def find_config(folders: Iterable[Path]) -> Path | None:
-    """Return the path that `read_config` reads."""
     for folder in folders:
         if folder.is_file() and folder.suffix == ".json":
             return folder
@@ -69,7 +60,7 @@ def companions(folders: Iterable[Path]) -> dict[str, bytes]:
 
 
 def companion_folders(folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the folder of each file that `companions` reads, by name. The nearest folder wins."""
+    """Return each file's folder. The nearest one wins."""
     found: dict[str, Path] = {}
     for given in folders:
         folder = given.parent if given.is_file() else given
@@ -119,7 +110,7 @@ def _custom_code(folder: Path) -> Iterator[str]:
 
 
 def _auto_map_modules(auto_map: object) -> list[str]:
-    """Return the names of modules in this folder from an `auto_map`.
+    """Return the names of modules in this folder.
 
     An `auto_map` looks like `{"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["slow_x.T", null]}`. The value
     `other/repo--modeling_x.XModel` names code in another repository.
@@ -173,7 +164,6 @@ def corrected_config(
 
 
 def with_quantization(config: Mapping[str, Any], of: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's `config` with the quantization recorded in the config `of`, if any."""
     recorded = of.get(QUANTIZATION_ENTRY)
     return {**config, QUANTIZATION_ENTRY: recorded} if recorded else config
 
@@ -192,5 +182,5 @@ def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:
-    """Return a config file's bytes like transformers, but with the keys in their given order."""
+    """Return bytes like transformers, but with the keys in their given order."""
     return (json.dumps(config, indent=2) + "\n").encode()

@@ -23,18 +23,15 @@ from ckpt.runs.steps import LATEST, recorded_step, step_number
 
 _FOLDER = re.compile(r"pytorch_model(?:_fsdp(?=_\d))?(?:_(\d+))?")
 _FILE = re.compile(r"(?:pytorch_model(?:_fsdp)?|model)(?:_(\d+))?(?:\.safetensors|(?:_rank\d+)?\.bin)")
-#: DeepSpeed's model file for one engine (deepspeed/runtime/engine.py, `_get_ckpt_name`).
+#: deepspeed/runtime/engine.py, `_get_ckpt_name`
 _ENGINE_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt")
-#: FSDP folders, and optimizers in rank files: their saves also number the first model.
+#: These saves also number the first model.
 _NUMBERED_FROM_0 = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+_rank\d+\.bin")
 _OF_RANK = re.compile(r"_rank\d+\.bin$")
 
 
 def models_of(save: Path) -> dict[int, Path]:
-    """Return a save's models by number, or an empty dict for a single model without a number.
-
-    A model in rank files is represented by its first rank's file.
-    """
+    """Return a save's models by number, or an empty dict for a single model without a number."""
     found: dict[int, Path] = {}
     for name, entry in sorted(entries_in(save).items()) if save.is_dir() else ():
         if match := (_FOLDER if is_folder(entry) else _FILE).fullmatch(name):
@@ -55,21 +52,17 @@ def free_tags(run: Path) -> list[Path]:
 
 
 def save_around(place: Path) -> Path:
-    """Return the folder of the save around the model at `place`, or `place` itself for any other folder."""
+    """Return the folder of the save around the model at `place`, or `place` itself."""
     is_one = bool((_FILE if place.is_file() else _FOLDER).fullmatch(place.name))
     return place.parent if is_one and place in models_of(place.parent).values() else place
 
 
 def number_of(place: Path) -> int | None:
-    """Return the model's number in a save with several, or None."""
     return next((number for number, one in models_of(place.parent).items() if one == place), None)
 
 
 def sibling_models(place: str) -> list[Path]:
-    """Return the other models in the same save as the model at `place`.
-
-    Raise IncompleteError if a model in the save is missing.
-    """
+    """Return the other models in the same save. Raise IncompleteError if one is missing."""
     save = save_around(Path(place))
     check_all_there(save)
     models = [one for one in models_of(save).values() if one != Path(place)]
@@ -77,7 +70,6 @@ def sibling_models(place: str) -> list[Path]:
 
 
 def missing_models(save: Path) -> list[str]:
-    """Return the names of models missing in a save that has a higher number."""
     models = models_of(save)
     last = str(next(reversed(models.values())).name) if models else ""
     is_first_numbered = any(map(_NUMBERED_FROM_0.fullmatch, (last, *names_in(save)))) if models else False
@@ -86,24 +78,24 @@ def missing_models(save: Path) -> list[str]:
 
 
 def _numbered_as(name: str, number: int, first: str) -> str:
-    """Return `name` with this model's number instead. `first` is the text for number 0."""
+    """Return `name` with this model's number. `first` is the text for number 0."""
     return re.sub(r"_\d+(?=$|\.|_rank)", f"_{number}" if number else first, name, count=1)
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of an optimizer or scheduler file for the model with this number: `optimizer_1.bin`."""
+    """Return the name of a model's optimizer or scheduler file: `optimizer_1.bin`."""
     stem, dot, suffix = name.partition(".")
     return f"{stem}_{number}{dot}{suffix}" if number else name
 
 
 def optimizers_fit(save: Path) -> bool:
-    """Return True if a save has one optimizer file per model, so that the order pairs them."""
+    """Return True if a save has one optimizer file per model."""
     found = {int(m[1] or 0) for name in names_in(save) if (m := re.fullmatch(r"optimizer(?:_(\d+))?\.bin", name))}
     return found == set(models_of(save))
 
 
 def tagged(save: Path, tag: str) -> Path | None:
-    """Return the model file for `tag` in a save with several: `model_1`, or `model_1.safetensors`."""
+    """Return the model file for `tag`: `model_1`, or `model_1.safetensors`."""
     return next((one for one in models_of(save).values() if one.is_file() and _names(tag, one)), None)
 
 
@@ -112,7 +104,6 @@ def _names(tag: str, model: Path) -> bool:
 
 
 def name_of(model: Path) -> str:
-    """Return a model's name in a save with several: its folder or file, without a rank suffix."""
     return _OF_RANK.sub("", model.name)
 
 
@@ -124,10 +115,7 @@ def check_all_there(save: Path) -> None:
 
 
 def check_one_is_selected(place: Path, requested: Path, tag: str | None) -> None:
-    """Raise UsageError if `place` is in a save with several models and the user named none.
-
-    Raise IncompleteError if a model in the save is missing.
-    """
+    """Raise UsageError if the save has several models and the user named none, IncompleteError if one is missing."""
     save = save_around(place)
     models = models_of(save)
     if not models or (place != save and (requested == place or _names(Path(tag or "").name, place))):
@@ -137,7 +125,6 @@ def check_one_is_selected(place: Path, requested: Path, tag: str | None) -> None
 
 
 def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> UsageError:
-    """Return the error for a save with several models if the user named none."""
     return UsageError(
         f"this save has {pluralize(len(models), 'model')}: choose one",
         path=save,
@@ -148,5 +135,4 @@ def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> U
 
 
 def how_to_choose(models: Iterable[Path], *, with_tag: bool) -> str:
-    """Return a hint at a save's models: `--tag` for each, or each path."""
     return "use " + " or ".join(f"--tag {shlex.quote(name_of(one))}" if with_tag else str(one) for one in models)

@@ -9,7 +9,7 @@ from ckpt.runs.model_files import run_files
 
 
 def training_left_out(checkpoint: Checkpoint) -> list[str]:
-    """Return a line for each kind of training content: optimizer states, hyperparameters, training state."""
+    """Return a line for each kind of training content."""
     lines: list[str] = []
     if names := checkpoint.optimizer_states:
         tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))

@@ -42,10 +42,9 @@ from ckpt.runs.selection import is_run as is_run
 from ckpt.runs.steps import ANY_STEP, RECORDS, enclosing_folders, recorded_step, run_at, step_mismatch
 from ckpt.stores import places
 
-#: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
+#: nemo/lightning/io/api.py
 _NEMO_CONTEXT = "model.yaml"
 AUTO = "auto"
-#: Inner entries to identify if the folder itself is no checkpoint.
 _MAX_ENTRIES = 200
 _MAX_LEVELS = 6  # folder levels searched for a checkpoint
 _MAX_SHOWN = 8  # names per message
@@ -65,7 +64,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Describe the checkpoint at `path`, with the arguments and errors of `ckpt.open`.
 
-    The folder of a running or stopped conversion is refused unless `unfinished`.
+    Refuse the folder of a running or stopped conversion unless `unfinished`.
     """
     formats = registry.all_formats() if format == AUTO else registry.named(format)
     for one in formats:
@@ -90,10 +89,7 @@ def open_training(path: Path, *, tag: str | None = None, config: str | None = No
 
 
 def open_model(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
-    """Return the model or adapter without an optimizer in `path` or one of its steps, or None.
-
-    Raise the errors of `open`.
-    """
+    """Return the model or adapter without an optimizer in `path` or one of its steps, or None."""
     formats = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
     return _opened(path, formats, tag, config)
 
@@ -156,7 +152,6 @@ def _select_replica(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
 
 
 def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
-    """Add notes on a folder named for another step, on values from one rank, and on empty parts."""
     told = step_mismatch(Path(checkpoint.path), checkpoint.state.step)
     empty = (empty_parameters(checkpoint), missing_states(checkpoint)[0])
     steps = different_steps(checkpoint)
@@ -165,7 +160,6 @@ def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def rank_copies_note(tensors: Iterable[Tensor]) -> str:
-    """Return a note on tensors with different values on each rank, or "" without any."""
     own = [tensor.fqn for tensor in tensors if tensor.rank_copies]
     if not own:
         return ""
@@ -175,7 +169,6 @@ def rank_copies_note(tensors: Iterable[Tensor]) -> str:
 
 
 def warn_of_skipped(*checkpoints: Checkpoint) -> None:
-    """Warn that newer checkpoints of a run were skipped. Commands print these notes."""
     for checkpoint in checkpoints:
         for note in checkpoint.passed_over:
             warnings.warn(f"{shown(checkpoint.path)}: {note}", stacklevel=3)
@@ -191,14 +184,13 @@ def _neighbour(path: Path) -> str | None:
 
 
 def can_resume(checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint has a model and its optimizer."""
     return has_optimizer(checkpoint) and holds_model(checkpoint)
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:
     """Return True if there is an optimizer, even without a map from its states to parameters.
 
-    Its engine loads such states by number, so training can continue, but a conversion can't.
+    Its engine loads such states by number, but a conversion can't.
     """
     if checkpoint.missing_optimizer is not None:
         return False
@@ -233,7 +225,7 @@ def knows_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> CkptError:
-    """Return the error if `path` has nothing in `format`. `others` lists the formats that do find a checkpoint."""
+    """Return the error. `others` lists the formats that do find a checkpoint."""
     wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
     if tag is not None:
         wanted += f" with the tag {tag!r}"
@@ -283,14 +275,13 @@ def _opens(path: Path, format: str, tag: str) -> bool:
 
 
 def _step_named(path: Path, tag: str | None) -> Path:
-    """Return the step for `tag` in `path`, by name or number. Without a tag, return the newest one, if any."""
+    """Return the step for `tag`, by name or number. Without a tag, return the newest one, if any."""
     run = run_at(path)
     steps = run.steps if tag is None else run.tagged(tag)
     return steps[0].path if steps else path if tag is None else confined(path, tag)
 
 
 def _contents(folder: Path) -> str:
-    """Return the names in a folder for a message, the newest step's first."""
     run = run_at(folder)
     step = run.steps[0].path if run.steps and run.steps[0].path.is_dir() else folder
     entries = {name: entry for name, entry in entries_in(step).items() if not is_staged(step / name)}
@@ -301,7 +292,7 @@ def _contents(folder: Path) -> str:
 
 
 def _checkpoint_deeper(path: Path) -> Path | None:
-    """Return a checkpoint or run below the levels that are searched for the only run."""
+    """Return a checkpoint or run below the searched levels."""
     level = [path]
     for _ in range(_MAX_LEVELS):
         inside = [inner for folder in level for inner in folders_in(folder) if not inner.name.startswith(".")]
@@ -325,7 +316,6 @@ def _without_digits(name: str) -> str:
 
 
 def _run_here(path: Path) -> Path:
-    """Return the run folder for `path`: itself, or the only run in it."""
     try:
         return path if is_run(path) else run_below(path, is_run) or path
     except CkptError:
@@ -333,7 +323,6 @@ def _run_here(path: Path) -> Path:
 
 
 def _is_part(path: Path) -> bool:
-    """Return True for a file in a checkpoint's folder."""
     try:
         return path.is_file() and is_run(path.parent)
     except CkptError:  # damaged, but a checkpoint
@@ -341,7 +330,7 @@ def _is_part(path: Path) -> bool:
 
 
 def _checkpoints_inside(path: Path, format: str) -> list[str]:
-    """Return the checkpoints inside a folder or its newest step: files, and models next to each other."""
+    """Return the checkpoints inside a folder or its newest step."""
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *(step.path for step in run_at(path).steps[:1] if step.path.is_dir())] if path.is_dir() else []
     every = [place / name for place in places for name in names_in(place)]
@@ -351,7 +340,6 @@ def _checkpoints_inside(path: Path, format: str) -> list[str]:
 
 
 def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Checkpoint:
-    """Add the model's config and the run's folders if the reader did not."""
     folders = [request.config] if request.config is not None else []
     folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
     distinct = tuple(dict.fromkeys(folders))
@@ -380,9 +368,9 @@ def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
 
 
 def _with_folders_around(path: Path) -> Path:
-    """Return the full path for `.`, `..` and a part of the step in the working directory, otherwise `path`.
+    """Return the full path for `.`, `..` and a part of the step in the working directory.
 
-    Readers look for a step's number, its run and its config in the folders around it.
+    Readers look at the names of the folders around a step.
     """
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))

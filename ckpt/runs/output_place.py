@@ -1,8 +1,8 @@
 """Output places that no trainer rotates, counts or searches.
 
-Trainers delete and load by folder name. HF Trainer counts each `checkpoint-*` in its output folder
-(transformers/trainer_utils.py, `sort_checkpoints`), torchtitan each name with `step-N` (components/checkpoint.py), and
-Accelerate each folder in `checkpoints/` (accelerate/accelerator.py, `save_state`).
+HF Trainer deletes and loads `checkpoint-*` in its output folder (transformers/trainer_utils.py, `sort_checkpoints`),
+torchtitan each name with `step-N` (components/checkpoint.py), and Accelerate each folder in `checkpoints/`
+(accelerate/accelerator.py, `save_state`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ckpt.runs.steps import ANY_STEP, RECORDS
 from ckpt.runs.unread_files import is_named_like_state
 from ckpt.stores import placeholder_files
 
-#: Name part that trainers recognise as a step.
 _STEP_LIKE = re.compile(r"(?:checkpoint|step|iter|epoch)[-_=]?\d")
 #: Folders that hold only steps. Accelerate deletes anything in its own folder by age.
 _STEPS_ALONE = ("checkpoints", "ckpts")
@@ -33,8 +32,8 @@ _LEVELS = 3
 def default_output(path: Path, target: str) -> Path:
     """Return the default output folder: `outputs` becomes `outputs-hf`, next to it.
 
-    A step or its part becomes a neighbour of the run: `run/checkpoint-4` becomes `run-checkpoint-4-hf`. Output from a
-    URL goes into the working directory. Raise UsageError if `path` has no name.
+    `run/checkpoint-4` becomes `run-checkpoint-4-hf`. Output from a URL goes into the working directory. Raise
+    UsageError if `path` has no name.
     """
     if placeholder_files.url_of(path) is not None:
         return Path(f"{path.name.partition('@')[0]}-{target}")
@@ -42,10 +41,7 @@ def default_output(path: Path, target: str) -> Path:
 
 
 def next_to_run(path: Path, *suffix: str) -> Path:
-    """Return a place next to the run around `path`, named after `path` and `suffix`.
-
-    It is relative if `path` is, so that it reads like the user's input.
-    """
+    """Return a place next to the run around `path`, named after `path` and `suffix`. It is relative if `path` is."""
     absolute = Path(os.path.abspath(path))
     if not absolute.name:
         raise UsageError("the input has no name for an output folder", path=path, hint="give one with -o")
@@ -53,7 +49,7 @@ def next_to_run(path: Path, *suffix: str) -> Path:
     if not run.name:
         raise UsageError("the run is the root folder, so no output fits next to it", path=path, hint="give one with -o")
     name = "-".join([*absolute.relative_to(run.parent).parts, *suffix])
-    is_named = bool(path.name) and path.name != ".."  # the user typed a name, not `.` or `..`
+    is_named = bool(path.name) and path.name != ".."  # not `.` or `..`
     return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)
 
 
@@ -69,7 +65,7 @@ def run_root(path: Path) -> Path:
 
 
 def _is_part_of_run(path: Path) -> bool:
-    """Return True if the parent folder of `path` belongs to a trainer: it holds steps, a record, or half a step."""
+    """Return True if the parent folder holds steps, a record, or half a step."""
     if _is_step_name(path) or any(_sibling_steps(path)) or any((path.parent / name).is_file() for name in RECORDS):
         return True
     return is_named_like_state(path.name) and is_checkpoint(path.parent)
@@ -112,7 +108,6 @@ def _refusal(destination: Path, expected: str, found: str) -> UsageError:
 
 
 def _sibling_steps(place: Path) -> Iterator[str]:
-    """Yield the names of the trainer's steps in the parent folder of `place`."""
     if not place.parent.is_dir():
         return
     for name, entry in entries_in(place.parent).items():
@@ -122,12 +117,12 @@ def _sibling_steps(place: Path) -> Iterator[str]:
 
 
 def _is_step_name(path: Path) -> bool:
-    """Return True if `path` has a step's name. LeRobot uses bare numbers: `checkpoints/005000`."""
+    """LeRobot uses bare numbers: `checkpoints/005000`."""
     return ANY_STEP.fullmatch(path.name) is not None or (path.name.isdecimal() and path.parent.name in _STEPS_ALONE)
 
 
 def _is_trainers(step: Path) -> bool:
-    """Return True if a trainer wrote the folder `step`: it holds files, but no conversion manifest."""
+    """Return True if `step` holds files, but no conversion manifest."""
     if not step.is_dir() or is_staged(step):
         return False
     names = entries_in(step)

@@ -1,7 +1,6 @@
 """Empty placeholders in place of weights.
 
-Under ZeRO-3 and FSDP, a rank's module holds empty tensors of shape [0] unless the weights are gathered. A script that
-saves such a module writes all names without the weights.
+Under ZeRO-3 and FSDP, a rank's module holds empty tensors of shape [0] unless the weights are gathered.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
 from ckpt.runs.steps import trainer_steps
 
 _PLACEHOLDER = (0,)
-#: Parameter suffixes that modules never use for a tensor with shape [0], except next to other empty tensors.
+#: Modules never use these suffixes for a tensor with shape [0], except next to other empty tensors.
 _PARAMETERS = ("weight", "bias")
 _GATHER = (
     "set stage3_gather_16bit_weights_on_model_save (Accelerate: zero3_save_16bit_model) to save whole weights, "
@@ -52,7 +51,7 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
 
 
 def _placeholders(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of placeholders, or none if the model has its own empty tensors."""
+    """Return the placeholders, or none if the model has its own empty tensors."""
     shapes = {fqn: tensor.shape for (fqn, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES}
     empty = [fqn for fqn, shape in shapes.items() if shape == _PLACEHOLDER and not _has_no_rows(fqn, shapes)]
     is_certain = checkpoint.is_adapter or any(fqn.endswith(_PARAMETERS) for fqn in empty)

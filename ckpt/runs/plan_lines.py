@@ -21,7 +21,6 @@ _MAX_LEFT_OUT = 8  # omissions per line
 
 
 def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[str, Any]:
-    """Return the report of a plan: files, bytes, casts, omissions."""
     return {
         "source": plan.checkpoint.path,
         "format": plan.checkpoint.format,
@@ -66,10 +65,7 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
 
 
 def loss_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
-    """Return the report's lines on precision, omitted content and unread files.
-
-    Without `verbose`, each of these three has one line.
-    """
+    """Return the report's lines on precision, omitted content and unread files: one line each unless `verbose`."""
     notes = note_lines(report["notes"], verbose)
     left_out = report["left_out"]
     if verbose or len(left_out) < 2:
@@ -82,7 +78,6 @@ def loss_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
 
 
 def load_lines(report: dict[str, Any]) -> list[str]:
-    """Return the line, if any, that says if a library can load the folder."""
     loads = report["loads"] and LoadCheck(**{**report["loads"], "lacks": tuple(report["loads"]["lacks"])})
     return [printable(loads.sentence(report["destination"] or "FOLDER"))] if loads else []
 
@@ -116,7 +111,6 @@ def output_lines(
 
 
 def _is_lossy(source: str, target: str) -> bool:
-    """Return True if casting from `source` to `target` may round values."""
     return BY_NAME[source].itemsize >= BY_NAME[target].itemsize
 
 

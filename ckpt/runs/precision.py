@@ -1,7 +1,7 @@
 """Compute dtype recorded by a run that stores its weights in float32.
 
 FSDP keeps float32 parameters and casts them when gathering (torch/distributed/fsdp, `MixedPrecision`; HF Trainer's and
-Accelerate's `bf16` and `fp16`). Unlike in DeepSpeed's checkpoints, no tensor shows the compute dtype.
+Accelerate's `bf16` and `fp16`). No tensor shows the compute dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
 from ckpt.runs.file_table import TRAINING_ARGS
 from ckpt.runs.model_files import CONFIG
 
-_MAX_ARGUMENTS = 16 << 20  # maximum bytes; training arguments take a few kB
+_MAX_ARGUMENTS = 16 << 20  # training arguments take a few kB
 _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
@@ -43,11 +43,7 @@ def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _keeps_float32(checkpoint: Checkpoint) -> bool:
-    """Return True for a run's checkpoint that stores weights only in float32.
-
-    Weights in 16 bits or masters show the dtype themselves. A Hugging Face folder or an adapter is no run: its weights
-    are what somebody chose to write.
-    """
+    """Return True for a run's checkpoint that stores weights only in float32. A Hugging Face folder is no run."""
     if checkpoint.namespace == HUB or checkpoint.is_adapter or checkpoint.state.ds_config is not None:
         return False  # DeepSpeed casts the model itself, so float32 weights show the compute dtype
     weights = list(checkpoint.with_role(WEIGHT))
@@ -56,7 +52,7 @@ def _keeps_float32(checkpoint: Checkpoint) -> bool:
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
-    """Return a run's compute dtype and its record. Without a record, return float32 and no record."""
+    """Return the compute dtype and its record, or float32 without a record."""
     known = [
         arguments for folder in checkpoint.run_folders if (arguments := _read_arguments(Path(folder) / TRAINING_ARGS))
     ]
@@ -80,7 +76,7 @@ def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:
 
 
 def _read_arguments(path: Path) -> Record | Mapping[Any, Any] | None:
-    """Read training arguments. Their class may be anybody's, so unlisted names become inert records."""
+    """Read unlisted names as inert records: the arguments' class may be anybody's."""
     if not os.path.lexists(path):
         return None
     inside = confined(path.parent, path.name)

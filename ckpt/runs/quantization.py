@@ -18,13 +18,12 @@ from ckpt.plan.model_config import config_parts
 from ckpt.runs.file_table import FILES, FileKind
 from ckpt.runs.model_files import CONFIG, QUANTIZATION_ENTRY
 
-#: mlx-lm's key in config.json.
 _MLX = "quantization"
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Recorded method (None if only settings are recorded), settings, and the file with the record."""
+    """`method` is None if only settings are recorded."""
 
     method: str | None
     settings: Mapping[str, Any]
@@ -46,7 +45,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
-    """Return the quantization in config.json, or in a quantizer's own file in `folders`. None for a plain model."""
+    """Return the recorded quantization, or None for a plain model."""
     found = _config_quantization(config or {})
     return found or next((one for folder in folders if (one := _folder_quantization(Path(folder))) is not None), None)
 

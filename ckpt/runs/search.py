@@ -1,4 +1,4 @@
-"""Search in a folder of runs: `outputs/RUN/checkpoint-N`, a common layout with Axolotl and TRL."""
+"""Search in a folder of runs: `outputs/RUN/checkpoint-N`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from ckpt.move.json_files import read_json
 from ckpt.move.listing import folders_in
 from ckpt.runs.steps import has_record, run_at
 
-#: Digests for a conversion's output, written last.
 MANIFEST = "ckpt-manifest.json"
-#: Index of a diffusers pipeline: library and class by folder name (diffusers 0.42, `pipelines/pipeline_utils.py`).
+#: Library and class by folder name (diffusers 0.42, `pipelines/pipeline_utils.py`).
 _PIPELINE = "model_index.json"
-#: Classes of pipeline parts without weights.
+#: Pipeline parts without weights.
 _WITHOUT_WEIGHTS = re.compile(r".*(?:Scheduler|Guidance|(?:Tokenizer|Processor)(?:Fast)?|FeatureExtractor)")
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # folders searched per level
@@ -26,7 +25,7 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
 
     It searches two levels. A folder with steps or a record is a run itself, and no inner folder replaces it. A
     conversion's output counts only if there is nothing else. Raise SeveralRunsError for several runs, or for a pipeline
-    of several models, also if their weights are missing.
+    of several models.
     """
     if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
@@ -65,7 +64,7 @@ def _folders(folder: Path) -> list[Path]:
         steps = {step.path for step in run_at(folder).steps}
         inside = [p for p in folders_in(folder) if not p.name.startswith(".") and not p.is_symlink()]
         return [p for p in inside if p not in steps]
-    except (OSError, CkptError):  # an unlistable folder has nothing to read
+    except (OSError, CkptError):
         return []
 
 

@@ -46,11 +46,11 @@ from ckpt.runs.steps import (
 )
 from ckpt.runs.unread_files import holds_tensors, stray_names
 
-#: Tag for the checkpoint in the folder itself.
+#: The checkpoint in the folder itself.
 OWN_TAG = "."
 _LATER = "later than the selected step"
 _MAX_NAMES = 8  # names per message
-#: Skipped steps with their errors. None means that no format finds a checkpoint in the step.
+#: None means that no format finds a checkpoint in the step.
 _Skipped = dict[Step, CkptError | None]
 
 
@@ -59,7 +59,7 @@ class Want:
     """Requirement for a checkpoint: `holds` is the test, and `what` its name in messages.
 
     With `is_newest`, a newer step wins over the folder's own checkpoint. With `prefers` (a format), that format is
-    tried first, and then the first other format that finds a checkpoint decides. Otherwise all formats are tried.
+    tried first, and then the first other format that finds a checkpoint decides.
     """
 
     what: str = "checkpoint in the requested format"
@@ -80,7 +80,7 @@ class Chooser:
     want: Want = ANY
 
     def open(self, path: Path) -> Checkpoint | None:
-        """Return the checkpoint for `path`: in it, or in the only run below it."""
+        """Return the checkpoint in `path`, or in the only run below it."""
         run, tag = run_at(path), self.request.tag
         if tag is None:
             check_all_there(path)
@@ -99,7 +99,7 @@ class Chooser:
         if found is not None:
             if tag is None and not models_of(path):
                 self._check_one_engine(run, found)
-            # an engine that resumes needs all models in a save
+            # an engine resumes with all models
             place = save_around(Path(found.path)) if self.want.is_newest and tag is None else Path(found.path)
             return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
         if (below := run_below(path, self._leads_to_one)) is not None:
@@ -108,7 +108,7 @@ class Chooser:
         return None
 
     def _leads_to_one(self, folder: Path) -> bool:
-        """Return True for a run folder. If there is a requirement, the run must have a matching checkpoint."""
+        """Return True for a run folder with a matching checkpoint."""
         if not is_run(folder, self.formats, self.request.tag):
             return False
         return self.want is ANY or self.open(folder) is not None
@@ -133,7 +133,6 @@ class Chooser:
         return None
 
     def _open_own(self, run: Run, tag: str | None = None) -> Checkpoint | None:
-        """Return the checkpoint in the run's folder itself, or the one named by its record or by `tag`."""
         for one in self.formats:
             found = one.find(run.path, tag)
             if found is None or (tag is None and run.holder(found) is not None and run.record_of(found) is None):
@@ -195,7 +194,7 @@ class Chooser:
         return next(filter(None, (self._open_in(run_at(part)) for part in _model_parts(step))), None)
 
     def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
-        """Return the checkpoint for `tag`: a folder's name, a step's number, or a step inside another step."""
+        """Return the checkpoint for a folder's name, a step's number, or a step inside another step."""
         if tag == OWN_TAG:
             return self._open_own(run)
         named = confined(run.path, tag)
@@ -258,7 +257,7 @@ class Chooser:
         if not recorded or step.path in recorded:
             return False
         for one in self.formats:
-            with suppress(CkptError):  # opening it reports the error
+            with suppress(CkptError):
                 if _finds(one, step.path, None) and any(_finds(one, other, None) for other in recorded):
                     return True
         return False
@@ -274,7 +273,6 @@ class Chooser:
         return _is_checkpoint(step.path, self.formats)
 
     def _with_newer_named(self, run: Run, checkpoint: Checkpoint, skipped: _Skipped) -> Checkpoint:
-        """Return `checkpoint` with notes on skipped steps and on every newer step."""
         place, number = Path(checkpoint.path), _number(run, checkpoint)
         passed = [self._why_skipped(run, step, error) for step, error in skipped.items()]
         beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
@@ -372,7 +370,6 @@ def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
 
 
 def _holds_any(step: Path) -> bool:
-    """Return True if `step` holds a checkpoint in any format, even a damaged one."""
     return _is_checkpoint(step, [one for one in registry.all_formats() if one.reads])
 
 
@@ -398,7 +395,7 @@ def _finds(one: Format, folder: Path, tag: str | None) -> bool:
 
 
 def _number(run: Run, checkpoint: Checkpoint) -> int | None:
-    """Return the step number of `checkpoint`: from its folder in the run, otherwise the recorded one."""
+    """Return the step number: from the folder in the run, otherwise the recorded one."""
     holder, step = run.holder(Path(checkpoint.path)), checkpoint.state.step
     if holder is not None:
         return holder.number
@@ -420,7 +417,6 @@ def _skip_note(run: Run, place: Path, error: CkptError) -> str:
 
 
 def _note(text: str, run: Run, steps: Sequence[Step]) -> list[str]:
-    """Return `text` with the names of `steps`, or an empty list without steps."""
     names = [run.name(step.path) for step in steps]
     return [text.format(", ".join(names[:_MAX_NAMES]))] if names else []
 
@@ -433,7 +429,6 @@ def _with_notes(
 
 
 def _ask(run: Run, names: Sequence[str]) -> None:
-    """Raise UsageError with candidates that no number orders."""
     raise UsageError(
         "ambiguous: nothing records the newest checkpoint here",
         path=run.path,

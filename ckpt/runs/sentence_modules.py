@@ -21,7 +21,7 @@ _CARRIED = (".json", ".txt", ".model", ".jinja")
 
 
 def module_folders(folders: Iterable[str | Path]) -> dict[str, str]:
-    """Return the folder of each module except the model itself, by tensor prefix. Empty without a list."""
+    """Return the folder of each module except the model itself, by tensor prefix."""
     home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
     if home is None:
         return {}

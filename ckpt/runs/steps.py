@@ -15,7 +15,7 @@ from ckpt.move.json_files import read_json
 from ckpt.move.listing import entries_in, folders_in, is_folder, once
 from ckpt.move.source import read_file
 
-#: HF Trainer's step record (transformers/trainer_callback.py, `TrainerState`).
+#: transformers/trainer_callback.py, `TrainerState`
 TRAINER_STATE = "trainer_state.json"
 #: DeepSpeed's files with the last saved step's tag, and the last universal checkpoint's.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -23,7 +23,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 TRACKER = "latest_checkpointed_iteration.txt"
 #: megatron-core's last file in a step folder, and files written before it.
 MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
-#: Files that record the step to load: the ones above, and SkyRL's.
+#: The ones above, and SkyRL's.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER, "latest_ckpt_global_step.txt")
 _MAX_RECORDED = 4096
 #: Keys in megatron-core's GPT models, and the maximum metadata bytes to search.
@@ -32,11 +32,10 @@ _MEGATRONS_KEYS = re.compile(
 )
 _MAX_METADATA = 1 << 20
 
-#: Step folder from HF Trainer, TRL and Axolotl (transformers/trainer_utils.py).
+#: HF Trainer, TRL and Axolotl (transformers/trainer_utils.py).
 TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
-#: Megatron's step name (megatron/training/checkpointing.py).
+#: megatron/training/checkpointing.py
 MEGATRON_STEP = re.compile(r"iter_(\d{7,})")
-#: Prefixes before a step's number, and the savers that use them.
 STEP_NAMES = {
     r"checkpoint[-_]?": "HF Trainer, TRL, Axolotl, ms-swift, diffusers; Accelerate's own naming; Ray Train",
     r"(?:global[-_]?)?step[-_=]?": "DeepSpeed, NeoX, verl, SkyRL, VeOmni; torchtitan, Levanter, prime-rl, OLMo-core",
@@ -50,24 +49,20 @@ STEP_NAMES = {
 #: Suffixes that Lightning and NeMo add after the number.
 _ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth))?"
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
-#: Folders for steps inside a run's folder: torchtitan's, Lightning's and LeRobot's.
+#: torchtitan's, Lightning's and LeRobot's folders for steps.
 _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
-#: Newest step from Lightning or LeRobot, without a number in its name. A link points to a numbered step.
+#: Newest step from Lightning or LeRobot, without a number in its name.
 _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
-#: LeRobot's step number record (lerobot, utils/constants.py).
+#: lerobot, utils/constants.py
 _LEROBOTS_RECORD = "training_state/training_step.json"
-#: Suffixes for single-file steps.
 _FILES = (".ckpt", ".pt", ".pth")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
-#: Folders inside a step that hold the model, if the step's folder is no checkpoint: OLMo-core's, prime-rl's, LeRobot's,
-#: NeMo-RL's, SkyRL's, NeMo's.
+#: Folders inside a step that hold the model: OLMo-core's, prime-rl's, LeRobot's, NeMo-RL's, SkyRL's, NeMo's.
 STEP_PARTS = ("model_and_optim", "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A run's step, a folder or a file, with the number in its name."""
-
     path: Path
     number: int
     counts_epochs: bool = False
@@ -77,8 +72,7 @@ class Step:
 class Run:
     """A run folder's steps, newest first.
 
-    At equal numbers, a step with HF Trainer's record comes first. File times are never compared. `last` holds steps
-    without a number in their names.
+    At equal numbers, a step with HF Trainer's record comes first. `last` holds steps without a number in their names.
 
     Example:
         run = run_at(Path("outputs"))
@@ -90,15 +84,13 @@ class Run:
     last: tuple[Path, ...] = ()
 
     def name(self, place: Path) -> str:
-        """Return a place's name for messages, relative to the run. For a step, `--tag` accepts it."""
+        """Return a place's name relative to the run. For a step, `--tag` accepts it."""
         return str(place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
 
     def holder(self, place: Path) -> Step | None:
-        """Return the step that contains `place`."""
         return next((step for step in self.steps if place.is_relative_to(step.path)), None)
 
     def tagged(self, tag: str) -> list[Step]:
-        """Return the steps with the name or number `tag`."""
         named = [step for step in self.steps if tag in (step.path.name, self.name(step.path))]
         return named or [step for step in self.steps if tag.isdecimal() and step.number == int(tag)]
 
@@ -126,7 +118,7 @@ class Run:
 
 @once
 def run_at(path: Path) -> Run:
-    """Return the steps in the folder `path` and in its inner step folders, by name only."""
+    """Return the steps in `path` and in its inner step folders, by name only."""
     found = [step for holder in _holders(path) for step in _steps_in(holder)]
 
     def order(step: Step) -> tuple[int, bool, str]:
@@ -165,17 +157,15 @@ def _steps_in(folder: Path) -> Iterator[Step]:
 
 
 def is_step(folder: Path) -> bool:
-    """Return True if a folder has a step's name. LeRobot's is only a number."""
     return ANY_STEP.fullmatch(folder.name) is not None or (folder.name.isdecimal() and _is_bare_step(folder))
 
 
 def _is_bare_step(folder: Path) -> bool:
-    """Return True if a folder with a number as its name is a step: LeRobot's, Nanotron's, Orbax's."""
+    """Return True for a step with a number as its name: LeRobot's, Nanotron's, Orbax's."""
     return folder.parent.name in _HOLDERS or any((folder / part).is_dir() for part in STEP_PARTS)
 
 
 def step_number(name: str) -> int | None:
-    """Return the step's number in a name, or None if it is no step's name."""
     match = ANY_STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -185,7 +175,6 @@ def recorded_step(path: Path) -> str | None:
     """Return the text in `latest` or a tracker file, perhaps "". None without such a file.
 
     A broken link counts as "", and so does a folder in place of Megatron's tracker. A folder called `latest` is a step.
-
     Raise UnsafeError for a link out of its folder.
     """
     if path.is_dir():
@@ -201,17 +190,14 @@ def trainer_steps(path: Path) -> list[Path]:
 
 
 def one_with_state(step: Path) -> Path | None:
-    """Return another step with HF Trainer's record if `step`, a `checkpoint-N`, lacks it.
-
-    Trainer writes the record last, so `step` is incomplete.
-    """
+    """Return another step with HF Trainer's record if `step`, a `checkpoint-N`, lacks it."""
     if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists():
         return None
     return next((other for other in trainer_steps(step.parent) if (other / TRAINER_STATE).is_file()), None)
 
 
 def check_ended(step: Path) -> None:
-    """Raise IncompleteError if a `checkpoint-N` lacks a complete HF Trainer record, which is written last."""
+    """Raise IncompleteError if a `checkpoint-N` lacks a complete HF Trainer record, written last."""
     if (other := one_with_state(step)) is not None:
         what = f"{TRAINER_STATE} is missing: HF Trainer writes this file last"
         raise IncompleteError(what, path=step, found=f"{other.name} has it")
@@ -219,7 +205,7 @@ def check_ended(step: Path) -> None:
 
 
 def enclosing_folders(path: Path) -> list[Path]:
-    """Return the folders that may hold a run's files for a checkpoint: its own, and the ones around its step."""
+    """Return the checkpoint's own folder, and the ones around its step."""
     if path.name in STEP_PARTS and is_step(path.parent):
         return [path, path.parent, path.parent.parent]
     if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
@@ -237,7 +223,6 @@ def recorded_number(step: Path) -> int | None:
 
 
 def trainer_step(folder: Path) -> int | None:
-    """Return the step recorded by HF Trainer in `folder`, if it is a `checkpoint-N` folder."""
     if not os.path.lexists(folder / TRAINER_STATE):
         return None
     recorded = read_json(confined(folder, TRAINER_STATE))
@@ -248,12 +233,12 @@ def trainer_step(folder: Path) -> int | None:
 def step_mismatch(place: Path, step: int | None) -> str | None:
     """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
-    HF Trainer and Megatron only use the step in folder names, so the folder was copied or renamed.
+    HF Trainer and Megatron only use the step in folder names.
     """
     for folder in (place, place.parent):
         recorded = step if MEGATRON_STEP.fullmatch(folder.name) else None
         if TRAINER_STEP.fullmatch(folder.name):
-            with suppress(CkptError):  # a damaged record is reported elsewhere
+            with suppress(CkptError):  # reported elsewhere
                 recorded = trainer_step(folder)
         if recorded is not None and recorded != step_number(folder.name):
             return (
@@ -264,10 +249,7 @@ def step_mismatch(place: Path, step: int | None) -> str | None:
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
-    """Return the name of Megatron's last file in a step if it is missing. Megatron loads no such step.
-
-    Newer versions have no other file of their own, so the folder would be read as DCP.
-    """
+    """Return the name of Megatron's last file in a step if it is missing. Megatron loads no such step."""
     is_megatrons = (step / MEGATRONS_COMMON).is_file() or (has_own_names and has_megatrons_keys(step))
     if not is_megatrons or not (step / _OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
         return None

@@ -34,7 +34,6 @@ from ckpt.runs.model_files import (
 from ckpt.runs.omitted_content import run_files_left_out
 from ckpt.runs.steps import TRAINER_STATE
 
-#: Files found only in HF Trainer or Accelerate steps.
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
 #: Random states by rank. With one process, HF Trainer's has no number.
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
@@ -44,8 +43,6 @@ _MAX_FILE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """Files to write, omitted files, and notes for the user."""
-
     files: tuple[TargetFile, ...]
     dropped: tuple[str, ...]
     notes: tuple[str, ...]
@@ -56,8 +53,8 @@ def model_files(
 ) -> tuple[list[TargetFile], list[str]]:
     """Return the files that every target has next to a model (config, tokenizer and so on), and notes on the config.
 
-    A transformers config gets the right dtype: the most frequent one in `written`, by default the model's own or
-    `dtype`. `plain` is True if nothing quantized is written. Raise CorruptError for a config that is not JSON.
+    A config gets the right dtype: the most frequent one in `written`, by default the model's own or `dtype`. `plain` is
+    True if nothing quantized is written. Raise CorruptError for a config that is not JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
@@ -91,8 +88,7 @@ def run_companions(
     """Return `model_files`, and for a resumable step also its trainer state, scheduler and random states.
 
     If `num_ranks` is None, the random states of all ranks are kept. `deepspeed` means a DeepSpeed target: a run's files
-    are in the folder around its tag. `own` holds the format's files with training state. A step's files take
-    precedence.
+    are in the folder around its tag. `own` holds the format's files with training state.
     """
     files, notes = model_files(checkpoint, dtype)
     home = _home(checkpoint) if deepspeed else trainer_folder(checkpoint)
@@ -117,13 +113,12 @@ def run_companions(
 
 
 def carried_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the files next to a checkpoint that a conversion copies, sorted by name."""
+    """Return the files next to a checkpoint that a conversion copies."""
     found = companion_folders(map(Path, checkpoint.folders))
     return [*(folder / name for name, folder in sorted(found.items())), *run_files(checkpoint)]
 
 
 def run_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the run's files with training state, copied by `run_companions`."""
     if (home := _home(checkpoint)) is None:
         return []
     return [home / name for name in files_in(home) if is_of(name, *TRAINING_STATE)]
@@ -150,7 +145,7 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
-    """Return a note if a step for HF Trainer under FSDP lacks its scheduler (5.23, the method named above)."""
+    """Return a note if a step for HF Trainer under FSDP lacks its scheduler (5.23)."""
     names = {file.name for file in files}
     if TRAINER_STATE not in names or "scheduler.pt" in names:
         return ()
@@ -168,8 +163,6 @@ def _home(checkpoint: Checkpoint) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _RandomState:
-    """A rank's random state file, and its name in a run with `num_ranks` (None: unchanged)."""
-
     name: str
     rank: int
     trainer: bool

@@ -1,8 +1,7 @@
 """Files in or next to a checkpoint's folder that no reader opened, judged by name and first bytes.
 
-A subfolder without any opened file is reported as a whole if its files look like training state: it may be another
-checkpoint. Folders around a checkpoint hold files too, for example HF Trainer's step around DeepSpeed's tag. Tensor
-files there are reported, but not other steps, other models and run files.
+A subfolder without any opened file is reported as a whole if its files look like training state. In the folders around
+a checkpoint, tensor files are reported, but not other steps, other models and run files.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.file_table import TENSOR_SUFFIXES, TRAINING_STATE, FileKind, fits, is_of
 from ckpt.runs.steps import ANY_STEP, RECORDS, is_step
 
-#: File kinds without tensors: texts, tokenizers, pictures.
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
     *("*.xml", "*.html", "*.log", "*.out", "*.err", "*.py", "*.sh", "*.jinja", "*.lock", "*.sha256", "*.parquet"),
@@ -42,25 +40,23 @@ _HARMLESS = (
     FileKind.RECORD,
     FileKind.LOG,
 )
-#: Complete models from transformers, PEFT, Accelerate and Mistral. Shards have numbers.
+#: Complete models from transformers, PEFT, Accelerate and Mistral.
 _WEIGHTS = re.compile(
     r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
-#: Reported kinds of files without the run's tensors.
 _NAMED = {
     FileKind.COUNTER: "the run's data position, without tensors",
     FileKind.FOREIGN: "another program's file",
 }
-#: Names for training state parts: an optimizer's, a rank's, a shard's, a layer's.
+#: Parts of training state: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
     r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
     r"|^offloaded_tensors$|exp_avg"
 )
-#: Names for parts that engines write by rank, layer or shard.
 _OF_A_RANK = re.compile(r"(?:^|[^a-z])rank[_-]?\d|_states\b|shard|\d-of-\d")
 _OF_TENSORS = (".safetensors", ".distcp")
-#: A zip's first record, and the magic number in torch's older files (torch/serialization.py, `MAGIC_NUMBER`).
+#: A zip's first record, and torch's older magic number (torch/serialization.py, `MAGIC_NUMBER`).
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
 _MAX_SHOWN = 20
@@ -71,10 +67,7 @@ STATE, OTHER = "state", "other"
 
 @dataclass(frozen=True, slots=True)
 class UnreadFile:
-    """An unread file, or a folder (`name` ends in `/`). `kind` is STATE if it looks like training state.
-
-    `name` is relative to the checkpoint's folder.
-    """
+    """An unread file, or a folder (`name` ends in `/`). `kind` is STATE if it looks like training state."""
 
     name: str
     kind: str
@@ -93,7 +86,7 @@ class ListedName:
 
 
 def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
-    """Return the checkpoint's files and folders that no reader opened and that may matter.
+    """Return the files and folders that no reader opened and that may matter.
 
     Names next to the checkpoint's folder begin with `../`.
     """
@@ -134,8 +127,7 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
     """Yield tensor files in the folders around `root`, the checkpoint's own, nearest first.
 
-    In the same step, they are training state. A run's folder may hold anything, and its other models are not part of
-    the step.
+    In the same step, they are training state. A run's other models are not part of the step.
     """
     opened = {file.path for file in checkpoint.files}
     for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
@@ -168,7 +160,6 @@ def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _is_of_step(root: Path, folder: Path) -> bool:
-    """Return True if `folder`, around a checkpoint at `root`, holds only one step."""
     if is_step(folder):
         return True
     return folder == root.parent and not is_step(root) and not any((folder / one).exists() for one in RECORDS)
@@ -177,7 +168,7 @@ def _is_of_step(root: Path, folder: Path) -> bool:
 def judged(
     listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]
 ) -> Iterator[UnreadFile]:
-    """Judge a listing like `list_unread`, given the opened names. `ends` returns a file's first and last bytes."""
+    """Judge a listing like `list_unread`. `ends` returns a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
     weights_alone = bool(models) and not any(is_of(name, FileKind.OPTIMIZER) for name in opened)
@@ -196,12 +187,10 @@ def judged(
 
 
 def is_named_like_state(name: str) -> bool:
-    """Return True if the name suggests training state: an optimizer, a rank, a shard."""
     return _STATE.search(name.lower()) is not None
 
 
 def holds_tensors(name: str) -> bool:
-    """Return True for a tensor file's name, unless the file is a by-product of training."""
     return name.endswith(TENSOR_SUFFIXES) and not _is_harmless(_base(name))
 
 
@@ -232,10 +221,7 @@ def owner_in_run(name: str, is_weights: bool) -> str | None:
 
 
 def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[str]:
-    """Return the user's lines on unread files, from their JSON form. A long list is cut.
-
-    Without `verbose`, several files share one line without reasons.
-    """
+    """Return the user's lines on unread files, from their JSON form. A long list is cut."""
     if not verbose and len(found) > 1:
         names = [one["name"] for one in found]
         more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
@@ -245,7 +231,6 @@ def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[s
 
 
 def _around(name: str) -> Iterator[str]:
-    """Yield the folders around a file, below the checkpoint's own."""
     while name := name.rpartition("/")[0]:
         yield name
 
@@ -259,7 +244,6 @@ def _is_harmless(base: str) -> bool:
 
 
 def _unread_folder(name: str) -> UnreadFile | None:
-    """Return the report for a folder without opened files. Another step or pictures are no part of the checkpoint."""
     base = _base(name)
     if is_named_like_state(base) and not ANY_STEP.fullmatch(base):
         return UnreadFile(f"{name}/", STATE, "a folder named like training state")
@@ -267,10 +251,7 @@ def _unread_folder(name: str) -> UnreadFile | None:
 
 
 def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> UnreadFile | None:
-    """Return the report for another model, or for a shard from another save.
-
-    More shards of the opened save are not reported.
-    """
+    """Return the report for another model, or for a shard from another save."""
     found = _WEIGHTS.fullmatch(_base(name))
     if found is None or (own := found.group("stem", "suffix", "count")) in models:
         return None
@@ -303,7 +284,7 @@ def _listed(root: Path, folder: str) -> Iterator[ListedName]:
         name = f"{folder}/{base}" if folder else base
         try:
             yield ListedName(name, None if entry.is_dir() else entry.stat().st_size)
-        except OSError:  # a broken link, or a file that has just been removed
+        except OSError:  # a broken link, or a file just removed
             yield ListedName(name, 0)
 
 
@@ -314,7 +295,7 @@ def _ends_in(folder: Path, name: str) -> bytes:
 def _ends(path: Path) -> bytes:
     """Return a file's first bytes, and for a zip also its last ones with the record names.
 
-    Return no bytes for an unreadable file, which is still reported.
+    Return no bytes for an unreadable file: it is still reported.
     """
     try:
         with open_stream(path) as file:

@@ -14,7 +14,7 @@ _MAX_BYTES = 1 << 20
 
 
 def read_run_config(path: Path) -> Mapping[str, Any]:
-    """Return the object in a YAML or JSON file. Raise NotFoundError or CorruptError."""
+    """Raise NotFoundError or CorruptError."""
     import yaml
 
     with translate_os_errors(path):
