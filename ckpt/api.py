@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
 from os import PathLike, fspath
@@ -55,6 +55,7 @@ from ckpt.plan.groups import (
 )
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
+from ckpt.runs.from_hub import cached_snapshot, is_repository
 from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint, warn_of_skipped
 from ckpt.runs.output_place import check_place, place_notes
@@ -191,12 +192,16 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Returned):
-    """A proved plan, ready to run. `source` is the checkpoint to read."""
+    """A proved plan, ready to run. `source` is the checkpoint to read.
+
+    `quantization` has the method and the rounding rule of `--quantize`, for the manifest.
+    """
 
     plan: Plan
     resources: Resources
     format: str
     source: Checkpoint
+    quantization: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def to_json(self, destination: str | None = None) -> dict[str, Any]:
         """Return the plan's writes, moves, casts and losses, as printed by `ckpt convert --dry-run --json`."""
@@ -384,7 +389,7 @@ class Conversion(Returned):
             from ckpt.move.filehash import digest_of_bytes
 
             digests = {**digests, **{name: digest_of_bytes(content) for name, content in files.items()}}
-            files[MANIFEST] = make_manifest(folder, registry.get(self.format), digests)
+            files[MANIFEST] = make_manifest(folder, registry.get(self.format), digests, self.quantization)
         return files
 
 
@@ -418,6 +423,7 @@ def plan(
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
         quantize: Quantize attention and MLP weights with this method; None writes them plain.
+        like: A quantized model whose quantization is copied.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
@@ -449,6 +455,8 @@ def plan(
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before reading the source, as this may take long
+    if requested.like is not None and not (layout.quantize and target.carries_quantized):
+        raise UsageError("--like needs --quantize METHOD, and a format with quantized weights", found=f"format {to}")
     checkpoint = opened(source, format, **reading)
     check_holds_model(checkpoint)
     if requested.dequantize:
@@ -456,6 +464,7 @@ def plan(
     check_parts(checkpoint)
     check_quantized_place(checkpoint, target)
     added: tuple[str, ...] = ()
+    quantization: dict[str, str] = {}
     if requested.complete_from is not None:
         done = _completed(replace(checkpoint, notes=()), requested.complete_from, target)
         added, checkpoint = done.notes, replace(done, notes=checkpoint.notes)
@@ -475,7 +484,9 @@ def plan(
         renamed += counted_step
     if layout.quantize is not None and target.carries_quantized:
         run_dtype = named.computes_in and named.computes_in.dtype
-        named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype)
+        like = None if requested.like is None else _quantized_model(requested.like)
+        named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype, like)
+        quantization = {"method": layout.quantize, "rule": services.quantizing.rule(named, layout.quantize)}
         check_parts(named)
         added += named.notes
         named = replace(named, notes=())
@@ -493,7 +504,14 @@ def plan(
     if named.quantized.blocks and target.carries_optimizer:
         named = services.stored_states.as_stored(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
-    return Conversion(made, resources, to, checkpoint)
+    return Conversion(made, resources, to, checkpoint, quantization=quantization)
+
+
+def _quantized_model(source: Source) -> Checkpoint:
+    """Return the model at `source`, which may be a Hub id in the local cache."""
+    if isinstance(source, str) and is_repository(source):
+        return opened(cached_snapshot(source, None))
+    return opened(source)
 
 
 def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkpoint:
@@ -573,6 +591,7 @@ def convert(
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
         quantize: Quantize attention and MLP weights with this method; None writes them plain.
+        like: A quantized model whose quantization is copied.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
@@ -675,6 +694,7 @@ def mount(
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
         quantize: Quantize attention and MLP weights with this method; None writes them plain.
+        like: A quantized model whose quantization is copied.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
         **options: The target format's options, such as `tp=2`, and read options.

@@ -38,7 +38,7 @@ EXAMPLES = (
 )
 
 
-_URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
+_URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from|like)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 
 

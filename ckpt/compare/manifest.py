@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,8 +37,13 @@ _VERSION = 2
 _MAX_NAMES = 5  # tensor names per message
 
 
-def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
-    """Return the manifest for a checkpoint in `folder`, from its files' digests by name."""
+def make_manifest(
+    folder: Path, format: Format, files: FileDigests, quantization: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the manifest for a checkpoint in `folder`, from its files' digests by name.
+
+    `quantization` has the method and the rounding rule of weights that ckpt quantized.
+    """
     found = format.find(folder, None)
     if found is None:
         raise CorruptError(f"the written files are not recognised as {format.name}", path=folder)
@@ -54,6 +59,7 @@ def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
         "algorithm": ALGORITHM,
         "format": format.name,
         "names": checkpoint.namespace,
+        **({"quantization": dict(quantization)} if quantization else {}),
         "digests": tensors.whole,
         "files": {
             name: {

@@ -79,6 +79,15 @@ AcceptSettingsOption = Annotated[
 ]
 DequantizeOption = Annotated[bool, Flag(help="Convert quantized weights to plain values.", section=WRITTEN)]
 QuantizeOption = Annotated[Quantized | None, Flag(help="Quantize attention and MLP weights.", section=WRITTEN)]
+LikeOption = Annotated[
+    str | PathLike[str] | Checkpoint | None,
+    Flag(
+        metavar="MODEL",
+        help="Quantize the same weights in the same way as this model, a folder or a cached Hub id. Its bytes are kept "
+        "for unchanged rows.",
+        section=WRITTEN,
+    ),
+]
 NamesOption = Annotated[
     Names,
     Flag(
@@ -173,6 +182,7 @@ class Precision(OptionGroup):
     ] = "keep"
     dequantize: DequantizeOption = False
     quantize: QuantizeOption = None
+    like: LikeOption = None
 
 
 @dataclass(frozen=True)

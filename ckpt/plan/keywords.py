@@ -23,6 +23,7 @@ class PlanningKeywords(TypedDict, total=False):
     dtype: Literal["keep", "fp32", "bf16", "fp16"]
     dequantize: bool
     quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"] | None
+    like: str | PathLike[str] | Checkpoint | None
     optimizer_dtype: Literal["keep", "fp32"]
     max_shard_size: str | int
     world_size: int | None
@@ -148,6 +149,7 @@ class PrecisionKeywords(TypedDict, total=False):
     dtype: Literal["keep", "fp32", "bf16", "fp16"]
     dequantize: bool
     quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"] | None
+    like: str | PathLike[str] | Checkpoint | None
 
 
 class ShardingKeywords(TypedDict, total=False):

@@ -192,7 +192,10 @@ class DequantizingProtocol(Protocol):
 class QuantizingProtocol(Protocol):
     """Replacement of plain weights by quantized ones."""
 
-    def quantized(self, checkpoint: Checkpoint, method: str, dtype: DType | None) -> Checkpoint: ...
+    def quantized(
+        self, checkpoint: Checkpoint, method: str, dtype: DType | None, like: Checkpoint | None = None
+    ) -> Checkpoint: ...
+    def rule(self, checkpoint: Checkpoint, method: str) -> str: ...
 
 
 class StoredStatesProtocol(Protocol):

@@ -65,3 +65,16 @@ def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             hint="give the folder of a local copy",
         ) from error
+
+
+def cached_snapshot(repo_id: str, revision: str | None) -> Path:
+    """Return a Hub repository's folder in the local cache, without fetching anything."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+    except Exception as error:  # huggingface_hub raises its own errors and OS errors
+        at = f" --revision {revision}" if revision else ""
+        raise NotFoundError(
+            f"{repo_id!r} is not in the local Hugging Face cache", hint=f"fetch it first: hf download {repo_id}{at}"
+        ) from error

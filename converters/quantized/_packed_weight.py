@@ -16,6 +16,7 @@ from ckpt.move.reading import Computed, read_box
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Shape
+from converters.quantized._weight import StoredWeights
 from converters.quantized.blocks import spans
 
 #: Elements computed at a time, in steps.
@@ -28,7 +29,7 @@ STEP = 1 << 17
 class PlainWeight:
     """Weight in the dtype in which it would be written plain. `path` is the checkpoint's.
 
-    `fused` are the weights that servers fuse with this one.
+    `fused` are the weights that servers fuse with this one. `stored` has its parts in a model to imitate.
     """
 
     fqn: str
@@ -36,6 +37,7 @@ class PlainWeight:
     computed: Computed
     path: str
     fused: FusedWeights = field(default_factory=lambda: FusedWeights(()), compare=False)
+    stored: StoredParts | None = None
 
     @property
     def shape(self) -> Shape:
@@ -131,10 +133,16 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """A box in each part, and a function that computes all boxes' bytes, one after the other."""
+    """A box in each part, and a function that computes all boxes' bytes, one after the other.
+
+    `plain` is the box in the plain weight; None means that all rows share the parts. `is_transposed` if the parts' rows
+    are its columns.
+    """
 
     boxes: tuple[Box, ...]
     content: Callable[[], memoryview]
+    plain: Box | None = None
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,23 @@ class PackedParts:
 
     parts: Mapping[str, tuple[DType, Shape]]
     blocks: tuple[PackedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """Parts of a quantized weight in a checkpoint, with their `names` by template."""
+
+    weights: StoredWeights
+    names: Mapping[str, str]
+
+    def content(self, parts: PackedParts, block: PackedBlock) -> memoryview:
+        """Return a block's bytes, like the block's own."""
+        boxes = zip((self.names[template] for template in parts.parts), block.boxes, strict=True)
+        found = [self.weights.read(name, box).reshape(-1).view(np.uint8) for name, box in boxes]
+        return np.concatenate(found).data
+
+    def scales(self, template: str) -> NDArray:
+        return self.weights.scales(self.names[template])
 
 
 def largest_in(values: NDArray, axis: int) -> NDArray:
@@ -167,7 +192,7 @@ def packed_by_rows(weight: PlainWeight, parts: Mapping[str, PackedPart], compute
     boxes = weight.row_boxes(ELEMENTS, max(part.rows for part in parts.values()))
     kinds = tuple(parts.values())
     blocks = (
-        PackedBlock(tuple(part.box(box) for part in kinds), partial(_content_of_rows, weight, box, kinds, compute))
+        PackedBlock(tuple(part.box(box) for part in kinds), partial(_content_of_rows, weight, box, kinds, compute), box)
         for box in boxes
     )
     return PackedParts({name: (part.dtype, part.shape(weight.shape)) for name, part in parts.items()}, tuple(blocks))

@@ -47,7 +47,10 @@ class WeightBlock:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it."""
+    """Quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
+
+    `rows` computes a box of whole rows, or of a transposed weight's whole columns.
+    """
 
     fqn: str
     method: str
@@ -55,6 +58,7 @@ class Weight:
     shape: Shape
     parts: tuple[str, ...]
     blocks: tuple[WeightBlock, ...]
+    rows: Callable[[Box], memoryview] | None = None
 
 
 @dataclass(frozen=True)
@@ -298,4 +302,4 @@ def by_rows(
         for start, stop in spans(shape[-2], rows)
     )
     blocks = tuple(WeightBlock(box, partial(compute, box)) for box in boxes)
-    return Weight(owner, method, stored.dtype, shape, parts, blocks)
+    return Weight(owner, method, stored.dtype, shape, parts, blocks, compute)

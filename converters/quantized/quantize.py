@@ -17,6 +17,7 @@ from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
 from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._packed_weight import FusedWeights, PackedParts, PlainWeight
 from converters.quantized.methods import quantizer_of
+from converters.quantized.original import Original
 from converters.quantized.parts import quantized_weights
 from converters.quantized.scheme import Quantizer
 
@@ -35,48 +36,48 @@ _NUMBER = re.compile(r"\d+")
 _MAX_SHOWN = 12
 
 
-def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None) -> Checkpoint:
+def rule(checkpoint: Checkpoint, method: str) -> str:
+    """Return the rounding rule for a method and a model."""
+    return _quantizer(checkpoint, method).rule
+
+
+def _quantizer(checkpoint: Checkpoint, method: str) -> Quantizer:
+    return quantizer_of(method, str((checkpoint.config or {}).get("model_type")))
+
+
+def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None, like: Checkpoint | None = None) -> Checkpoint:
     """Replace plain linear weights in `checkpoint` by quantized ones, and record the method in its config.
 
     `checkpoint` has Hub names. `method` is a value of `--quantize`. The weights are rounded to `dtype` first (None: the
-    model's own). Raise UsageError for a quantized model, or a model without config or suitable weights.
+    model's own). `like` is a model to imitate. Raise UsageError for a quantized model, or a model without config or
+    suitable weights, LossError if `like` has other tensors.
     """
-    quantizer = quantizer_of(method, str((checkpoint.config or {}).get("model_type")))
+    quantizer = _quantizer(checkpoint, method)
     _check_plain(checkpoint)
+    original = None if like is None else Original.of(like, method, quantizer, checkpoint)
     chosen = {fqn: one for fqn, one in choices(checkpoint, dtype).items() if one.tensor.role != BUFFER}
     weights = {fqn: PlainWeight(fqn, one, checkpoint.computed, checkpoint.path) for fqn, one in chosen.items()}
-    taken = _suitable(checkpoint, weights, quantizer)
-    stacked = next((fqn for fqn in weights if fqn not in taken and _is_stack(weights[fqn])), None)
-    if stacked is not None:
-        is_known = quantizer.names is not None and quantizer.names.fullmatch(stacked) is not None
-        raise UsageError(
-            f"--quantize {method} can't quantize these experts, stacked in one tensor",
-            path=checkpoint.path,
-            fqn=stacked,
-            expected="rows and columns in blocks of {} by {}".format(*quantizer.blocks)
-            if is_known
-            else "a tensor for each expert",
-            found=list(weights[stacked].shape),
-        )
-    if not taken:
-        raise UsageError(
-            f"--quantize {method} finds no weight to quantize",
-            path=checkpoint.path,
-            expected="attention and MLP weights of decoder layers, in whole blocks of bf16, fp16 or fp32",
-            found=f"model_type {(checkpoint.config or {}).get('model_type')}",
-        )
+    if original is None:
+        taken = _with_fused(_suitable(checkpoint, weights, quantizer, method))
+    else:
+        taken = _with_fused(original.chosen(weights, checkpoint))
     gone = {(fqn, role) for fqn in taken for role in (WEIGHT, MASTER)}
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in gone}
     computed = dict(checkpoint.computed)
     for fqn in taken:
-        packed = quantizer.pack(taken[fqn])
-        for parts in packed:
+        for parts in (original or quantizer).pack(taken[fqn]):
             tensors |= _tensors(fqn, parts)
             computed |= {_block_path(fqn, parts, number): one.content for number, one in enumerate(parts.blocks)}
     plain = _plain_modules(checkpoint, chosen, taken)
-    config = {**(checkpoint.config or {}), QUANTIZATION_ENTRY: quantizer.settings(plain)}
-    notes = _notes(method, [chosen[fqn] for fqn in taken], plain)
-    return replace(checkpoint, tensors=tensors, computed=computed, config=config, notes=(*checkpoint.notes, *notes))
+    entry = quantizer.settings(plain) if original is None else original.entry
+    found = replace(
+        checkpoint,
+        tensors=tensors,
+        computed=computed,
+        config={**(checkpoint.config or {}), QUANTIZATION_ENTRY: entry},
+        notes=(*checkpoint.notes, *_notes(method, [chosen[fqn] for fqn in taken], plain)),
+    )
+    return found if original is None else original.added_to(found, chosen)
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
@@ -102,9 +103,12 @@ def _check_plain(checkpoint: Checkpoint) -> None:
 
 
 def _suitable(
-    checkpoint: Checkpoint, weights: Mapping[str, PlainWeight], quantizer: Quantizer
+    checkpoint: Checkpoint, weights: Mapping[str, PlainWeight], quantizer: Quantizer, method: str
 ) -> dict[str, PlainWeight]:
-    """Return the weights to quantize. Fused ones are quantized together, or stay plain together."""
+    """Return the weights to quantize. Fused ones are quantized together, or stay plain together.
+
+    Raise UsageError if there are none, or if experts would stay plain.
+    """
     parts = config_parts(checkpoint.config)
     num_layers = next((n for one in reversed(parts) if type(n := one.get("num_hidden_layers")) is int), None)
     groups: dict[str, list[str]] = {}
@@ -112,12 +116,40 @@ def _suitable(
         match = (quantizer.names or _LINEAR).fullmatch(fqn)
         if match is not None and (num_layers is None or int(match["layer"]) < num_layers):
             groups.setdefault(_fused_name(fqn), []).append(fqn)
-    found: dict[str, PlainWeight] = {}
-    for members in groups.values():
-        if all(_has_whole_blocks(weights[one], quantizer) for one in members):
-            fused = FusedWeights([weights[one] for one in members])
-            found |= {one: replace(weights[one], fused=fused) for one in members}
+    found = {
+        fqn: weights[fqn]
+        for members in groups.values()
+        if all(_has_whole_blocks(weights[one], quantizer) for one in members)
+        for fqn in members
+    }
+    stacked = next((fqn for fqn in weights if fqn not in found and _is_stack(weights[fqn])), None)
+    if stacked is not None:
+        is_known = quantizer.names is not None and quantizer.names.fullmatch(stacked) is not None
+        raise UsageError(
+            f"--quantize {method} can't quantize these experts, stacked in one tensor",
+            path=checkpoint.path,
+            fqn=stacked,
+            expected="rows and columns in blocks of {} by {}".format(*quantizer.blocks)
+            if is_known
+            else "a tensor for each expert",
+            found=list(weights[stacked].shape),
+        )
+    if not found:
+        raise UsageError(
+            f"--quantize {method} finds no weight to quantize",
+            path=checkpoint.path,
+            expected="attention and MLP weights of decoder layers, in whole blocks of bf16, fp16 or fp32",
+            found=f"model_type {(checkpoint.config or {}).get('model_type')}",
+        )
     return found
+
+
+def _with_fused(weights: Mapping[str, PlainWeight]) -> dict[str, PlainWeight]:
+    groups: dict[str, list[PlainWeight]] = {}
+    for fqn, weight in weights.items():
+        groups.setdefault(_fused_name(fqn), []).append(weight)
+    fused = {name: FusedWeights(members) for name, members in groups.items()}
+    return {fqn: replace(weight, fused=fused[_fused_name(fqn)]) for fqn, weight in weights.items()}
 
 
 def _is_stack(weight: PlainWeight) -> bool:

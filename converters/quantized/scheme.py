@@ -99,14 +99,15 @@ class UnknownValues:
 class Quantizer:
     """Writer of quantized weights, for a value of `--quantize`.
 
-    `pack` computes a weight's parts. `settings` returns the config's entry, for the modules that stay plain. `blocks`
-    are the rows and columns that share a scale: a weight with a partial block stays plain. `names` match the weights,
-    with the group `layer`; None matches linear layers. `model_types` names the only models for this quantizer; None
-    means every other model.
+    `pack` computes a weight's parts, by the rounding `rule`. `settings` returns the config's entry, for the modules
+    that stay plain. `blocks` are the rows and columns that share a scale: a weight with a partial block stays plain.
+    `names` match the weights, with the group `layer`; None matches linear layers. `model_types` names the only models
+    for this quantizer; None means every other model.
     """
 
     pack: Callable[[PlainWeight], Sequence[PackedParts]]
     settings: Callable[[Sequence[str]], dict[str, Any]]
+    rule: str
     blocks: tuple[int, int] = (1, 1)
     names: re.Pattern[str] | None = None
     model_types: frozenset[str] | None = None

@@ -210,7 +210,7 @@ COMMAND = Command(
         ("ckpt convert zero3 dcp outputs --world-size 4 --dry-run", "what FSDP would need to go on with it"),
     ),
     guide="formats.md",
-    urls=("source", "path", "output", "config", "complete_from"),
+    urls=("source", "path", "output", "config", "complete_from", "like"),
     writes=True,
     format_options=("reading", "writing"),
     place=1,

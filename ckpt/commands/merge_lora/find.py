@@ -24,7 +24,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.runs.from_hub import is_repository, owner_hint, unknown_hint
+from ckpt.runs.from_hub import cached_snapshot, is_repository, owner_hint, unknown_hint
 from ckpt.runs.opening import open_accepted
 from ckpt.runs.selection import Want
 from ckpt.state.naming import to_namespace
@@ -376,16 +376,3 @@ def _hub_id(path: Path) -> str | None:
         return "/".join(url.split("/")[2:4]).partition("@")[0]
     match = _SNAPSHOT.search(f"{path.resolve()}/")
     return match["id"].replace("--", "/") if match else None
-
-
-def cached_snapshot(repo_id: str, revision: str | None) -> Path:
-    """Return a Hub repository's folder in the local cache, without fetching anything."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    except Exception as error:  # huggingface_hub raises its own errors and OS errors
-        at = f" --revision {revision}" if revision else ""
-        raise NotFoundError(
-            f"{repo_id!r} is not in the local Hugging Face cache", hint=f"fetch it first: hf download {repo_id}{at}"
-        ) from error

@@ -407,8 +407,15 @@ def _packed_nvfp4(weight: PlainWeight) -> list[PackedParts]:
 
 
 def _global_scale(weight: PlainWeight) -> NDArray:
-    """Return the factor that makes the largest scale the largest e4m3 number, in the weight's dtype."""
+    """Return the factor that makes the largest scale the largest e4m3 number, in the weight's dtype.
+
+    A model to imitate keeps its own if no scale overflows.
+    """
     dtype, largest = weight.choice.dtype, weight.fused.largest().reshape(1)
+    if weight.stored is not None:
+        stored = weight.stored.scales(GLOBAL)
+        if (stored * as_rounded(largest / np.float32(E2M1_MAX), dtype) < _E4M3_LIMIT).all():
+            return stored
     with np.errstate(over="ignore"):  # torch divides a number by a tensor in two steps
         inverse = as_rounded(np.float32(1) / np.maximum(largest, _TINY[dtype]), dtype)
         factor = as_rounded(inverse * np.float32(E4M3_MAX * E2M1_MAX), dtype)
@@ -425,6 +432,7 @@ def _nvfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
 
 
 _UINT8 = BY_NAME["uint8"]
+_E4M3_LIMIT = 464  # smaller numbers are rounded to e4m3's largest, 448, or below
 _EIGHTH = 0x20  # 1/8 in e4m3, for groups whose scale would be zero
 _EPSILON = {BFLOAT16: 2**-7, FLOAT16: 2**-10, FLOAT32: 2**-23}
 _TINY = {BFLOAT16: np.float32(2**-126), FLOAT16: np.float32(2**-14), FLOAT32: np.float32(2**-126)}
@@ -458,19 +466,24 @@ _QUANTIZERS = {
     "fp8-dynamic": Quantizer(
         partial(_packed_channels, BY_NAME["float8_e4m3fn"], E4M3_MAX, _as_e4m3),
         partial(_entry, "float-quantized", {**_FLOAT8, "strategy": "channel"}, {"type": "float"}),
+        "compressed-tensors 0.20: a row's maximum / 448, in the weight's dtype; ties to even",
     ),
     "int8": Quantizer(
         partial(_packed_channels, BY_NAME["int8"], 127.5, _as_int8),
         partial(_entry, "int-quantized", {**_BYTE8, "strategy": "channel"}, {"type": "int"}),
+        "compressed-tensors 0.20: a row's maximum / 127.5, in the weight's dtype; ties to even",
     ),
     "mxfp4": Quantizer(
         _packed_mxfp4,
         partial(_entry, "mxfp4-pack-quantized", _four_bits(32, "group", "torch.uint8"), None),
+        "compressed-tensors 0.20: the maximum is rounded up to 2^n from 1.75 * 2^(n-1), the scale is 2^(n-2), numbers "
+        "above 6 are clipped; ties to even",
         blocks=(1, 32),
     ),
     "nvfp4a16": Quantizer(
         _packed_nvfp4,
         partial(_entry, "nvfp4-pack-quantized", _four_bits(16, "tensor_group", "torch.float8_e4m3fn"), None),
+        "compressed-tensors 0.20: the global scale is 2688 / maximum, a group's scale is rounded to e4m3; ties to even",
         blocks=(1, 16),
     ),
 }

@@ -167,5 +167,6 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
     return [codes, np.stack(scales)]
 
 
-_QUANTIZER = Quantizer(_packed_blocks, _block_settings, blocks=(_SIZE, _SIZE))
+_RULE = "transformers 5.23 Fp8Quantize: a block's numbers times 448 / maximum, in fp32; ties to even"
+_QUANTIZER = Quantizer(_packed_blocks, _block_settings, _RULE, blocks=(_SIZE, _SIZE))
 METHOD = Method((NAME,), _fp8, unrecorded=lambda: _fp8({}), quantizers={"fp8-block": _QUANTIZER})

@@ -50,7 +50,14 @@ def _dequantize(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> 
             )
             blocks.append(WeightBlock(region, content))
     shape = (lead[0], num_groups * group, num_out)
-    return Weight(owner, NAME, stored.dtype, shape, (packed, scales), tuple(blocks))
+    rows = partial(_outputs, stored, packed, scales)
+    return Weight(owner, NAME, stored.dtype, shape, (packed, scales), tuple(blocks), rows)
+
+
+def _outputs(stored: StoredWeights, name: str, exponents_name: str, box: Box) -> memoryview:
+    """Compute some outputs of one expert. `box` is in the plain weight."""
+    (expert, _, first_out), (_, num_in, num_out) = box.offsets, box.sizes
+    return _output_groups(stored, name, exponents_name, Box((expert, first_out, 0), (1, num_out, num_in // _GROUP)))
 
 
 def _output_groups(stored: StoredWeights, name: str, exponents_name: str, box: Box) -> memoryview:
@@ -111,7 +118,7 @@ def _packed_experts(weight: PlainWeight) -> list[PackedParts]:
             scales = Box((expert, start, 0), (1, stop - start, groups))
             boxes = (Box((*scales.offsets, 0), (*scales.sizes, _BYTES)), scales)
             plain = Box((expert, 0, start), (1, num_in, stop - start))
-            blocks.append(PackedBlock(boxes, partial(_packed_outputs, weight, plain)))
+            blocks.append(PackedBlock(boxes, partial(_packed_outputs, weight, plain), plain, is_transposed=True))
     shape = (num_experts, num_out, groups)
     parts = {BLOCKS: (_UINT8, (*shape, _BYTES)), SCALES: (_UINT8, shape)}
     return [PackedParts(parts, tuple(blocks))]
@@ -143,5 +150,9 @@ def _expert_settings(_: Sequence[str]) -> dict[str, Any]:
 
 _UINT8 = BY_NAME["uint8"]
 _EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-_QUANTIZER = Quantizer(_packed_experts, _expert_settings, (_GROUP, 1), _EXPERTS, frozenset({"gpt_oss"}))
+_RULE = (
+    "triton_kernels downcast_to_mxfp_torch: the scale is the maximum / 6, rounded up to a power of two, numbers are "
+    "rounded to bfloat16 first; ties to even"
+)
+_QUANTIZER = Quantizer(_packed_experts, _expert_settings, _RULE, (_GROUP, 1), _EXPERTS, frozenset({"gpt_oss"}))
 METHOD = Method((NAME,), _mxfp4, unrecorded=lambda: _mxfp4({}), quantizers={NAME: _QUANTIZER})

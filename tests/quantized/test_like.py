@@ -1,0 +1,167 @@
+"""`converters/quantized/original.py`: `--like`, a fine-tune quantized as the original was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.quantized.test_quantize import METHODS, SIZES, dequantized, quantize, saved
+from tests.support.adapters import same, weights
+from tests.support.commands import ckpt
+
+TRAINED = {
+    "llama": "model.layers.1.mlp.up_proj.weight",
+    "gpt_oss": "model.layers.1.mlp.experts.down_proj",
+}
+CASES = [*(("llama", method) for method in METHODS), ("gpt_oss", "mxfp4")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("like")
+    experts = {**SIZES, "hidden_size": 96, "intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2}
+    return {
+        "llama": saved(LlamaForCausalLM(LlamaConfig(**SIZES)), folder / "llama"),
+        "gpt_oss": saved(GptOssForCausalLM(GptOssConfig(**experts)), folder / "gpt_oss"),
+    }
+
+
+def original(model: Path, method: str, folder: Path) -> Path:
+    """Return a quantized model whose config differs from ckpt's own, as a release's does."""
+    out = quantize(model, folder / "original", method)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["released_by"] = "someone"
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def trained(folder: Path, name: str, row: int = 5) -> dict[str, torch.Tensor]:
+    """Change one row of one tensor in a folder, and return all tensors."""
+    tensors = weights(folder)
+    tensors[name].view(-1, tensors[name].shape[-1])[row] *= 1.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize(("model", "method"), CASES)
+def test_unchanged_model_has_the_bytes_of_the_original(
+    model: str, method: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    first = original(models[model], method, tmp_path)
+    dequantized(first)
+    again = quantize(tmp_path / "original-plain", tmp_path / "again", method, "--like", str(first))
+    for name in ("model.safetensors",):
+        assert (first / name).read_bytes() == (again / name).read_bytes()
+    assert json.loads((first / "config.json").read_text()) == json.loads((again / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("model", "method"), CASES)
+def test_only_trained_tensors_have_other_bytes(
+    model: str, method: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    first = original(models[model], method, tmp_path)
+    plain, name = dequantized(first), TRAINED[model]
+    after = trained(tmp_path / "original-plain", name)
+    again = quantize(tmp_path / "original-plain", tmp_path / "again", method, "--like", str(first), "--verify")
+    before, now = weights(first), weights(again)
+    assert before.keys() == now.keys()
+    changed = {one for one in before if not same(before[one], now[one])}
+    assert changed and all(one.startswith(name.removesuffix(".weight")) for one in changed)
+    assert ckpt("check", "--bytes", again).code == 0
+    values = dequantized(again)
+    off = (values[name].float() - after[name].float()).abs().max() / after[name].float().abs().max()
+    assert 0 < off < 0.2 and not torch.equal(values[name], plain[name])
+
+
+def test_rows_of_a_matrix_without_training_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    first = original(models["llama"], "int8", tmp_path)
+    dequantized(first)
+    trained(tmp_path / "original-plain", TRAINED["llama"], row=7)
+    again = quantize(tmp_path / "original-plain", tmp_path / "again", "int8", "--like", str(first))
+    before, after = (weights(folder)[TRAINED["llama"]] for folder in (first, again))
+    assert [row for row in range(len(before)) if not torch.equal(before[row], after[row])] == [7]
+
+
+def test_workers_do_not_change_the_bytes(models: dict[str, Path], tmp_path: Path) -> None:
+    first = original(models["gpt_oss"], "mxfp4", tmp_path)
+    dequantized(first)
+    trained(tmp_path / "original-plain", TRAINED["gpt_oss"])
+    found = {
+        quantize(tmp_path / "original-plain", tmp_path / number, "mxfp4", "--like", str(first), "--workers", number)
+        .joinpath("model.safetensors")
+        .read_bytes()
+        for number in ("1", "3")
+    }
+    assert len(found) == 1
+
+
+def test_original_may_be_a_cached_hub_model(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = original(models["llama"], "int8", tmp_path)
+    dequantized(first)
+    snapshot = tmp_path / "hub/models--ORG--NAME/snapshots" / ("0" * 40)
+    shutil.copytree(first, snapshot)
+    (tmp_path / "hub/models--ORG--NAME/refs").mkdir()
+    (tmp_path / "hub/models--ORG--NAME/refs/main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    again = quantize(tmp_path / "original-plain", tmp_path / "again", "int8", "--like", "ORG/NAME")
+    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+def test_manifest_records_the_rounding_rule(models: dict[str, Path], tmp_path: Path) -> None:
+    out = quantize(models["gpt_oss"], tmp_path / "out", "mxfp4")
+    recorded = json.loads((out / "ckpt-manifest.json").read_text())["quantization"]
+    assert recorded["method"] == "mxfp4"
+    assert "triton_kernels" in recorded["rule"]
+    assert ckpt("verify", out).code == 0
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def refusal(source: Path, out: Path, *words: str) -> Any:
+    result = ckpt("convert", "auto", "hf", source, "-o", out, *words)
+    assert not out.exists()
+    return result
+
+
+def test_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    first, out = original(models["llama"], "int8", tmp_path), tmp_path / "out"
+    other = refusal(models["gpt_oss"], out, "--quantize", "mxfp4", "--like", str(first))
+    assert (other.code, "--like names another model" in other.err) == (2, True), other.err
+    tensors, name = weights(models["llama"]), "model.layers.0.mlp.down_proj.weight"
+    small = tmp_path / "small"
+    shutil.copytree(models["llama"], small)
+    save_file({**tensors, name: tensors[name][:, :128].clone()}, small / "model.safetensors", metadata={"format": "pt"})
+    shape = refusal(small, out, "--quantize", "int8", "--like", str(first))
+    assert (shape.code, "the model given with --like has other tensors" in shape.err) == (6, True), shape.err
+    assert name in shape.err
+    del tensors[name]
+    save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    missing = refusal(small, out, "--quantize", "int8", "--like", str(first))
+    assert (missing.code, "expected: no such tensor" in missing.err) == (6, True), missing.err
+
+
+def test_original_that_cannot_be_imitated_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    first, out, plain = original(models["llama"], "int8", tmp_path), tmp_path / "out", models["llama"]
+    method = refusal(plain, out, "--quantize", "fp8-dynamic", "--like", str(first))
+    assert (method.code, "writes other parts than the model given with --like" in method.err) == (2, True)
+    not_quantized = refusal(plain, out, "--quantize", "int8", "--like", str(plain))
+    assert (not_quantized.code, "has no quantized weights" in not_quantized.err) == (2, True)
+    alone = refusal(plain, out, "--like", str(first))
+    assert (alone.code, "--like needs --quantize METHOD" in alone.err) == (2, True)
+    tensors = load_file(first / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale"]
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    damaged = refusal(plain, out, "--quantize", "int8", "--like", str(first))
+    assert (damaged.code, "quantized weights are not complete" in damaged.err) == (4, True)
