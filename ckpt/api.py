@@ -63,6 +63,7 @@ from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_step_count
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
 from ckpt.state.quantized_weights import check_place as check_quantized_place
+from ckpt.state.same_model import difference
 from ckpt.state.wrapper_prefixes import without_wrappers
 from ckpt.stores import placeholder_files
 from ckpt.stores.places import local
@@ -484,7 +485,7 @@ def plan(
         renamed += counted_step
     if layout.quantize is not None and target.carries_quantized:
         run_dtype = named.computes_in and named.computes_in.dtype
-        like = None if requested.like is None else _quantized_model(requested.like)
+        like = None if requested.like is None else _quantized_model(requested.like, named)
         named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype, like)
         quantization = {"method": layout.quantize, "rule": services.quantizing.rule(named, layout.quantize)}
         check_parts(named)
@@ -507,11 +508,15 @@ def plan(
     return Conversion(made, resources, to, checkpoint, quantization=quantization)
 
 
-def _quantized_model(source: Source) -> Checkpoint:
-    """Return the model at `source`, which may be a Hub id in the local cache."""
-    if isinstance(source, str) and is_repository(source):
-        return opened(cached_snapshot(source, None))
-    return opened(source)
+def _quantized_model(source: Source, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the model at `source`, maybe a cached Hub id. Raise UsageError unless its architecture is the same."""
+    is_cached = isinstance(source, str) and is_repository(source)
+    found = opened(cached_snapshot(str(source), None) if is_cached else source)
+    if (differing := difference(checkpoint.config, found.config)) is not None:
+        key, one, other = differing
+        what, expected = "--like names another model", f"{key} {one}"
+        raise UsageError(what, path=found.path, expected=expected, found=f"{key} {other}")
+    return found
 
 
 def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkpoint:

@@ -19,7 +19,6 @@ from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box
 from ckpt.runs.model_files import CONFIG, QUANTIZATION_ENTRY
-from ckpt.state.same_model import difference
 from converters.quantized._packed_weight import PackedBlock, PackedParts, PlainWeight, StoredParts
 from converters.quantized._weight import StoredWeights, Weight, model_dtype
 from converters.quantized.dequantize import check_parts_known, plain_weight
@@ -39,8 +38,8 @@ class Original:
     _stored: dict[DType, StoredWeights] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, like: Checkpoint, method: str, quantizer: Quantizer, checkpoint: Checkpoint) -> Original:
-        """Return the original. Raise UsageError if it is not quantized, or is another model than `checkpoint`."""
+    def of(cls, like: Checkpoint, method: str, quantizer: Quantizer) -> Original:
+        """Return the original. Raise UsageError if it is not quantized."""
         found = cls(like, quantized_weights(like), method, quantizer)
         if not found.weights.owners or found.weights.quantization is None or like.namespace != HUB:
             raise found.refused("the model given with --like has no quantized weights", found=like.format)
@@ -48,9 +47,6 @@ class Original:
             where = found.weights.quantization.file
             raise found.refused(f"--like needs {QUANTIZATION_ENTRY} in {CONFIG}", found=f"settings in {where}")
         check_parts_known(like, found.weights)
-        if (differing := difference(checkpoint.config, like.config)) is not None:
-            key, one, other = differing
-            raise found.refused("--like names another model", expected=f"{key} {one}", found=f"{key} {other}")
         return found
 
     def refused(self, why: str, fqn: str | None = None, **what: Any) -> UsageError:

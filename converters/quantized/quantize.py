@@ -54,7 +54,7 @@ def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None, like: Ch
     """
     quantizer = _quantizer(checkpoint, method)
     _check_plain(checkpoint)
-    original = None if like is None else Original.of(like, method, quantizer, checkpoint)
+    original = None if like is None else Original.of(like, method, quantizer)
     chosen = {fqn: one for fqn, one in choices(checkpoint, dtype).items() if one.tensor.role != BUFFER}
     weights = {fqn: PlainWeight(fqn, one, checkpoint.computed, checkpoint.path) for fqn, one in chosen.items()}
     if original is None:

@@ -1,4 +1,7 @@
-"""`converters/quantized/original.py`: `--like`, a fine-tune quantized as the original was."""
+"""`converters/quantized/original.py`, `converters/quantized/methods/mxfp4.py`: `--like`.
+
+A fine-tune is quantized as the original was.
+"""
 
 from __future__ import annotations
 
