@@ -53,7 +53,6 @@ SECTIONS = {
     "stores": stores,
     "processes": processes,
 }
-#: Long sections, only run if named.
 NAMED_ONLY = {"disk": disk, "huge": huge}
 ALL = SECTIONS | NAMED_ONLY
 

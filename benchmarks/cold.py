@@ -1,7 +1,7 @@
 """ZeRO-3 -> safetensors from a cold disk, against `cp` of the output from the same disk.
 
-Every byte comes from the disk: the inputs are dropped from the page cache before each run. A virtual machine's host may
-still cache them. Of the two sizes, the smaller one mostly shows ckpt's 0.2 s start.
+The inputs are dropped from the page cache before each run, but a virtual machine's host may still cache them. The
+smaller size mostly shows ckpt's 0.2 s start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Copy with one thread per processor, then sync: `python -m benchmarks.copying SOURCE COPY`.
-
-`cp` has one thread, but ckpt uses all processors. This is the matching baseline.
-"""
+"""Copy with one thread per processor, then sync: `python -m benchmarks.copying SOURCE COPY`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """PyTorch DCP -> safetensors and -> one torch file, against torch's own converter.
 
-torch's converter writes model and optimizer and does not sync. It is compared with `ckpt convert dcp full`, which
-writes the same tensors. `dcp hf` writes a third of them.
+torch's converter writes model and optimizer, like `dcp full`, and does not sync. `dcp hf` writes a third of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Large FSDP2 checkpoint, written by torch's own DCP without training a model.
 
-Each rank plans and writes like `torch.distributed.checkpoint.save`: DTensors sharded on dim 0, torch's
-`DefaultSavePlanner` and `FileSystemWriter`. The ranks take turns in one process, with torch's process group `fake`, so
-only one rank's tensors are in memory. The state dict equals `get_state_dict` for AdamW.
+The ranks take turns in one process, with torch's process group `fake`, so only one rank's tensors are in memory. The
+state dict equals `get_state_dict` for AdamW.
 
     python -m benchmarks.dcp_source FOLDER NUM_LAYERS
 """

@@ -1,7 +1,7 @@
 """Sparse checkpoint with DeepSeek-V3's size in the Hub's layout in bf16: all names and shapes, no data.
 
-The config is the published one for deepseek-ai/DeepSeek-V3 without `quantization_config`, because bf16 has no scaled
-blocks. Names and shapes come from `model.safetensors.index.json`, including multi-token prediction (layer 61).
+The config is the published one for deepseek-ai/DeepSeek-V3 without `quantization_config`. Names and shapes come from
+`model.safetensors.index.json`, including multi-token prediction (layer 61).
 
     python -m benchmarks.deepseek_v3 FOLDER
 """
@@ -68,16 +68,16 @@ CONFIG: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-#: Layout for 16 stages: an uneven number per stage, the embedding first, multi-token prediction last.
+#: 16 stages: the embedding first, multi-token prediction last.
 PIPELINE = "Et*4|(t*4|)*14tmL"
 
-_SHARD = 8_600_000_000  # bytes per file; the published checkpoint has 163 files
+_SHARD = 8_600_000_000  # the published checkpoint has 163 files
 
 Shape = tuple[int, ...]
 
 
 def shapes() -> Iterator[tuple[str, Shape]]:
-    """Yield every tensor's name and shape, in file order."""
+    """Yield names and shapes in file order."""
     hidden, vocab = CONFIG["hidden_size"], CONFIG["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     num_layers = CONFIG["num_hidden_layers"]

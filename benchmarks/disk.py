@@ -1,8 +1,7 @@
 """ZeRO-3 with 8 billion parameters -> bf16 safetensors, against `cp` of the output, from and to a cold disk.
 
-The masters are real, 32 GB. Adam's states are not read, so they are holes. Nothing is in the page cache, so ckpt reads
-twice as much as `cp`. The disk fits the source and the output, 48 GB, but not the copy too. Each round writes the
-source again and removes it before `cp` runs.
+The masters are real, 32 GB. Adam's states are not read, so they are holes. ckpt reads twice as much as `cp`. The disk
+fits the source and the output, but not the copy too: each round writes the source again and removes it before `cp`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from benchmarks.models import STEP, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
-TIMES = 21  # times the other sections' layers: 8 billion parameters
+TIMES = 21  # 8 billion parameters
 
 
 def measure(bench: Bench) -> Table:
@@ -48,7 +47,7 @@ def measure(bench: Bench) -> Table:
             remove([copy])
 
     bench.folder.mkdir(parents=True, exist_ok=True)
-    for done in range(bench.num_rounds):  # a round's output stays for the next round's `cp`
+    for done in range(bench.num_rounds):  # a round's output stays for the next `cp`
         for step in (of_the_output, of_the_source) if done % 2 else (of_the_source, of_the_output):
             step()
     return Table(

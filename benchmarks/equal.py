@@ -32,7 +32,6 @@ import torch
 from safetensors import safe_open
 from xxhash import xxh3_128
 
-#: Tensors by name, each read on demand.
 Tensors = dict[str, Callable[[], torch.Tensor]]
 
 
@@ -57,13 +56,12 @@ def _load(path: Path) -> Any:
 def _safetensors(folder: Path) -> Tensors:
     found: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = safe_open(path, "pt")  # stays open, because each opening reads all names
+        file = safe_open(path, "pt")  # each opening reads all names
         found |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118 - not a dict
     return found
 
 
 def _flat(tree: Any, prefix: str = "") -> Tensors:
-    """Flatten nested dicts to tensors by path."""
     if isinstance(tree, torch.Tensor):
         return {prefix: lambda: tree}
     if not isinstance(tree, Mapping):
@@ -102,7 +100,6 @@ def _masters(folder: Path) -> Tensors:
 
 
 def _loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers loaded by transformers, in the config's dtype."""
     from transformers import AutoModelForCausalLM
 
     found: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
@@ -148,7 +145,7 @@ def main(kind: str, ours: Path, theirs: Path) -> int:
         return hashed(ours, {f"{name} weight": t for name, t in _safetensors(theirs).items()})
     if kind == "hash-zero3":
         states = {name: t for name, t in zero3_tensors(theirs).items() if " exp_avg" in name}
-        masters = _masters(theirs)  # in an fp32 model the weights equal the masters
+        masters = _masters(theirs)  # an fp32 model's weights equal the masters
         of_roles = {f"{name} {role}": t for name, t in masters.items() for role in ("weight", "master")}
         return hashed(ours, states | of_roles)
     if kind == "dcp-hf":

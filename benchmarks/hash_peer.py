@@ -1,8 +1,6 @@
 """`xxhsum -H2` or `b3sum` over every file in a folder, or the tool's Python library if the tool is missing.
 
-`blake3` is not a dependency: without b3sum and blake3 there is no comparison.
-
-    python -m benchmarks.hash_peer xxhsum|b3sum FOLDER
+python -m benchmarks.hash_peer xxhsum|b3sum FOLDER
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class Algorithm(NamedTuple):
     digest: Callable[[Path], str]
 
 
-#: Algorithms by tool name.
 ALGORITHMS = {
     "xxhsum": Algorithm(["-H2"], "xxhash", _xxh3_128),
     "b3sum": Algorithm([], "blake3", _blake3),

@@ -1,6 +1,6 @@
 """`ckpt hash` against `xxhsum` and `b3sum` on the same files, with digests checked by other readers.
 
-The speed goal only applies to the larger checkpoint, because start-up dominates the smaller one.
+Start-up dominates the smaller checkpoint, so only the larger one has a speed goal.
 """
 
 from __future__ import annotations

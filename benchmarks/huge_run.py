@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 LAST = 60  # the last layer before multi-token prediction
-#: Nonzero tensors: the Hub's name, and Megatron's name in the last stage (its layers count from 0).
+#: The Hub's name, and Megatron's name in the last stage (its layers count from 0).
 FILLED = {
     "model.norm.weight": "decoder.final_layernorm.weight",
     f"model.layers.{LAST}.mlp.gate.weight": "mlp.router.weight",
@@ -54,7 +54,7 @@ def compare(source: Path, output: Path) -> int:
 
 
 def _place(source: Path, name: str) -> tuple[Path, int, int]:
-    """Return a tensor's file, offset and size in bytes."""
+    """Return a tensor's file, offset and size."""
     index = json.loads((source / "model.safetensors.index.json").read_text())
     path = source / index["weight_map"][name]
     with path.open("rb") as file:
@@ -77,7 +77,6 @@ def convert() -> None:
             write(descriptor, data, offset)
 
     blocks.write_all = write_all
-    # The output takes almost no disk space, whatever its size.
     files.Staging._check_space = lambda self: None  # type: ignore[method-assign]
     sys.exit(main())
 

@@ -1,6 +1,6 @@
 """`dcp.load` into FSDP2 on 4 ranks: from ZeRO-3 with `ckpt.StorageReader`, from DCP with torch's reader.
 
-This section does not time whole processes, because importing torch would hide the difference.
+Importing torch would hide the difference, so this section does not time whole processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ NUM_RANKS = 4
 
 
 def measure(bench: Bench) -> str:
-    """Return the table with medians over all rounds."""
     sources = [bench.source(kind) for kind in SOURCES]
     launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", NUM_RANKS, "-m", "benchmarks.load_peer")
     found = json.loads(call(*launch, *sources, bench.num_layers, bench.num_rounds))

@@ -77,7 +77,6 @@ def _timed(load: Callable[[], object]) -> float:
 
 
 def _bytes_read() -> int:
-    """Return the bytes that this process read from files (/proc/self/io, first line)."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -7,7 +7,7 @@ from benchmarks.models import LORA_RANK, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ("lora",)
-#: Times the other sections' layers, so importing torch is noise beside 3 GB weights.
+#: So importing torch is noise beside 3 GB weights.
 TIMES = 4
 PEER = "PEFT, save_pretrained"
 

@@ -1,4 +1,4 @@
-"""Wall time, processor time and peak resident memory of whole processes, from the operating system."""
+"""Wall time, processor time and peak resident memory of whole processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CKPT = (PYTHON, "-m", "ckpt")
 
 @dataclass(frozen=True)
 class Run:
-    """Figures of one run. `cpu_seconds` sums all processors and child processes; `peak_mb` is the largest process's."""
+    """`cpu_seconds` sums all processors and child processes; `peak_mb` is the largest process's."""
 
     seconds: float
     cpu_seconds: float
@@ -40,8 +40,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Case and its runs, one per round."""
-
     case: Case
     runs: tuple[Run, ...]
 
@@ -68,22 +66,19 @@ def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) ->
 
 
 def parallel_copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
-    """Return a case for a copy with one thread per processor, then `sync`."""
+    """Copy with one thread per processor, then `sync`."""
     return Case(name, [PYTHON, "-m", "benchmarks.copying", source, copy], (copy,), cold=cold)
 
 
 def written_to_disk(name: str, num_bytes: int, path: Path) -> Case:
-    """Return a case for `dd` of zeros past the page cache: the disk's raw rate."""
+    """Measure the disk's raw rate, past the page cache."""
     count = -(-num_bytes // (8 << 20))
     flags = ["bs=8M", f"count={count}", "oflag=direct", "conv=fsync", "status=none"]
     return Case(name, ["dd", "if=/dev/zero", f"of={path}", *flags], (path,))
 
 
 def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> dict[str, Measured]:
-    """Run all cases `number` times in turn, reversing the order each time.
-
-    So other load on the machine affects all cases, and no case always comes first.
-    """
+    """Run all cases `number` times in turn, reversing the order each time."""
     runs: dict[str, list[Run]] = {case.name: [] for case in cases}
     for done in range(number):
         for case in reversed(cases) if done % 2 else cases:
@@ -160,7 +155,7 @@ def forget(folder: Path) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Read every file twice, so it stays in the page cache. Pages read once are evicted first."""
+    """Read every file twice: pages read once are evicted first."""
     for path in (*folder.rglob("*"), *folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:

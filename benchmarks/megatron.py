@@ -44,7 +44,6 @@ def measure(bench: Bench) -> Table:
 
 
 def _plan(bench: Bench) -> str:
-    """Plan DeepSeek-V3 for 128 ranks once, from its config and sparse files."""
     source = bench.scratch("megatron-plan")
     made = call("benchmarks.deepseek_v3", source)
     layout = ["--tp", "8", "--pp", "16", "--ep", "8", "--pipeline-model-parallel-layout", PIPELINE]

@@ -5,8 +5,7 @@
 
 Both are qwen3_moe with 128 experts and Transformer Engine's names. Items, keys, buckets and ranks' shares follow
 megatron-core 0.19.2 (transformer/, distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py
-`sharded_param_state_dp_reshardable`). `torch.save` writes the items' headers, and the metadata are torch's objects. The
-elements are holes in the files: over 4 TB in less than 2 GB.
+`sharded_param_state_dp_reshardable`). The elements are holes in the files: over 4 TB in less than 2 GB.
 
     python -m benchmarks.megatron_dist_source FOLDER 291b
 """
@@ -44,7 +43,7 @@ _EXPERT: dict[str, Shape] = {"linear_fc1.weight": (2 * INNER, HIDDEN), "linear_f
 
 @dataclass(frozen=True)
 class Run:
-    """Model size and layout. If `counts` is set, the embedding and the loss count as layers."""
+    """If `counts` is set, the embedding and the loss count as layers."""
 
     layers: int
     groups: int
@@ -57,7 +56,6 @@ class Run:
 
     @property
     def of_stage(self) -> int:
-        """Ranks per pipeline stage."""
         return self.tp * self.dp
 
     @property
@@ -177,12 +175,12 @@ def _item(shape: Shape, dtype: torch.dtype) -> tuple[bytes, int, bytes]:
     """Return `torch.save`'s bytes before a tensor's elements, the elements' size, and the bytes after them."""
     size = prod(shape) * dtype.itemsize
     with tempfile.TemporaryDirectory() as scratch, torch.serialization.skip_data():
-        path = Path(scratch, "archive")  # torch's name if it writes to a stream
+        path = Path(scratch, "archive")  # torch's name for a stream
         torch.save(torch.empty(shape, dtype=dtype), path)
         with path.open("rb") as file:
             head = file.read(4096)
             name = head.index(b"archive/data/0")
-            extra = int.from_bytes(head[name - 2 : name], "little")  # padding that aligns the elements to 64 bytes
+            extra = int.from_bytes(head[name - 2 : name], "little")  # aligns the elements to 64 bytes
             start = name + len(b"archive/data/0") + extra
             file.seek(start + size)
             return head[:start], size, file.read()
@@ -195,8 +193,6 @@ def _saved(value: Any) -> bytes:
 
 
 class _Folder:
-    """Open files of all ranks."""
-
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
         self.ends = [0] * ranks
@@ -206,7 +202,7 @@ class _Folder:
 
     def _put(self, rank: int, index: dcp.MetadataIndex, head: bytes, size: int, tail: bytes) -> None:
         at = self.ends[rank]
-        # Equal files would be taken for copies and compared.
+        # Equal files would be taken for copies.
         os.pwrite(self.files[rank], head + os.urandom(min(size, 8)), at)
         os.pwrite(self.files[rank], tail, at + len(head) + size)
         length = len(head) + size + len(tail)
@@ -274,7 +270,6 @@ def _model(written: _Folder, run: Run) -> None:
         return pp * run.of_stage + turn % run.of_stage
 
     def put(pp: int, key: str, shape: Shape, dim: int | None, *layer: int) -> None:
-        """Write a tensor, or one layer of it, as tensor-parallel parts."""
         cut = 1 if dim is None else run.tp
         part = tuple(size // (cut if number == dim else 1) for number, size in enumerate(shape))
         for tp in range(cut):
@@ -330,7 +325,7 @@ def _buffer(written: _Folder, name: str, vp: int, numels: list[int], ranks: list
 
 
 def _cut(places: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts between elements `low` and `high`: parameters and the gaps between them."""
+    """Yield the parts between elements `low` and `high`: parameters and gaps."""
     edges = sorted({low, high, *(edge for place in places for edge in place if low < edge < high)})
     yield from pairwise(edges)
 

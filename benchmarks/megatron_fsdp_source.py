@@ -1,8 +1,7 @@
 """Megatron-FSDP checkpoint with DeepSeek-V3's names and tiny sizes: about a million items, almost no bytes.
 
 For every parameter Megatron-FSDP stores the tensor, two states, a step and eighteen param group options, each as an
-item (see `fixtures/megatron-fsdp`, written by Megatron-FSDP; its training state is used here). `torch.save` writes the
-items, and the metadata are torch's objects. Ranks take turns with the items, like DCP balances them, and each tensor
+item (see `fixtures/megatron-fsdp`; its training state is used here). Ranks take turns with the items, and each tensor
 with several rows is cut between two ranks.
 
     python -m benchmarks.megatron_fsdp_source FOLDER [NUM_LAYERS]
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 61, 256, 64
 _DENSE = 3  # first layers, without experts
 _HIDDEN, _INNER, _VOCAB, _HEADS, _RANK = 16, 4, 64, 4, 8
-#: Param group options, from the fixture.
 _OPTIONS = {
     "is_expert_parallel": False,
     "default_config": True,
@@ -99,14 +97,14 @@ def write(folder: Path, num_layers: int = NUM_LAYERS) -> None:
     (folder.parent / "latest_checkpointed_iteration.txt").write_text(folder.name.removeprefix("iter_").lstrip("0"))
     files = [(folder / f"__{rank}_0.distcp").open("wb") for rank in range(NUM_RANKS)]
     results: list[dict[dcp.MetadataIndex, _StorageInfo]] = [{} for _ in files]
-    described: list[dict[str, Any]] = [{} for _ in files]  # keyed by the rank with the first part
+    described: list[dict[str, Any]] = [{} for _ in files]  # by the rank with the first part
     paths: dict[str, tuple[str | int, ...]] = {}
     ranks = cycle(range(NUM_RANKS))
 
     def put(key: str, content: bytes, **where: Any) -> int:
         rank = next(ranks)
         info = _StorageInfo(f"__{rank}_0.distcp", files[rank].tell(), len(content))
-        # Ranks report results in separate objects, so each name is a separate string, too.
+        # Ranks report separate objects, so each name is a separate string, too.
         results[rank][dcp.MetadataIndex("".join([*key]), **where)] = info
         files[rank].write(content)
         return rank

@@ -1,7 +1,6 @@
 """Checkpoints with Qwen3-235B-A22B's structure: 36,945 tensors on the Hub, 1,037 in memory.
 
-Names follow Qwen3MoeForCausalLM with the published numbers of layers, experts and heads. `tiny` is in bf16 like on the
-Hub, with small sizes and random values: almost no bytes to move. `real` has the published sizes in sparse files. A
+`tiny` is in bf16 like on the Hub, with small sizes and random values. `real` has the published sizes in sparse files. A
 number gives the ranks of a ZeRO-3 run with the small sizes and Adam's states. `30b` has the 18,867 tensors of
 Qwen3-30B-A3B in 1.5 GB.
 
@@ -55,7 +54,7 @@ def config(kind: str) -> dict[str, Any]:
 
 
 def shapes(kind: str) -> Iterator[tuple[str, Shape]]:
-    """Yield every tensor's name and shape, in file order."""
+    """Yield names and shapes in file order."""
     c = config(kind)
     hidden, head, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
     queries, keys = c["num_attention_heads"] * head, c["num_key_value_heads"] * head

@@ -1,7 +1,7 @@
 """Plans for many small tensors, and a folder with many items: the cost without bytes to move.
 
-It reports processor seconds of whole processes. `--dry-run` uses sparse files with real sizes. Written tensors are
-compared with the source, read by transformers or DeepSpeed's rule, unless they are holes.
+`--dry-run` uses sparse files with real sizes. Written tensors are compared with the source, read by transformers or
+DeepSpeed's rule, unless they are holes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
 
 
 def measure(bench: Bench) -> str:
-    """Return the table. Every case runs once, because each takes seconds."""
     lines = ["Structure of Qwen3-235B-A22B, 36,945 tensors", f"{'':<46}{'cpu s':>8}{'seconds':>9}{'peak MB':>9}"]
 
     def add(case: Case, goal: float | None = None, peak: float | None = None) -> None:
@@ -81,7 +80,7 @@ def measure(bench: Bench) -> str:
 
 
 def _compared(kind: str, arguments: Sequence[str], source: Path, output: Path) -> str | None:
-    """Compare the written tensors with the source and report their number. None for --dry-run and holes."""
+    """Return the number of compared tensors. None for --dry-run and holes."""
     is_tiny, step = kind == "tiny" or kind.isdecimal(), f"global_step{STEP}"
     if is_tiny and arguments[:2] == ["hf", "zero3"]:
         written = next(output.glob("global_step*"))

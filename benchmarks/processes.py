@@ -3,7 +3,7 @@
 Each cooperating process takes a second to import torch, so the model is large: 8 billion parameters, with zero masters
 that take no memory. One process already uses all processors with threads. So two processes are compared with one on one
 processor, and with one copying thread. torchrun also imports torch before the start and at the end. mpirun and srun
-don't; they set variables for each process.
+don't.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.runner import Bench, Goal, Table
 SOURCES = ()
 FOLDER = Path("/dev/shm/ckpt-benchmarks")
 TIMES = 21  # times the other sections' layers
-CHECKED_LAYERS = 1  # layers in the random model for comparing one process with two
+CHECKED_LAYERS = 1  # layers for comparing one process with two
 ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 1 process, --workers 1"
 TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
 TORCHRUN = "ckpt, 2 processes by torchrun"

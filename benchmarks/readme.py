@@ -7,7 +7,6 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results.txt"
 PAGES = ("README.md", "README.ja.md")
-#: The README's row of each section.
 SHOWN = {
     "zero": "ckpt convert zero3 hf",
     "reshard": "ckpt convert zero3 zero3 --world-size 6",
@@ -22,12 +21,11 @@ _RATIO = re.compile(
     r"(?P<factor>[\d.]+) \([\d.]+ to [\d.]+\) x (?P<faster>faster than )?(?P<other>.+?)"
     r"(?: \((?P<missed>MISSED )?[<>]= (?P<goal>[\d.]+)\))?"
 )
-#: The pages' table: its header, then the recorded rows.
+#: The header, then the recorded rows.
 _TABLE = re.compile(r"(<!-- python -m benchmarks --readme -->\n\n\|[^\n]+\n\| ---[^\n]+\n)(?:\|[^\n]+\n)*")
 
 
 def headed(name: str) -> str:
-    """Return the line above a section's table."""
     return f"== {name} =="
 
 
@@ -52,12 +50,10 @@ def _row(results: str, section: str, command: str) -> tuple[str, ...]:
 
 
 def with_rows(page: str, results: str) -> str:
-    """Return a page's text with its rows replaced."""
     return _TABLE.sub(lambda table: table[1] + rows(results), page)
 
 
 def write() -> None:
-    """Copy the recorded rows into the pages."""
     results = RESULTS.read_text()
     for name in PAGES:
         path = Path(name)

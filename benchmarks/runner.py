@@ -12,7 +12,7 @@ from statistics import median
 
 from benchmarks.measure import Case, Measured, call, remove, rounds, warm
 
-#: Sources by name, with the module that writes each: `python -m MODULE FOLDER NUM_LAYERS`.
+#: Each module writes its source: `python -m MODULE FOLDER NUM_LAYERS`.
 SOURCES = {
     "zero3": "benchmarks.zero_source",
     "dcp": "benchmarks.dcp_source",
@@ -37,7 +37,7 @@ class Goal:
         return self.said(case.times(other) if self.at_least is None else other.times(case))
 
     def said(self, factors: Sequence[float]) -> str:
-        """Return the median with minimum and maximum, and the goal, marked if the median misses it."""
+        """Return the median with minimum and maximum, and the goal, marked if missed."""
         factor = median(factors)
         if self.at_least is not None:
             figures = f"{factor:.1f} ({min(factors):.1f} to {max(factors):.1f}) x faster than {self.other}"
@@ -47,14 +47,11 @@ class Goal:
 
 
 def verdict(reached: bool, goal: str) -> str:
-    """Return the goal in parentheses, marked if missed."""
     return f"({goal})" if reached else f"(MISSED {goal})"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Runs of a section, their goals, and notes such as the number of equal tensors."""
-
     title: str
     measured: dict[str, Measured]
     goals: Sequence[Goal]
@@ -75,7 +72,7 @@ class Table:
 
 @dataclass
 class Bench:
-    """Checkpoint folder, model size and number of rounds. `keep` leaves the sources for the next run."""
+    """`keep` leaves the sources for the next run."""
 
     folder: Path
     num_layers: int

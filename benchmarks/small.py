@@ -6,7 +6,7 @@ from benchmarks.measure import CKPT, Case, call, copy_of, run, warm
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ("hf",)
-LAYERS = 50  # makes the model with few tensors equally large
+LAYERS = 50  # as many bytes in few tensors
 
 
 def measure(bench: Bench) -> Table:

@@ -1,8 +1,7 @@
 """Read everything below a prefix in parallel ranges: `python -m benchmarks.store_peer WHAT PREFIX OUTPUT`.
 
 WHAT is a bare library that drops the bytes (`obstore`, `s3fs`), obstore writing them to the folder OUTPUT (`obstore
-writes`), or ckpt after it has opened the checkpoint (`hash`, `convert`). It prints the seconds from first to last
-range.
+writes`), or ckpt with an open checkpoint (`hash`, `convert`). It prints the seconds from first to last range.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from benchmarks.store_server import BUCKET
 
 PART, NUM_THREADS = 8 << 20, 8  # like ckpt
 
-#: Object range: key, start and stop.
+#: Key, start and stop.
 Part = tuple[str, int, int]
 
 
 def main() -> None:
     what, prefix, output = sys.argv[1:]
     transfer = _PREPARED[what](prefix, Path(output))
-    # Not earlier: a virtual machine's host reclaims free memory, and returns it slowly.
+    # Late, because a virtual machine's host reclaims free memory.
     shutil.rmtree(output, ignore_errors=True)
     start = time.perf_counter()
     transfer()
@@ -43,7 +42,7 @@ def _obstore(prefix: str, output: Path) -> Callable[[], None]:
 
 def _obstore_writes(prefix: str, output: Path) -> Callable[[], None]:
     sizes, get = _obstore_client(prefix)
-    writing = threading.Lock()  # Linux lets one thread write to a file, and the others spin
+    writing = threading.Lock()  # Linux lets one thread write to a file
 
     def copy(part: Part, files: dict[str, int]) -> int:
         data = memoryview(get(part))

@@ -1,7 +1,6 @@
 """Folder served as an S3 bucket with range reads: `python -m benchmarks.store_server FOLDER`.
 
-It supports only a reader's requests and ignores signatures, because the client is measured. moto's server takes ten
-times longer than the clients to serve a range from a large object. It prints its port.
+It prints its port and ignores signatures. moto's server takes ten times longer than the clients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ckpt` from an S3 server on the loopback, against its own library and s3fs.
 
-The libraries read all bytes in equal ranges with equal concurrency. They drop the bytes, like `ckpt hash`. `convert`
-writes them, and is also compared with obstore writing them. Only the transfer has a goal, because Python's start and
-opening the checkpoint dominate these short processes.
+The libraries read all bytes in equal ranges with equal concurrency, and drop them, like `ckpt hash`. `convert` is also
+compared with obstore writing them. Only the transfer has a goal: Python's start and opening the checkpoint dominate
+these short processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def measure(bench: Bench) -> Table:
 
 
 def _transfers(bench: Bench, prefix: str, size: int) -> list[str]:
-    """Time the transfers alone, in turn, without Python's start and opening the checkpoint."""
     seconds: dict[str, list[float]] = {name: [] for pair in _ALIKE.items() for name in reversed(pair)}
     for _ in range(bench.num_rounds):
         for name, found in seconds.items():
@@ -72,7 +71,6 @@ def _transfers(bench: Bench, prefix: str, size: int) -> list[str]:
 
 
 def _share(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
-    """Return the throughput of `ours` relative to `theirs`: the median over the rounds."""
     return median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
 
 

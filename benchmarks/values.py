@@ -1,6 +1,6 @@
 """`ckpt check --values` against `cat` of the same files to /dev/null, both from the page cache.
 
-The goal is reading speed: a small model's time is subtracted from a large model's, so program start does not count.
+A small model's time is subtracted from a large model's, so program start does not count.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ def measure(bench: Bench, *, large: bool = False) -> Table:
 
 
 def _large(bench: Bench) -> list[str]:
-    """Measure memory for a checkpoint three times as large."""
     bench.clear()
     num_layers = bench.num_layers * 3 + 14
     source, output = bench.source("zero3", num_layers), bench.scratch("zero-large")

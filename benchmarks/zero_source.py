@@ -1,7 +1,7 @@
 """Large ZeRO-3 checkpoint in DeepSpeed's format, written without training a model.
 
 The structure follows `DeepSpeedZeroOptimizer_Stage3.state_dict` and `DeepSpeedEngine.save_checkpoint` (deepspeed 0.19).
-Its objects are DeepSpeed's own, so `zero_to_fp32.py` and `ds_to_universal.py` read it.
+Its objects are DeepSpeed's own.
 
     python -m benchmarks.zero_source FOLDER NUM_LAYERS [zeros|masters]
 
@@ -32,7 +32,7 @@ def write(folder: Path, num_layers: int, kind: str = "") -> None:
 
 
 def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: int, kind: str = "") -> None:
-    """Write the step folder and `latest` for a run on `num_ranks` ranks, with Adam's states."""
+    """Write the step folder and `latest` for a run with Adam's states."""
     step_folder = folder / TAG
     step_folder.mkdir(parents=True)
     length = sum(-(-prod(shape) // num_ranks) for shape in params.values())

@@ -20,16 +20,15 @@ from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
 
 CONFIG = "adapter_config.json"
-#: verl's substitute next to rank files, with only these entries (verl 0.9.1, `utils/checkpoint/lora_metadata.py`).
-#: verl's LoRA has no other settings except the layers.
+#: verl's substitute next to rank files (verl 0.9.1, `utils/checkpoint/lora_metadata.py`). verl's LoRA has no other
+#: settings except the layers.
 VERL_META = "lora_train_meta.json"
 _OF_VERL = {"r", "lora_alpha", "task_type"}
-#: Entries in mlx-lm's `lora_parameters`.
 _OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
-#: Larger than any rank or alpha. PEFT would merge it into infinite values.
+#: Larger than any rank or alpha.
 _TOO_LARGE = 1 << 127
 _REPLICATION = "layer_replication"
-#: LoraConfig options that make a merge different from W + BA, with their descriptions. AdaLoRA ignores the others.
+#: LoraConfig options that make a merge different from W + BA. AdaLoRA ignores the others.
 _VARIANTS = {
     "arrow_config": "Arrow, a router for tokens",
     "alora_invocation_tokens": "activated LoRA, and a merged model can't express it",
@@ -37,28 +36,28 @@ _VARIANTS = {
     _REPLICATION: "layer replication, and PEFT adds every copy's changes to one shared layer",
     "megatron_config": "LoRA over Megatron's parallel layers",
 }
-#: Inits that PEFT repeats on loading, and that change the base weights: random or based on data.
+#: Random or data-based inits that PEFT repeats on loading, and that change the base weights.
 _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
-#: Options and inits for which PEFT itself merges, layer by layer (`ckpt.commands.merge_lora.layer`): block-diagonal
-#: LoRA, VeLoRA, MonteCLoRA, KaSA, and inits computed from the base weight.
+#: Options and inits for which PEFT itself merges, layer by layer: block-diagonal LoRA, VeLoRA, MonteCLoRA, KaSA, and
+#: inits computed from the base weight.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
 #: Inits that subtract the adapter from the base weight.
 _INITS_OF_BASE = ("pissa", "olora")
 LORA, TRAINABLE_TOKENS = "LORA", "TRAINABLE_TOKENS"
-#: Other kinds that PEFT itself merges layer by layer, from a layer's weight and its tensors in the file.
+#: Other kinds that PEFT itself merges layer by layer.
 BY_LAYER = (
     *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
     *("IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
     *(TRAINABLE_TOKENS, "VBLORA", "WAVEFT"),
 )
-#: Kinds with tensors shared by layers, based on all layers' shapes. PEFT merges them in a model without weights.
+#: Kinds with tensors shared by layers. PEFT merges them in a model without weights.
 BY_MODEL = ("PVERA", "RANDLORA", "VERA")
 ADAMSS, FROD, TINYLORA, UNILORA = "ADAMSS", "FROD", "TINYLORA", "UNILORA"
 #: Kinds that PEFT merges in the loaded model, like unknown kinds.
 WHOLE = (ADAMSS, FROD, TINYLORA, UNILORA)
 KINDS = (LORA, *BY_LAYER, *BY_MODEL, *WHOLE)
-#: Kinds that PEFT does not merge: prompts, prefixes, adapters that route each token, and extra layers.
+#: Prompts, prefixes, adapters that route each token, and extra layers.
 NOT_MERGED = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING"),
     *("PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
@@ -70,7 +69,7 @@ _OF_ALL_KINDS = ("bias", "modules_to_save", "trainable_token_indices", "base_mod
 Columns = Literal["rank_major", "grouped_by_expert"]
 #: Unsloth's packing record, in the config or in its `auto_mapping` (unsloth_zoo 2026.10.9,
 #: temporary_patches/moe_utils.py, `write_fused_expert_lora_layout` and `saved_lora_b_layouts`), for all parameters or
-#: by name. The parameters are the two in its own forward.
+#: by name.
 _LAYOUT, _LAYOUTS_BY_NAME = "lora_B_layout", "unsloth_fused_expert_lora"
 _COLUMNS: tuple[Columns, ...] = ("rank_major", "grouped_by_expert")
 #: Releases named by PEFT's source (for example 0.19.1.dev0) while it changed square experts' layout.
@@ -99,20 +98,18 @@ class AdapterConfig:
     base: str | None
     revision: str | None
     kind: str = LORA
-    #: True if Unsloth trained it: by its mark in the config, or the model card's tag. TRL's trainer writes the tag for
-    #: Unsloth's models (trl 1.16.0, `base_trainer.py`, `create_model_card`).
+    #: True if the config has Unsloth's mark, or the model card its tag (from trl 1.16.0, `base_trainer.py`,
+    #: `create_model_card`).
     is_of_unsloth: bool = False
-    #: The user's layout for stacked experts. It overrides the recorded one.
+    #: It overrides the recorded layout.
     given_layout: Columns | None = None
     #: Module names in the adapter's file and config, by the name in the base.
     former: Mapping[str, str] = field(default_factory=dict)
 
     def rank_of(self, key: str) -> int:
-        """Return the rank for module (or targeted parameter) `key`."""
         return int(self.of_pattern(self.rank_pattern, key, self.rank))
 
     def alpha_of(self, key: str) -> float:
-        """Return the alpha for module (or targeted parameter) `key`."""
         return cast(float, self.of_pattern(self.alpha_pattern, key, self.alpha))
 
     def scaling(self, key: str) -> float:
@@ -121,7 +118,7 @@ class AdapterConfig:
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
 
     def expert_layout(self, fqn: str) -> Columns | None:
-        """Return the `lora_B` packing for stacked experts `fqn`. None if Unsloth trained it without a record."""
+        """Return the `lora_B` packing for stacked experts, or None if Unsloth trained it without a record."""
         recorded = set(self._recorded_layouts(fqn))
         if self.given_layout is not None or recorded:
             return self.given_layout or (recorded.pop() if len(recorded) == 1 else None)
@@ -152,11 +149,11 @@ class AdapterConfig:
         return is_transposed if release == (0, 19, 0) else release > (0, 19, 0) and not is_transposed
 
     def overrules(self, fqn: str) -> bool:
-        """Return True if the user's layout for stacked experts `fqn` differs from the recorded one."""
+        """Return True if the user's layout differs from the recorded one."""
         return self.given_layout is not None and any(one != self.given_layout for one in self._recorded_layouts(fqn))
 
     def _recorded_layouts(self, fqn: str) -> Iterator[Columns | None]:
-        """Yield each record's layout for `fqn`, or None for an invalid record."""
+        """Yield each record's layout, or None for an invalid record."""
         for source in (self.raw, _mapping(self.raw.get("auto_mapping"))) if _is_of_unsloth(fqn) else ():
             by_name = _mapping(_mapping(source.get(_LAYOUTS_BY_NAME)).get("parameters"))
             recorded = _mapping(by_name.get(fqn.rpartition(".")[2])).get(_LAYOUT, source.get(_LAYOUT))
@@ -182,7 +179,6 @@ class AdapterConfig:
 
     @property
     def init_changes_base(self) -> bool:
-        """True if the init subtracted the adapter from the base weight."""
         return self.kind == LORA and self.raw.get("init_lora_weights") in _INITS_OF_BASE
 
     def of_pattern(self, values: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -199,7 +195,7 @@ class AdapterConfig:
         return values.get(key, default)
 
     def targets_parameter(self, fqn: str) -> bool:
-        """Return True if `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
+        """Return True if `target_parameters` names the parameter (peft `_inject_parameters`)."""
         return any(fqn == target or fqn.endswith(f".{target}") for target in self.target_parameters)
 
 
@@ -208,7 +204,6 @@ def _is_of_unsloth(fqn: str) -> bool:
 
 
 def _has_unsloths_tag(folder: Path) -> bool:
-    """Return True if the model card in `folder` has the tag `unsloth`."""
     if not (folder / _CARD).is_file():
         return False
     text = read_file(confined(folder, _CARD), _CARDS_HEAD).decode(errors="replace")
@@ -230,10 +225,7 @@ def find_config(folders: Iterable[str | Path]) -> Path | None:
 
 
 def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
-    """Return the path of the adapter's config in `folder` or the checkpoint's folders.
-
-    Raise NotFoundError without one.
-    """
+    """Raise NotFoundError if neither `folder` nor the checkpoint's folders have a config."""
     path = find_config([*filter(None, [folder]), *checkpoint.folders])
     if path is not None:
         return path
@@ -249,8 +241,7 @@ def settings_of(
 ) -> tuple[Mapping[str, Any], Path]:
     """Return the adapter's settings for `layers`, and the file they come from.
 
-    The file is in `folder` or in the checkpoint's folders. Raise NotFoundError without one, unless another trainer
-    config has the same settings.
+    Raise NotFoundError without a config, unless another trainer's config has the same settings.
     """
     if checkpoint.adapter_config is not None and find_config([folder] if folder else []) is None:
         return checkpoint.adapter_config, Path(checkpoint.path)
@@ -259,7 +250,7 @@ def settings_of(
 
 
 def read_config(path: Path, layers: Iterable[str] = ()) -> AdapterConfig:
-    """Read a LoRA adapter's config for these `layers`. Raise UsageError with the feature that can't be merged."""
+    """Raise UsageError with the feature that can't be merged."""
     return parse_config(read_raw(path, layers), path)
 
 
@@ -272,7 +263,6 @@ def read_raw(path: Path, layers: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def is_of_mlx(raw: Mapping[str, Any]) -> bool:
-    """Return True for mlx-lm's own `adapter_config.json`."""
     return "peft_type" not in raw and "fine_tune_type" in raw
 
 
@@ -315,7 +305,6 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
-    """Parse a config like `read_config`. `path` is for messages."""
     kind = raw.get("peft_type")
     if not isinstance(kind, str):
         raise CorruptError(
@@ -380,8 +369,6 @@ def _unmerged_kind(kind: object, path: Path) -> UsageError:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Type-checked fields of an untrusted config."""
-
     raw: Mapping[str, Any]
     path: Path
 
@@ -412,7 +399,6 @@ class _Fields:
         return str(value) if value else None
 
     def indices(self, name: str) -> Any:
-        """Return token indices, or lists of them by module."""
         value = self.raw.get(name)
         for one in value.values() if isinstance(value, dict) else [value]:
             if one is not None and not (isinstance(one, list) and all(type(index) is int for index in one)):

@@ -1,7 +1,6 @@
 """Entries in `adapter_config.json` and their effect on a merge.
 
-The tables list all methods' entries in peft 0.21.2. An unlisted entry comes from a newer PEFT or another writer, and
-may change the adapter's results.
+The tables list all methods' entries in peft 0.21.2. An unlisted entry may change the adapter's results.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from ckpt.adapters.config import KINDS
 from ckpt.base.errors import LossError
 
-#: Entries without effect on a merge: records, training, initialization and layer names (the tensors have them too).
+#: Records, training, initialization and layer names (the tensors have them too).
 HARMLESS = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
@@ -31,7 +30,6 @@ HARMLESS = frozenset(
         *("enable_lora", "merge_weights", "lora_B_layout", "unsloth_fused_expert_lora"),
     )
 )
-#: LoRA entries used in the merge.
 READ = frozenset(
     (
         *("alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "kasa_config"),
@@ -39,7 +37,6 @@ READ = frozenset(
         *("trainable_token_indices", "use_bdlora", "use_dora", "use_rslora", "velora_config"),
     )
 )
-#: LoRA entries that ckpt refuses.
 REFUSED = frozenset(("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config", "use_qalora"))
 #: Other methods' entries, used by PEFT itself when it merges.
 OF_PEFT = frozenset(
@@ -70,10 +67,9 @@ OF_PEFT = frozenset(
 )
 
 _INIT = "init_lora_weights"
-#: LoRA's inits by name (`tuners/lora/layer.py`), except `pissa_niter_N`. Some change the base weight.
+#: LoRA's inits by name (`tuners/lora/layer.py`), except `pissa_niter_N`.
 _INITS = ("corda", "eva", "gaussian", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
 
-#: Values that turn a feature off.
 _OFF: tuple[object, ...] = (None, False, "", [], {})
 
 
@@ -92,12 +88,11 @@ def relevant(raw: Mapping[str, Any]) -> list[str]:
 
 
 def turned_on(raw: Mapping[str, Any]) -> list[str]:
-    """Return the entries that are not turned off."""
     return [key for key, value in raw.items() if value not in _OFF]
 
 
 def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries with an unknown effect on a merge, and an unknown init (it may change the base).
+    """Return entries with an unknown effect on a merge, and an unknown init.
 
     In PEFT, null, false or an empty value turns a feature off, so such an entry changes nothing.
     """

@@ -1,7 +1,6 @@
 """Values accepted by PEFT in `adapter_config.json`.
 
-Facts from peft 0.21.2, whose configs and layers raise for every other value; `tests/lora/test_entry_values.py` asks
-live PEFT. An entry that is not listed here may have any value.
+Facts from peft 0.21.2; `tests/lora/test_entry_values.py` asks live PEFT. An unlisted entry may have any value.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ _OF_ALL: Mapping[str, _Values] = {
 }
 _SAMPLED = {"dirichlet_prior": _POSITIVE, "num_samples": _POSITIVE, "buffer_size": _POSITIVE}
 _MONTECLORA = _closed(_config(**_SAMPLED, use_entropy=_ANY, sample_scaler=_ANY, kl_loss_weight=_ANY))
-#: LoRA's entries, which AdaLoRA has too.
+#: AdaLoRA has them too.
 _OF_LORA: dict[str, _Values] = {
     "target_parameters": _LIST,
     "arrow_config": _or_null(_filled(_config(top_k=_POSITIVE, router_temperature=_POSITIVE))),
@@ -212,7 +211,7 @@ _INIT_OF_HIRA = _Values(
     lambda value: not value or value is True or (isinstance(value, str) and value.lower() == "gaussian"),
 )
 _FACTOR = _Values("an integer other than 0", lambda value: type(value) is int and value != 0)
-#: Activations of transformers 5.23 (`activations.py`).
+#: transformers 5.23 (`activations.py`).
 _ACTIVATION = _one_of(
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu"),
@@ -240,7 +239,6 @@ _BY_KIND: Mapping[str, Mapping[str, _Values]] = {
     "TRAINABLE_TOKENS": {"token_indices": _TOKENS},
     "UNILORA": {"unilora_dropout": _FRACTION},
 }
-#: Defaults that PEFT itself refuses.
 _REFUSED_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"ADALORA": {"total_step": None}}
 #: Kinds whose `target_modules` may not be a pattern together with `layers_to_transform`.
 _LISTS_LAYERS = (
@@ -259,19 +257,18 @@ _LISTS_LAYERS = (
 )
 #: Pairs of entries: one of the two is zero, as it follows from the other.
 _ONE_SIZE = {"BOFT": ("boft_block_size", "boft_block_num"), "OFT": ("r", "oft_block_size")}
-#: Kinds whose `layers_pattern` takes `layers_to_transform`.
+#: Kinds with a `layers_pattern` that needs `layers_to_transform`.
 _TAKES_LAYERS = (
     *("ADALORA", "BOFT", "DEFT", "DELORA", "FOURIERFT", "FROD", "HRA", "LOHA", "LOKR", "LORA", "OFT", "PEANUT"),
     *("PSOFT", "PVERA", "TINYLORA", "VBLORA", "VERA", "WAVEFT"),
 )
 
 
-#: Entry that PEFT only reads if another one is on, by kind.
+#: Entry that PEFT only reads if another one is on.
 _READ_IF = {"PSOFT": {"num_cayley_neumann_terms": "use_cayley_neumann"}}
 
 
 def known(kind: str) -> frozenset[str]:
-    """Return the entries whose values are known for adapters of `kind`."""
     return frozenset(_of_kind(kind))
 
 
@@ -280,7 +277,7 @@ def _of_kind(kind: str) -> Mapping[str, _Values]:
 
 
 def check(raw: Mapping[str, Any], path: object) -> None:
-    """Raise CorruptError if the adapter's config `raw` has a value that PEFT does not load."""
+    """Raise CorruptError if the config has a value that PEFT does not load."""
     kind = str(raw.get("peft_type"))
     given = {**_REFUSED_DEFAULTS.get(kind, {}), **raw}
     idle = {entry for entry, switch in _READ_IF.get(kind, {}).items() if not raw.get(switch)}
@@ -309,7 +306,6 @@ def _faults(raw: Mapping[str, Any], known: Mapping[str, _Values], within: str = 
 
 
 def _contradictions(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield combinations of valid entries refused by PEFT."""
     kind, layers = raw.get("peft_type"), raw.get("layers_to_transform")
     if kind in _TAKES_LAYERS and raw.get("layers_pattern") and layers is None:
         yield "layers_pattern needs layers_to_transform", ("layers_pattern", "layers_to_transform")

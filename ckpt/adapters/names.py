@@ -43,7 +43,7 @@ _KINDS = (
 )
 #: Names inside a wrapper for the wrapped module, or for its trained copy (LN tuning).
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer|ln_tuning_layers)(?=\.)")
-#: Other methods' tensor names. DoRA, embeddings and tokens have patterns above.
+#: Other methods' tensor names.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
 #: Names in other writers' adapters, the writer, and a way to PEFT's format.
@@ -64,7 +64,7 @@ _OTHERS = (
         "merge it with diffusers: fuse_lora, then save_pretrained(...)",
     ),
 )
-#: Modules whose base weights PEFT also saves if they are targeted (`EMBEDDING_LAYER_NAMES`).
+#: Modules with base weights that PEFT also saves (`EMBEDDING_LAYER_NAMES`).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
@@ -72,8 +72,7 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 class AdapterName:
     """Meaning of an adapter's tensor name: a `kind` in `module`.
 
-    `rest` is the parameter's name inside a saved module. `adapter` is the adapter's name, if the tensor name contains
-    it (in training checkpoints).
+    `rest` is the parameter's name inside a saved module. `adapter` is the adapter's name in training checkpoints.
     """
 
     kind: str
@@ -83,14 +82,13 @@ class AdapterName:
 
     @property
     def in_file(self) -> str:
-        """PEFT's name for the tensor in `adapter_model.safetensors`."""
         ends = {A: f"{A}.weight", B: f"{B}.weight", TOKENS: f"token_adapter.{TOKENS}"}
         ends |= {SAVED: self.rest, SAMPLER: f"{SAMPLER}.{self.rest}"}
         return f"{PREFIX}{self.module}.{ends.get(self.kind, self.kind)}"
 
 
 def parse_name(fqn: str) -> AdapterName:
-    """Parse the tensor name `fqn`. A base model's own parameter has the kind `base`, with its name in `module`."""
+    """Parse a tensor name. A base model's own parameter has the kind `base`, with its name in `module`."""
     name = fqn.removeprefix(PREFIX)
     for pattern in _KINDS:
         match = pattern.fullmatch(name)
@@ -103,12 +101,11 @@ def parse_name(fqn: str) -> AdapterName:
 
 
 def is_adapter(fqns: Iterable[str]) -> bool:
-    """Return True if these tensors include a LoRA adapter."""
     return any(parse_name(fqn).kind in (A, EMBEDDING_A) for fqn in fqns)
 
 
 def check_is_no_others(checkpoint: Checkpoint) -> None:
-    """Raise UsageError if `checkpoint` is an adapter with names from another writer than PEFT."""
+    """Raise UsageError for an adapter with another writer's names."""
     for pattern, writer, way in _OTHERS:
         fqn = next((fqn for fqn, _ in checkpoint.tensors if pattern.fullmatch(fqn)), None)
         if fqn is not None:
@@ -118,7 +115,7 @@ def check_is_no_others(checkpoint: Checkpoint) -> None:
 
 
 def check_is_there(checkpoint: Checkpoint) -> None:
-    """Raise UsageError if `checkpoint` holds no LoRA adapter."""
+    """Raise UsageError without a LoRA adapter."""
     check_is_no_others(checkpoint)
     if not is_adapter(fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
         hint = "the format `hf` is for a whole model"
@@ -161,9 +158,9 @@ _OF_EXPERTS = re.compile(r"\.experts\.w\d$")
 
 
 def ranks(checkpoint: Checkpoint, kind: object) -> dict[str, int]:
-    """Return each adapted layer's rank from its factors, for an adapter of PEFT's type `kind`.
+    """Return each adapted layer's rank from its factors.
 
-    If one tensor holds all experts' factors, [experts, rank, in] like in Tinker's files, the second dim is the rank.
+    With all experts in one [experts, rank, in], it is the second dim.
     """
     found = {}
     for fqn, shape in checkpoint.shapes.items():
@@ -210,7 +207,7 @@ def check_factors(
 
 
 def is_foreign(fqn: str) -> bool:
-    """Return True if `fqn` belongs to a PEFT method that `parse_name` does not know."""
+    """Return True if `fqn` belongs to an unknown PEFT method."""
     name = parse_name(fqn)
     return name.kind == BASE and bool(_UNKNOWN.search(name.module))
 
@@ -218,8 +215,7 @@ def is_foreign(fqn: str) -> bool:
 def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | None = None) -> dict[str, Choice]:
     """Return the tensors that PEFT would save for the adapter, by their names in the file.
 
-    `config` is the adapter's config. From an adapter's own file, all tensors keep their names. Raise LossError if a
-    trained tensor would not be saved.
+    From an adapter's own file, all tensors keep their names. Raise LossError if a trained tensor would not be saved.
     """
     check_is_there(checkpoint)
     parsed = {fqn: parse_name(fqn) for fqn, role in checkpoint.tensors if role in MODEL_ROLES}

@@ -20,7 +20,6 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, UsageError
 
-#: Later than any minor PEFT release.
 _LATEST = 99
 #: LoRA config entries, by the minor release that added them.
 _SINCE: Mapping[int, frozenset[str]] = {
@@ -37,7 +36,7 @@ _SINCE: Mapping[int, frozenset[str]] = {
 }
 #: The same for other configs.
 _SINCE_OTHERS: Mapping[int, frozenset[str]] = {14: frozenset(("exclude_modules",)), 18: frozenset(("peft_version",))}
-#: Entries in every config with patterns from PEFT 0.8 and later.
+#: Entries in every config with patterns since PEFT 0.8.
 _OF_OTHERS = frozenset(
     (
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern"),
@@ -45,7 +44,6 @@ _OF_OTHERS = frozenset(
         "task_type",
     )
 )
-#: Entries in every LoRA config.
 _OF_LORA = _OF_OTHERS | frozenset(
     (
         *("bias", "fan_in_fan_out", "init_lora_weights", "loftq_config", "lora_alpha", "lora_dropout"),
@@ -60,7 +58,6 @@ _Rule = Callable[[Mapping[str, Any], Mapping[str, Any], str], tuple[str, str]]
 
 
 def release_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the major and minor release in `raw`."""
     found = re.match(r"(\d+)\.(\d+)", str(raw.get("peft_version")))
     return (int(found[1]), int(found[2])) if found else None
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class SettingsProtocol(Protocol):
-    """Adapter settings, each entry checked: recorded next to the adapter, or given."""
-
     def adapter_settings(self, checkpoint: Checkpoint) -> AdapterConfig: ...
     def checked_settings(
         self,
@@ -31,8 +29,6 @@ class SettingsProtocol(Protocol):
 
 
 class NamesProtocol(Protocol):
-    """Proof that PEFT loads an adapter's tensor names."""
-
     def prove_names(self, folder: Path) -> None: ...
 
 

@@ -21,7 +21,6 @@ _Pair = Callable[[AdapterConfig, str, Shape], _Pairs]
 
 #: Prefix of the names of a layer's tensors, by kind.
 _PREFIXES = {kind: f"{kind.lower()}_" for kind in KINDS} | {"ADALORA": "lora_", "LOHA": "hada_"}
-#: Entry with other values for some layers, by the entry that it replaces there.
 _PATTERNS = {"r": "rank_pattern", "n_frequency": "n_frequency_pattern", "block_size": "block_size_pattern"}
 
 
@@ -43,12 +42,11 @@ def _value(config: AdapterConfig, entry: str, module: str) -> Any:
 
 
 def _unless(condition: Callable[[Mapping[str, Any]], Any], pair: _Pair) -> _Pair:
-    """Return a reader without results if `condition` is true of the config."""
     return lambda config, module, shape: iter(()) if condition(config.raw) else pair(config, module, shape)
 
 
 def _of_deft(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
-    """Yield the pair of DEFT, whose rank is at most the layer's number of outputs."""
+    """DEFT's rank is at most the layer's number of outputs."""
     rank = config.raw.get("r")
     yield "r", min(rank, shape[0]) if isinstance(rank, int) else rank, shape[1]
 
@@ -90,7 +88,7 @@ def _of_tokens(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
 SPECTRUM, PROPORTIONAL = "waveft_spectrum", "proportional_parameters"
 #: Default of `n_frequency`.
 _FREQUENCIES = 2592
-#: What a tensor's shape says of entries, by kind and by the tensor's name.
+#: By kind and by the tensor's name.
 _PAIRS: Mapping[str, Mapping[str, _Pair]] = {
     "ADALORA": {"lora_E": _unless(lambda raw: raw.get("rank_pattern"), _axes(init_r=0))},
     "BOFT": {"boft_R": _axes(boft_n_butterfly_factor=0, boft_block_num=1, boft_block_size=2)},
@@ -130,7 +128,7 @@ _ADDED: Mapping[str, Mapping[str, str]] = {
 
 
 def place(kind: str, fqn: str) -> tuple[str, str] | None:
-    """Return the layer and the name of an adapter's tensor; None for another tensor. Shared tensors have no layer."""
+    """Return the layer and the name of an adapter's tensor, or None. Shared tensors have no layer."""
     prefix = _PREFIXES.get(kind)
     parts = fqn.removeprefix(PREFIX).split(".")
     at = next((at for at, part in enumerate(parts) if prefix and part.startswith(prefix)), None)
@@ -141,7 +139,7 @@ def place(kind: str, fqn: str) -> tuple[str, str] | None:
 
 
 def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None:
-    """Raise CorruptError if a tensor of an adapter of another kind than LoRA contradicts the config."""
+    """Raise CorruptError if a tensor contradicts the config. LoRA has its own checks."""
     readers = _PAIRS.get(config.kind, {})
     _check_added(config, shapes, path)
     for fqn, shape in shapes.items():
@@ -173,9 +171,9 @@ def _check_added(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) 
 
 
 def check_shares(config: AdapterConfig, shapes: Mapping[str, Shape], sizes: Mapping[str, int], path: str) -> None:
-    """Raise CorruptError if WaveFT's frequencies are not divided among layers by `sizes`, their numbers of weights.
+    """Raise CorruptError if WaveFT's frequencies are not divided among layers by their numbers of weights.
 
-    As in peft 0.21.2 (`tuners/waveft/model.py`).
+    See peft 0.21.2 (`tuners/waveft/model.py`).
     """
     if config.kind != "WAVEFT" or not config.raw.get(PROPORTIONAL):
         return

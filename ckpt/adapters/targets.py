@@ -14,10 +14,10 @@ from ckpt.adapters.config import LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.base.errors import CorruptError
 from ckpt.base.text import pluralize
 
-#: Entry that only PEFT's own LoRA files have. Configs from other trainers name layers by their last names.
+#: Only PEFT's own LoRA files have this entry. Other trainers name layers by their last names.
 _OF_PEFTS_FILES = "layers_to_transform"
 _ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-#: Any list of layers before the first number in a name, if the config names no list.
+#: Any list of layers before the first number in a name.
 _ANY_LIST = r"[^.]*"
 #: Value of `target_modules` for every linear layer, in upper or lower case.
 _ALL_LINEAR = "all-linear"
@@ -26,8 +26,7 @@ _ALL_LINEAR = "all-linear"
 def check(config: AdapterConfig, adapted: Collection[str]) -> None:
     """Raise CorruptError if the config names none of the `adapted` layers, or for most kinds not all.
 
-    PEFT then refuses the adapter or adapts other layers. Some LoRA layers may be unnamed, and so may the tied layer of
-    trained tokens.
+    Some LoRA layers may be unnamed, and so may the tied layer of trained tokens.
     """
     unnamed = list(_unnamed(config, adapted))
     if not unnamed or (len(unnamed) < len(adapted) and config.kind in (LORA, TRAINABLE_TOKENS)):
@@ -50,7 +49,7 @@ def unnamed(config: AdapterConfig, adapted: Collection[str]) -> Iterator[str]:
 
 
 def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[str]) -> Iterator[str]:
-    """Yield notes on `layers` of the base that the config names but that are not `adapted`, and the reverse.
+    """Yield notes on named `layers` that are not `adapted`, and the reverse.
 
     Raise CorruptError if PEFT could not read the config's layer names.
     """
@@ -103,7 +102,6 @@ def _is_saved(saved: Iterable[str], layer: str) -> bool:
 
 
 def is_named(raw: Mapping[str, Any], layer: str) -> bool:
-    """Return True if the config adapts `layer`."""
     targets, excluded = raw.get("target_modules"), raw.get("exclude_modules")
     if not targets or matches(excluded, layer) or not matches(targets, layer):
         return False

@@ -1,4 +1,4 @@
-"""Foundations for every other room: errors, text, sizes, streams, entry points, the version, progress bars.
+"""Foundations for every other room.
 
 May import: nothing of ckpt.
 """

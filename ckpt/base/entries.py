@@ -36,10 +36,7 @@ def entries(group: str) -> dict[str, str]:
 
 @cache
 def _others_register() -> bool:
-    """Return True if an installed package may register.
-
-    `importlib.metadata` takes longer than planning most commands.
-    """
+    """Avoid `importlib.metadata`: it takes longer than planning most commands."""
     for folder in sys.path:
         if os.path.isfile(folder):  # a zip file
             return True
@@ -66,8 +63,6 @@ def load(where: str) -> Any:
 
 
 class Late:
-    """A module imported on first use of an attribute."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -76,5 +71,5 @@ class Late:
 
 
 def lazy_module(name: str) -> Any:
-    """Return the module `name`, imported on first use. The caller annotates the result with the module's protocol."""
+    """Return the module `name`, imported on first use."""
     return Late(name)

@@ -32,15 +32,15 @@ SHOWN: dict[str, str] = {}
 
 #: User and password in a URL.
 _PASSWORD = re.compile(r":/{1,2}[^/\s@:]*:[^/\s@]*@")
-#: Maximum hint length. A hint's commands repeat paths (up to 4,096 characters each) and must not be cut.
+#: A hint's commands repeat paths (up to 4,096 characters each) and must not be cut.
 _MAX_HINT = 20_000
 
 
 class CkptError(Exception):
     """An error with its place, the expected and found values, and a hint.
 
-    `path` is a file, optionally with `rank` and `fqn`. Programs can rely on `code`: it stays the same in every release,
-    and docs/errors.md lists all codes.
+    `path` is a file, optionally with `rank` and `fqn`. `code` stays the same in every release; docs/errors.md lists all
+    codes.
     """
 
     exit_code = 1
@@ -69,7 +69,7 @@ class CkptError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle every attribute whatever the constructor takes, so that processes can send each other errors."""
+        """Pickle every attribute whatever the constructor takes."""
         return _restored, (type(self), self.args), self.__dict__
 
     def facts(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ class UsageError(CkptError):
 
 
 class SeveralRunsError(UsageError):
-    """Several run folders in one folder. `runs` lists them by name; the user has to pick one."""
+    """Several run folders in one folder. `runs` lists them by name."""
 
     code = "several-runs"
 
@@ -135,7 +135,7 @@ class SeveralRunsError(UsageError):
 
 
 class UnknownArchitectureError(UsageError):
-    """No table or library knows the model's tensors, so nothing can prove or disprove their names."""
+    """No table or library knows the model's tensors."""
 
     code = "unknown-architecture"
 
@@ -157,7 +157,7 @@ class SourceGoneError(CorruptError):
 
 
 class IncompleteError(CorruptError):
-    """A checkpoint that is still being written, or whose run was killed. An older one may exist."""
+    """A checkpoint that is still being written, or whose run was killed."""
 
     code = "incomplete"
 
@@ -179,8 +179,6 @@ class LossError(CkptError):
 
 
 class HalfError(LossError):
-    """Optimizer states without the model of the same save."""
-
     code = "half"
 
 

@@ -1,7 +1,6 @@
 """Options shared by functions and the command line, declared without the command-line library.
 
-A group is a frozen dataclass derived from `OptionGroup`. Its fields are keyword arguments of functions. A field with a
-`Flag` in its annotation is also a command-line option.
+A field with a `Flag` in its annotation is also a command-line option.
 
     @dataclass(frozen=True)
     class Work(OptionGroup):
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Sections of the help texts, in order. Options without a section come last, under Options.
+#: In order. Options without a section come last, under Options.
 READ, WRITTEN, HOW, SHOWN, HUB = SECTIONS = (
     "What is read",
     "What is written",
@@ -37,17 +36,9 @@ READ, WRITTEN, HOW, SHOWN, HUB = SECTIONS = (
 class Flag:
     """A command-line option, in the annotation of a parameter or a field.
 
-    Attributes:
-        names: Command-line names. Empty: the parameter's own name.
-        help: Help text.
-        section: Help section.
-        metavar: Placeholder for the value in the help.
-        min: Minimum number.
-        max: Maximum number.
-        complete: Name of the function in `ckpt.options.completion` for completing the value.
-        type: Command-line type, if the annotation allows several.
-        parse: Function from the typed text to the value.
-        hidden: True if the help omits the option.
+    `names` are its command-line names, by default the parameter's own. `complete` names a function in
+    `ckpt.options.completion`. `type` is needed if the annotation allows several. `parse` turns the typed text into the
+    value.
     """
 
     names: tuple[str, ...] = ()
@@ -78,12 +69,11 @@ class OptionGroup:
 
 
 def flag_of(parameter: Parameter) -> Flag | None:
-    """Return the `Flag` in a parameter's annotation, or None without one."""
     return next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Flag)), None)
 
 
 def type_of(hint: Any) -> Any:
-    """Return an option's command-line type for its Python annotation, ignoring None.
+    """Return an option's command-line type for its Python annotation.
 
     The first type in a union counts. A sequence becomes a list of strings.
     """
@@ -93,6 +83,5 @@ def type_of(hint: Any) -> Any:
 
 
 def others(keywords: Mapping[str, Any], *groups: type[OptionGroup]) -> dict[str, Any]:
-    """Return the keywords without a field in any of `groups`."""
     known = {one.name for group in groups for one in fields(group)}  # type: ignore[arg-type]
     return {name: value for name, value in keywords.items() if name not in known}

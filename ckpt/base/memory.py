@@ -10,7 +10,7 @@ _SYSTEM = Path("/proc/meminfo")
 
 
 def available_memory() -> int | None:
-    """Return the bytes still free in the system and this process's cgroup, or None if both are unknown."""
+    """Return the bytes still free in the system and this process's cgroup, or None."""
     found = re.search(r"^MemAvailable: +(\d+) kB$", _contents(_SYSTEM), re.MULTILINE)
     limits = [int(found[1]) * 1024] if found else []
     most, used = (_contents(_GROUP / name).strip() for name in ("memory.max", "memory.current"))

@@ -11,14 +11,14 @@ from typing import Any
 
 from ckpt.base.sizes import show_size
 
-_EVERY = 10.0  # seconds between lines
-_DELAY = 0.5  # seconds before the bar appears, so that short commands and most errors show no bar
+_EVERY = 10.0  # seconds
+_DELAY = 0.5  # seconds, so that short commands and most errors show no bar
 
 
 class Meter:
-    """Progress of one phase. Call it with the number of bytes done since the last call. Shows nothing if `quiet`.
+    """Progress of one phase. Call it with the number of bytes done since the last call.
 
-    It shows elapsed time if `total` is 0, for an unknown number of bytes.
+    It shows elapsed time if `total` is 0.
     """
 
     def __init__(self, total: int, phase: str, *, quiet: bool) -> None:
@@ -38,11 +38,9 @@ class Meter:
         self.expect(total)
 
     def expect(self, total: int) -> None:
-        """Set the number of bytes in this phase."""
         self._total = total
 
     def say(self, line: str) -> None:
-        """Print a line on stderr, above the bar if there is one."""
         with self._lock:
             if self._bar is None:
                 print(line, file=sys.stderr)
@@ -57,7 +55,6 @@ class Meter:
                 self._bar = None
 
     def line(self) -> str:
-        """Return the line to show: phase, bytes, rate and remaining time, or only the elapsed time."""
         seconds = max(time.monotonic() - self._start, 1e-3)
         if not self._total or not self._done:
             return f"{self._phase}: {seconds:.0f} s"

@@ -31,7 +31,6 @@ def parse_size(text: str | int) -> int:
 
 
 def show_size(count: int) -> str:
-    """Return a byte count in decimal units, like `ls --si`."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if round(value, 1) < 1000 or unit == "TB":

@@ -11,7 +11,7 @@ import sys
 from typing import TextIO
 
 INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
-#: True if the command writes files as its result, and stdout only says where they are.
+#: True if the command's result is files, and stdout only says where they are.
 work_is_files = False
 
 
@@ -19,7 +19,7 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM. It ends a command like Ctrl-C."""
 
 
-#: True if the user's defaults turn on `--json`. The flag itself is read from the command line.
+#: True if the user's defaults turn on `--json`.
 json_by_default = False
 
 
@@ -29,7 +29,6 @@ def wants_json() -> bool:
 
 
 def say_ended(interrupt: KeyboardInterrupt) -> int:
-    """Print why a command was interrupted, and return its exit code."""
     is_terminated = isinstance(interrupt, TerminatedError)
     code, name = (TERMINATED, "terminated") if is_terminated else (INTERRUPTED, "interrupted")
     what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is unchanged"
@@ -76,7 +75,7 @@ def prepare() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(_Unfailing(1), "utf-8", "backslashreplace")
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
@@ -105,7 +104,7 @@ def flush_output() -> str | None:
 def code_of_reader() -> int | None:
     """Return the exit code if the reader of our output has left (SIGPIPE), otherwise None.
 
-    The code is 0 if the command's result is its files, because they are complete before anything is printed.
+    The code is 0 if the command's result is its files: they are complete before anything is printed.
     """
     poller = select.poll()
     poller.register(1, 0)
@@ -116,7 +115,7 @@ def code_of_reader() -> int | None:
 
 
 def coloured(stream: TextIO) -> bool:
-    """Return True if a stream is a colour terminal and `NO_COLOR` is not set (https://no-color.org)."""
+    """Return True for a colour terminal unless `NO_COLOR` is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -130,7 +129,6 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def folded(line: str, stream: TextIO | None = None) -> str:
-    """Return `line`, folded at spaces if `stream` (default: stderr) is a narrower terminal."""
     width = width_of(stream or sys.stderr)
     if width is None or len(line) <= width:
         return line

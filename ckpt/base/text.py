@@ -10,13 +10,11 @@ from itertools import zip_longest
 
 from ckpt.base.errors import printable
 
-#: Repository id on the Hub.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-#: Minimum width for folded table columns.
 _MIN_COLUMN = 12
 
-#: URL scheme. `Path` turns `s3://` into `s3:/`.
+#: `Path` turns `s3://` into `s3:/`.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
 
 
@@ -38,7 +36,6 @@ class Brief(str):
 
 
 def in_short(sentences: Iterable[str], verbose: bool = False) -> list[str]:
-    """Return the short forms of `sentences`, or the full sentences if `verbose`."""
     if verbose:
         return list(sentences)
     return [short for one in sentences if (short := getattr(one, "short", one))]
@@ -58,7 +55,7 @@ def one_line(text: str, limit: int = 400) -> str:
 
 
 def pluralize(number: int, what: str, spec: str = "") -> str:
-    """Return `number` and the noun `what`, in the plural unless `number` is 1: 2 ranks, 3 copies, 4 processes."""
+    """Return `number` and the noun `what`: 2 ranks, 3 copies, 4 processes."""
     if number != 1:
         ends_in_y = what.endswith("y") and what[-2:-1] not in "aeiou"
         what = f"{what[:-1]}ies" if ends_in_y else f"{what}es" if what.endswith("s") else f"{what}s"
@@ -66,7 +63,7 @@ def pluralize(number: int, what: str, spec: str = "") -> str:
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
-    """Return a hint with the closest names in `known`, or None if none is close."""
+    """Return a hint with the closest names in `known`, or None."""
     spelled = {name.lower(): name for name in known}
     near = [spelled[name] for name in difflib.get_close_matches(typed.lower(), spelled, 2)]
     return f"did you mean {' or '.join(near)}?" if near else None
@@ -91,7 +88,7 @@ def aligned(
 
 
 def fold(text: str, width: int, indent: str = "") -> list[str]:
-    """Return `text` folded at spaces into lines of at most `width`. Longer words are split."""
+    """Fold `text` at spaces into lines of at most `width`. Longer words are split."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [text]

@@ -1,4 +1,4 @@
-"""Type checks for the arguments of public functions, so a mistake fails at the call."""
+"""Type checks for the arguments of public functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ckpt.base.errors import UsageError
 from ckpt.base.flags import OptionGroup
 from ckpt.base.text import did_you_mean
 
-#: Short dtype names, for options.
 _DTYPES = {
     **{name: name for name in ("fp32", "fp16", "bf16")},
     "float32": "fp32",
@@ -39,7 +38,7 @@ def check_types(function: Callable[P, R]) -> Callable[P, R]:
 def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator like `check_types` for a function with the fields of `groups` as `**keywords`.
 
-    The signature in `help()` lists them all. `others` annotates further keywords, if any are allowed.
+    `others` annotates further keywords, if any are allowed.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -87,7 +86,7 @@ def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[
 
 
 def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]], others: Any) -> inspect.Signature:
-    """Return the signature of `function`, with a keyword for each field of `groups` instead of `**keywords`."""
+    """Return the signature with a keyword for each field of `groups`."""
     signature = inspect.signature(function)
     if not groups:
         return signature
@@ -102,7 +101,7 @@ def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]]
 
 
 def _hints(*owners: Any, include_extras: bool = False) -> dict[str, Any]:
-    """Return the annotations of functions and groups. Names imported only for type checking become Any."""
+    """Names imported only for type checking become Any."""
     found: dict[str, Any] = {}
     for owner in owners:
         module = vars(sys.modules[owner.__module__])
@@ -117,7 +116,6 @@ def short_dtype(value: object) -> str | None:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the strings an annotation allows."""
     if get_origin(hint) in (Union, UnionType):
         return [choice for one in get_args(hint) for choice in _choices(one)]
     return [one for one in get_args(hint) if isinstance(one, str)] if get_origin(hint) is Literal else []

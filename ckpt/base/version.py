@@ -6,5 +6,5 @@ from importlib import import_module
 
 try:
     __version__: str = import_module("ckpt.base._version").__version__
-except ImportError:  # run from a folder that is not installed
+except ImportError:  # not installed
     __version__ = "0.0+unknown"

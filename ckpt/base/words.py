@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-#: Words after an option that are never its value, if it accepts any word.
+#: Words after an option that are never its value.
 _WORDS = frozenset({"and", "is", "leaves", "lists", "merges", "names", "of", "or", "out", "says", "which"})
 _VERBS = re.compile("ignores?|takes?")
 _TO_FILL_IN = re.compile(r"[A-Z][A-Z_/]+|N")
@@ -19,20 +19,13 @@ _NAMED = re.compile(
     r"|--(?P<option>[a-z][a-z0-9-]*)(?![\w-])(?: (?P<value>'[^']*'|[^\s`;,'-][^\s`;,]*))?)"
 )
 _TWO_LISTS = re.compile(r"(\w+)=\[([^]]*)\] \1=\[")
-#: Words before an option that show that it is another program's.
+#: Words before another program's option.
 _OTHER_PROGRAM = re.compile(r"(?:\bMegatron-(?:LM|Bridge)\b|\bcontainer: |\bmegatron-core\b)[^;]*$")
 
 
 @dataclass(frozen=True)
 class Keyword:
-    """A function's keyword for an option.
-
-    Attributes:
-        name: Keyword.
-        type: bool, int, float, str, or list for a list of strings.
-        choices: All values, if the option has choices.
-        is_free: True if any word may be the value.
-    """
+    """A function's keyword for an option. `is_free` is True if any word may be the value."""
 
     name: str
     type: type
@@ -48,7 +41,6 @@ class Keyword:
         return not self.choices and any(character.isdecimal() or character == "/" for character in value)
 
     def given(self, value: str) -> str:
-        """Return the Python text for the keyword with a value."""
         plain = value.strip("'")
         bare = plain == "N" or (self.type in (int, float) and not _TO_FILL_IN.fullmatch(plain))
         said = plain if bare else repr(plain)
@@ -58,7 +50,7 @@ class Keyword:
 @cache
 def keywords() -> Mapping[str, Keyword]:
     """Return the keywords of all commands with a Python function, by option name."""
-    # Imported late: it is far above this module, and every error needs this module.
+    # It is far above this module, and every error needs this module.
     found: Mapping[str, Keyword] = import_module("ckpt.options.keywords").keywords()
     return found
 
@@ -82,7 +74,7 @@ def _keyword(found: re.Match[str]) -> str:
         return "output"
     keyword = keywords().get(found["option"] or "")
     if keyword is None:
-        return found[0]  # a command in backticks, or an option only for the command line
+        return found[0]  # a command, or an option only for the command line
     value = found["value"] or ""
     word = value.rstrip(".:)")
     rest = f" {value}" if value else ""

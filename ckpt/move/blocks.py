@@ -1,7 +1,6 @@
 """Copies to a target file in short batches, with bounded buffers.
 
-Ranges without a cast are copied window by window. Small ranges adjacent in the target, and ranges to cast, are
-gathered: few scattering reads, then one write.
+Small ranges adjacent in the target, and ranges to cast, are gathered: few scattering reads, then one write.
 """
 
 from __future__ import annotations
@@ -30,20 +29,17 @@ from ckpt.plan.tensors import Extent, Shape, is_contiguous
 
 Turn = contextlib.AbstractContextManager[object]  # a lock
 
-BUFFER = 4 << 20  # bytes per read if data passes through this process
+BUFFER = 4 << 20  # bytes per read
 WINDOW = 1 << 20  # bytes copied or gathered at once: they fit the processor's cache
 _SPAN = 8 << 20  # bytes per job; they reach the disk while the next job copies
 _SLAB = 2 << 20  # row bytes filled by several copies together
-_BATCH = 8 << 20  # small copies are batched up to this many bytes
+_BATCH = 8 << 20  # bytes of small copies in one batch
 _SMALL = 256 << 10  # smaller ranges are gathered with their neighbours
-MAX_ROWS = 500  # ranges gathered at once; one read scatters to at most 1,024 buffers, including gaps
+MAX_ROWS = 500  # one read scatters to at most 1,024 buffers, including gaps
 
 
 class OpenTarget(Protocol):
-    """An open target file with a lock for writing.
-
-    Linux lets one thread write to a file at a time. Waiting threads would spin in the kernel.
-    """
+    """An open target file with a lock for writing: Linux lets only one thread write to a file at a time."""
 
     name: str
     descriptor: int
@@ -51,13 +47,13 @@ class OpenTarget(Protocol):
 
 
 class Batch(Protocol):
-    """Copies to one target file, done by one thread. `is_cast` is True if numpy converts the dtype."""
+    """Copies to one target file, done by one thread."""
 
     @property
     def is_cast(self) -> bool: ...
 
     def reads(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the ranges to read: path, offset and number of bytes."""
+        """Yield path, offset and number of bytes."""
         ...
 
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -70,7 +66,7 @@ class Batch(Protocol):
 
 
 def batches(spans: Iterable[Spans], slots: Iterable[tuple[Slot, Sequence[Copy]]], buffer_size: int) -> Iterator[Batch]:
-    """Yield a plan's copies to one target file (`Plan.spans`, `Plan.copies`) in batches of about `_BATCH` bytes."""
+    """Yield a plan's copies to one target file in batches of about `_BATCH` bytes."""
     for one in spans:
         yield from _span_batches(one, buffer_size)
     for slot, copies in slots:
@@ -123,7 +119,6 @@ class SpanBatch:
 
 
 def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
-    """Yield batches of rows. Long rows are cut."""
     is_cast = spans.source_dtype != spans.target_dtype
     spans = _cut_rows(spans, max(1, (min(WINDOW, buffer_size) if is_cast else _SPAN) // _itemsize(spans)))
     reached = np.cumsum(spans.numel * spans.target_dtype.itemsize)
@@ -133,7 +128,6 @@ def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
 
 
 def _cut_rows(spans: Spans, step: int) -> Spans:
-    """Return the same copies in rows of at most `step` elements."""
     num_parts = np.maximum(1, -(-spans.numel // step))
     if (num_parts == 1).all():
         return spans
@@ -148,7 +142,7 @@ def _cut_rows(spans: Spans, step: int) -> Spans:
 
 
 def _joined(spans: Spans) -> Spans:
-    """Return the same copies, with rows merged if they are adjacent in both source and target."""
+    """Merge rows that are adjacent in both source and target."""
     size = spans.numel * spans.source_dtype.itemsize
     follows = np.diff(spans.path) == 0
     follows &= (np.diff(spans.source) == size[:-1]) & (np.diff(spans.target) == size[:-1])
@@ -179,10 +173,7 @@ def _itemsize(spans: Spans) -> int:
 
 
 def gather(spans: Spans, sources: OpenFiles) -> NDArray:
-    """Return all rows' elements as one array of raw bits in the target dtype.
-
-    The rows are adjacent in the target.
-    """
+    """Return all rows' elements as one array of raw bits in the target dtype."""
     sizes = spans.numel * spans.source_dtype.itemsize
     ends = np.cumsum(sizes)
     raw = np.empty(int(ends[-1]), np.uint8)
@@ -224,10 +215,10 @@ def descriptor_of(sources: OpenFiles, path: str) -> int:
 
 
 def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterator[memoryview]:
-    """Yield a range's bytes, up to the end of the file.
+    """Yield a range's bytes, up to the end of the file. For a local file, all parts share one buffer of `step` bytes.
 
-    For a local file, all parts share one buffer of `step` bytes. Copying inside the kernel (`copy_file_range`) is
-    slower because it goes page by page: 1.5 times from disk, 1.2 times from memory (Linux 6.18, ext4).
+    Copying inside the kernel (`copy_file_range`) is slower: 1.5 times from disk, 1.2 times from memory (Linux 6.18,
+    ext4).
     """
     if (remote := remote_object(source)) is not None:
         for start in range(offset, offset + size, _SPAN):
@@ -301,7 +292,6 @@ class ComputedBatch(CopyBatch):
 
 
 def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
-    """Yield batches of copies. Large copies are cut."""
     batch: list[Copy] = []
     size = 0
     for part in (Copy(*part) for copy in copies for part in _blocks(copy.source, copy.target, _SPAN)):
@@ -353,7 +343,7 @@ class _Slab:
 
 
 def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
-    """Return a buffer for copies that fill a range despite gaps. None if they do not, or if the range is too large."""
+    """Return a buffer for copies that fill a range despite gaps, or None."""
     if all(copy.target.is_contiguous for copy in copies):
         return None
     start, stop = min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies)
@@ -372,7 +362,7 @@ def read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Ext
 def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
     """Cut a copy into blocks with a source range, including gaps and repeated elements, that fits the buffer.
 
-    The dim with the longest source stride is cut first, to keep each block compact in the source.
+    The dim with the longest source stride is cut first.
     """
     reach = source.end - source.offset
     if max(reach, source.nbytes) <= buffer_size or source.numel <= 1:
@@ -397,7 +387,6 @@ def sliced(extent: Extent, dim: int, start: int, size: int) -> Extent:
 
 
 def _write_bits(descriptor: int, extent: Extent, bits: NDArray) -> None:
-    """Write a contiguous array to an extent, one contiguous run at a time."""
     inner = len(extent.shape)
     while inner and is_contiguous(extent.shape[inner - 1 :], extent.strides[inner - 1 :]):
         inner -= 1

@@ -1,7 +1,4 @@
-"""File digests by piece: one for each tensor's bytes, one for the rest.
-
-They are computed while a written file is still in memory, and later show where a file has changed.
-"""
+"""File digests by piece: one for each tensor's bytes, one for the rest. They show where a file has changed."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from ckpt.move.source import GAP, read_into
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.spans import Piece
 
-CHUNK = 1 << 20  # bytes read and hashed at a time, within the processor's cache
-_JOB = 32 << 20  # small pieces are batched up to this many bytes
-_MAX_PIECES = 4096  # limits per file and for all files, to keep digests small
+CHUNK = 1 << 20  # fits the processor's cache
+_JOB = 32 << 20  # bytes of small pieces in one batch
+_MAX_PIECES = 4096  # per file and for all files
 _MAX_PIECES_TOGETHER = 1_000_000
 
 
@@ -32,15 +29,11 @@ class FileDigest:
 
 
 def max_pieces(num_files: int) -> int:
-    """Return the maximum number of pieces per file if `num_files` files are written together."""
     return max(1, min(_MAX_PIECES, _MAX_PIECES_TOGETHER // max(1, num_files)))
 
 
 def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
-    """Return a target file's pieces: one per slot, merged if slots interleave.
-
-    More than `at_most` slots are joined into pieces of about equal size.
-    """
+    """Return a target file's pieces: one per slot, merged if slots interleave or are more than `at_most`."""
     spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
     least = file.size // at_most if len(spans) > at_most else 0
     pieces: list[Piece] = []
@@ -75,21 +68,20 @@ def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
 
 
 class Hasher:
-    """Hasher for one thread, with a buffer of `chunk` bytes. `advance` gets the number of bytes read."""
+    """Hasher for one thread. `advance` gets the number of bytes read."""
 
     def __init__(self, chunk: int = CHUNK, advance: Callable[[int], None] = lambda _: None) -> None:
         self._buffer = memoryview(bytearray(chunk))
         self._advance = advance
 
     def pieces(self, descriptor: int, path: str, pieces: Iterable[Piece]) -> dict[Piece, str]:
-        """Return the digest of each piece in an open file."""
         hashers = {piece: xxh3_128() for piece in pieces}
         for piece, part in self._parts(descriptor, path, [*hashers]):
             hashers[piece].update(part)
         return {piece: hasher.hexdigest() for piece, hasher in hashers.items()}
 
     def rest(self, descriptor: int, path: str, size: int, pieces: Iterable[Piece]) -> str:
-        """Return the digest of all bytes outside `pieces` (sorted) in an open file of `size` bytes."""
+        """Return the digest of all bytes outside `pieces` (sorted)."""
         hasher = xxh3_128()
         for _, part in self._parts(descriptor, path, [*_between(size, pieces)]):
             hasher.update(part)

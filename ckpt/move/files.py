@@ -1,7 +1,7 @@
 """Staging, fsync, rename and path confinement. Only this module creates, renames or removes files.
 
-Output is written to a hidden folder next to the destination. Once every byte is on disk, the folder is renamed. So the
-destination is always either unchanged or complete.
+Output is written to a hidden folder next to the destination, and renamed once every byte is on disk. So the destination
+is always either unchanged or complete.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 _STAGED = ".ckpt-staging"
 _BROKEN = "replace the link by the file, or remove it"
-#: Suffix for a replaced destination until its removal.
 REPLACED = ".ckpt-old"
-_OPEN_FILES = 64  # source descriptors kept open per thread
+_OPEN_FILES = 64  # per thread
 
-#: macOS: flush the drive's cache as well. fsync leaves data in it.
+#: macOS: fsync leaves data in the drive's cache.
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
-#: errno values from filesystems without a call that makes a file or folder durable.
+#: errno values from filesystems that can't make a file or folder durable.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
 def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-    """Turn an OSError into the CkptError with the right exit code."""
     try:
         yield
     except FileNotFoundError as error:
@@ -61,7 +59,7 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _writing(path: Path, how: str = "place with -o") -> Iterator[None]:
-    """Turn an OSError into a StorageError about `path`, the final path of staged files."""
+    """Turn an OSError into a StorageError about the final path."""
     try:
         yield
     except OSError as error:
@@ -77,10 +75,7 @@ def _storage_error(error: OSError, path: str | os.PathLike[str] | None, hint: st
 
 
 class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
-    """Cache of one thread's open source files. The least recently used one is closed first.
-
-    Use it as a context manager.
-    """
+    """Cache of one thread's open source files. The least recently used one is closed first."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
@@ -89,13 +84,12 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         self.close()
 
     def close(self) -> None:
-        """Close all files, ignoring errors: nothing was written."""
+        """Ignore errors: nothing was written."""
         while self._open:
             with contextlib.suppress(OSError):
                 os.close(self._open.popitem()[1])
 
     def descriptor(self, path: str) -> int:
-        """Return the file's descriptor, opening the file if necessary."""
         found = self._open.get(path)
         if found is None:
             if len(self._open) >= _OPEN_FILES:
@@ -107,15 +101,13 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
 
 
 def is_broken_link(path: Path) -> bool:
-    """Return True for a symlink to nothing."""
     return path.is_symlink() and not path.exists()
 
 
 def confined(root: Path, name: str) -> Path:
     """Return `root / name`. Raise UnsafeError if it leaves `root`, IncompleteError if it is a broken link.
 
-    A symlink may leave `root` only for the `blobs` folder of the same Hugging Face cache entry, because the cache
-    stores its snapshots as such links.
+    A symlink may leave `root` only for the `blobs` folder of the same Hugging Face cache entry.
     """
     if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts or not _is_encodable(name):
         raise UnsafeError("a file name leads out of the checkpoint's folder", path=root, found=repr(name))
@@ -150,7 +142,6 @@ def check_destination(destination: Path, source: Path) -> None:
 
 
 def _folder_summary(folder: Path) -> str:
-    """Return a few names in a folder, and the time of its last change."""
     names, changed = sorted(os.listdir(folder)), datetime.fromtimestamp(os.stat(folder).st_mtime)
     more = ", ..." if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}, written {changed:%Y-%m-%d %H:%M:%S}"
@@ -168,7 +159,7 @@ def is_inside_folder(inner: Path, outer: Path) -> bool:
 
 
 class Staging:
-    """A staging folder next to its destination. Use it as a context manager and call `commit` at the end.
+    """A staging folder next to its destination. Call `commit` at the end.
 
     Without `commit`, the destination is unchanged and the folder is removed on exit, unless `keep` was called. Files
     from a stopped process remain until `clear` or `keep_only`; call one of them before writing. A folder in use by a
@@ -192,7 +183,7 @@ class Staging:
         self._old = self.destination.with_name(f".{self.destination.name}{REPLACED}")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
-        self._is_kept = True  # keep the files on exit
+        self._is_kept = True
         self._may_be_there = False  # True if files to create may exist
         self._lock = -1
 
@@ -230,7 +221,6 @@ class Staging:
         return size
 
     def keep_only(self, names: Container[str]) -> None:
-        """Remove all files except `names`. These will be reused."""
         with _writing(self.destination):
             for path in [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]:
                 if str(path.relative_to(self.path)) not in names:
@@ -241,7 +231,7 @@ class Staging:
         self._is_kept = True
 
     def share(self, files: Iterable[tuple[str, int]]) -> None:
-        """Create all files with these names and sizes for other processes, which write through `SharedStaging`.
+        """Create all files for other processes, which write through `SharedStaging`.
 
         One process creates them, because other nodes may cache that a file is missing (NFS).
         """
@@ -252,8 +242,8 @@ class Staging:
     def create(self, name: str, size: int) -> FileIO:
         """Open `name` for reading and writing, created with `size` zero bytes, or reused after `keep_only` or `share`.
 
-        The result is a FileIO, not a bare descriptor, created in C without a Python `opener`. Ctrl-C can't interrupt
-        between the two steps, and the file is closed once nothing refers to it.
+        The result is a FileIO, created in C without a Python `opener`, so that Ctrl-C can't leave an open descriptor
+        behind.
         """
         path = confined(self.path, name)
         with _writing(self.destination / name):
@@ -328,7 +318,7 @@ class Staging:
             )
 
     def _acquire(self) -> int:
-        """Create or take over the staging folder and lock it. The returned descriptor holds the lock."""
+        """Create or take over the staging folder. The returned descriptor holds its lock."""
         while True:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
@@ -341,7 +331,7 @@ class Staging:
             os.close(descriptor)
 
     def _lock_folder(self, path: Path) -> int:
-        """Return a descriptor with the lock for a folder. Raise StorageError if another process holds it."""
+        """Raise StorageError if another process holds the lock."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -403,10 +393,7 @@ class SharedStaging:
         self.path = staging_folder(self.destination)
 
     def create(self, name: str, size: int) -> FileIO:
-        """Open the existing file `name` for reading and writing.
-
-        Raise StorageError if its size is not `size`: the processes see different files.
-        """
+        """Open an existing file. Raise StorageError if its size is not `size`: the processes see different files."""
         with _writing(self.destination / name):
             file = FileIO(confined(self.path, name), "r+")
             if os.fstat(file.fileno()).st_size != size:
@@ -427,7 +414,7 @@ def destination_of(staging: Path) -> Path:
 
 
 def is_staged(path: Path) -> bool:
-    """Return True for a staging folder or a path in one. Files there have their full size from the start."""
+    """Return True for a path in a staging folder. Files there have their full size from the start."""
     return any(part.startswith(".") and part.endswith(_STAGED) for part in Path(os.path.abspath(path)).parts)
 
 
@@ -453,15 +440,12 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Make a file or folder durable if the filesystem supports it."""
-    if _FULL_SYNC is None or not _is_done(
-        fcntl.fcntl, descriptor, _FULL_SYNC
-    ):  # macOS's network folders have fsync only
+    if _FULL_SYNC is None or not _is_done(fcntl.fcntl, descriptor, _FULL_SYNC):  # macOS's network folders
         _is_done(os.fsync, descriptor)
 
 
 def _is_done(call: Callable[..., object], *arguments: int) -> bool:
-    """Call a function and return True, or False if the filesystem doesn't support it. Raise any other OSError."""
+    """Return False if the filesystem doesn't support the call."""
     try:
         call(*arguments)
     except OSError as error:
@@ -472,7 +456,6 @@ def _is_done(call: Callable[..., object], *arguments: int) -> bool:
 
 
 def sync_folder(path: Path) -> None:
-    """Make a folder's entries durable if the filesystem supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(descriptor)
@@ -489,7 +472,6 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def is_filled(folder: Path) -> bool:
-    """Return True for a non-empty folder."""
     try:
         with os.scandir(folder) as entries:
             return any(True for _ in entries)

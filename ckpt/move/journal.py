@@ -1,7 +1,6 @@
 """Journal of a conversion: the written pieces of each file with their digests, one per line.
 
-Each process has one in the staging folder. A later run trusts nothing in it: it first reads every piece again and
-compares the digest. So a system crash can't do harm.
+Each process has one in the staging folder. A later run reads every piece again and compares the digest.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
 
 JOURNAL = ".ckpt-journal"
-_LARGEST = 1 << 30  # maximum bytes in a journal
+_LARGEST = 1 << 30
 _BEGINS_ANEW = "use --restart to discard it and start over"
 
-#: Piece digests, by target file name.
+#: By target file name.
 Digests = dict[str, dict[Piece, str]]
 
 
 def header(plan: Plan) -> dict[str, Any]:
-    """Return the facts that must match to continue a conversion: version, source files, plan."""
+    """Return the facts that must match to continue a conversion."""
     return {"version": __version__, "plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
 
 
 def _facts(file: SourceFile) -> list[Any]:
-    """Return a file's facts. A stand-in has a new inode in each process, and its time identifies the version."""
+    """Leave out a stand-in's inode: each process has another one. Its time identifies the version."""
     if is_standin(file.path):
         return list(astuple(SourceFile(shown(file.path), file.size, file.mtime_ns, 0)))
     return list(astuple(replace(file, path=os.path.abspath(file.path))))  # a later run may start in another folder
@@ -95,9 +94,7 @@ class Journal:
             os.replace(staged, self._path)
 
     def add(self, name: str, digests: Mapping[Piece, str]) -> None:
-        """Record written pieces of the target file `name`."""
-        # Opened each time, so that other nodes see it (NFS). Never created here: the folder may have changed owner or
-        # be gone.
+        # Opened each time, so that other nodes see it (NFS). Never created here: the folder may have changed owner.
         with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_existing) as file:
             file.write(_text(_recorded(name, digests)))
 
@@ -107,12 +104,11 @@ def _recorded(name: str, digests: Mapping[Piece, str]) -> Iterator[list[Any]]:
 
 
 def _text(lines: Iterable[Any]) -> bytes:
-    """Return journal lines. The leading newline protects them from a truncated line before."""
+    """Begin with a newline, to protect the lines from a truncated one before."""
     return ("".join(f"\n{json.dumps(line)}" for line in lines) + "\n").encode()
 
 
 def _command() -> str:
-    """Return this process's command line, as the user typed it."""
     program, *words = sys.argv or [""]
     path = Path(program)
     return shown(shlex.join([path.parent.name if path.name == "__main__.py" else path.name, *words]))
@@ -130,7 +126,7 @@ def without_journals(folder: Path, size: int) -> Iterator[None]:
         yield
     except BaseException:
         if folder.exists() and os.path.samestat(before, os.stat(folder)):
-            with contextlib.suppress(OSError):  # for example a full disk: the original error matters more
+            with contextlib.suppress(OSError):  # the original error matters more
                 for path, content in journals.items():
                     path.write_bytes(content)
         raise
@@ -145,7 +141,7 @@ def _open_existing(path: str, flags: int) -> int:
 
 
 def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
-    """Return the digests recorded in `folder` for the conversion with the header `expected`.
+    """Return the digests recorded for the conversion with the header `expected`.
 
     Raise CorruptError if a source file has changed or a journal is malformed, UsageError if it was a different
     conversion.
@@ -164,12 +160,10 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
 
 
 def holds_pieces(folder: Path) -> bool:
-    """Return True if a journal in `folder` records any written piece."""
     return any(isinstance(line, list) for path in folder.glob(f"{JOURNAL}*") for line in _lines(path))
 
 
 def _leftovers(folder: Path) -> str:
-    """Describe a stopped conversion in `folder`: size, time of the last write, command."""
     found = f"{show_size(disk_bytes(folder))}"
     with contextlib.suppress(CorruptError):
         for path in folder.glob(JOURNAL):
@@ -182,7 +176,7 @@ def _leftovers(folder: Path) -> str:
 
 
 def sources_of(folder: Path) -> list[SourceFile]:
-    """Return the source files of the conversion in `folder`, or none without a journal. Raise CorruptError."""
+    """Return the source files of the conversion in `folder`. Raise CorruptError."""
     for path in sorted(folder.glob(f"{JOURNAL}*")):
         for line in _lines(path):
             if isinstance(line, dict) and "sources" in line:
@@ -191,7 +185,7 @@ def sources_of(folder: Path) -> list[SourceFile]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Yield the JSON values in a journal's complete lines. Raise CorruptError if the file is no journal."""
+    """Yield the JSON values in complete lines. Raise CorruptError if the file is no journal."""
     try:
         with translate_os_errors(path):
             if path.is_symlink():
@@ -212,7 +206,6 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _sources(begun: Mapping[str, Any], path: Path) -> list[SourceFile]:
-    """Return the files in a header."""
     sources = begun.get("sources", [])
     kinds = [str, int, int, int, int]
     if not isinstance(sources, list) or not all(
@@ -233,7 +226,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
     files = _sources(expected, path)
-    if known and files and not any(file.path in known for file in files):  # for example, the run has saved a newer step
+    if known and files and not any(file.path in known for file in files):  # the run may have saved a newer step
         what = "the stopped conversion there has another source"
         hint = f"give that source again to continue (--tag TAG for a step); {_BEGINS_ANEW}: {_leftovers(path.parent)}"
         raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
@@ -249,10 +242,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:
-    """Return the pieces in `claimed` that are in `folder` with the claimed digests.
-
-    All buffers together have `memory` bytes.
-    """
+    """Return the claimed pieces that have the claimed digests. All buffers together have `memory` bytes."""
     found: Digests = {}
     todo = [
         (name, wanted)

@@ -19,14 +19,12 @@ MAX_JSON_DEPTH = 100
 def read_json(path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) -> Any:
     """Return the JSON in a small file.
 
-    Raise CorruptError if it is too large, has too many values, is nested too deeply, or (if `unique`) repeats a name in
-    an object.
+    Raise CorruptError if it is too large, has too many values, is nested too deeply, or (if `unique`) repeats a name.
     """
     return parse_json(read_file(path, max_bytes + 1), path, unique=unique, max_bytes=max_bytes)
 
 
 def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) -> Any:
-    """Parse JSON bytes like `read_json`. `path` is for messages."""
     if len(content) > max_bytes:
         raise CorruptError("the JSON file is too large", path=path, expected=f"at most {show_size(max_bytes)}")
     if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_ITEMS:
@@ -57,7 +55,6 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
 
 
 def _is_deep(value: Any) -> bool:
-    """Return True if lists and objects are nested deeper than `MAX_JSON_DEPTH`."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         nested = [one for one in level if isinstance(one, dict | list)]
@@ -66,7 +63,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a small file. Raise CorruptError, with `what`, if it holds another type."""
+    """Raise CorruptError, with `what`, if the file holds another type."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise CorruptError(f"{what} is not a JSON object", path=path, found=type(found).__name__)

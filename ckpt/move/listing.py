@@ -23,10 +23,7 @@ _seen: ContextVar[dict[Any, Any] | None] = ContextVar("_seen", default=None)
 
 @contextlib.contextmanager
 def listed_once() -> Iterator[None]:
-    """List each folder only once in this block, so that all answers agree.
-
-    A nested block shares the outer listings. The block must not write to the listed folders.
-    """
+    """List each folder only once in this block, so that all answers agree. The block must not write to them."""
     if _seen.get() is not None:
         yield
         return
@@ -65,20 +62,18 @@ def names_in(folder: Path) -> list[str]:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the names of all files in a folder, sorted, including broken links: reading reports those."""
+    """Include broken links: reading reports them."""
     return [name for name, entry in entries_in(folder).items() if not is_folder(entry)]
 
 
 def folders_in(path: Path) -> list[Path]:
-    """Return the folders in `path`, including links to folders, by name. Empty if `path` is no folder."""
+    """Return the folders in `path`, including links. Empty if `path` is no folder."""
     return [path / name for name, entry in entries_in(path).items() if is_folder(entry)] if path.is_dir() else []
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder or a link to one, and False for a broken link."""
     return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
 def has_name(folder: Path, pattern: re.Pattern[str]) -> bool:
-    """Return True if `folder` is a folder with a name that matches `pattern`."""
     return folder.is_dir() and any(map(pattern.fullmatch, entries_in(folder)))

@@ -12,7 +12,6 @@ from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece, Spans
 
-#: Pieces by target file name.
 Pieces = Mapping[str, Sequence[Piece]]
 
 
@@ -20,7 +19,7 @@ Pieces = Mapping[str, Sequence[Piece]]
 class Share:
     """One process's share of a target file: the pieces in `todo`, and all bytes outside pieces if `is_owner`.
 
-    `pieces` lists all pieces of the file in order. None means no hashing: fill the whole file.
+    `pieces` None means no hashing: fill the whole file.
     """
 
     file: TargetFile
@@ -40,7 +39,6 @@ class Share:
         object.__setattr__(self, "is_whole", all(is_todo))
 
     def spans(self, plan: Plan) -> Iterator[Spans]:
-        """Yield `Plan.spans` without finished pieces."""
         for spans in plan.spans(self.file):
             if self.is_whole:
                 yield spans
@@ -51,11 +49,9 @@ class Share:
                 yield found
 
     def copies(self, plan: Plan) -> Iterator[tuple[Slot, list[Copy]]]:
-        """Yield `Plan.copies` without finished pieces."""
         return plan.copies(self.file, self._wants)
 
     def computed_copies(self, plan: Plan) -> dict[str, list[Copy]]:
-        """Return `Plan.computed_copies` without finished pieces."""
         return plan.computed_copies(self.file, self._wants)
 
     def _wants(self, slot: Slot) -> bool:
@@ -72,7 +68,7 @@ def deal(
     """Return the shares of process `rank`. `nodes` holds each process's node, by rank.
 
     A node gets whole files: two nodes writing to one page of a file would overwrite each other's bytes (NFS). Processes
-    of one node share a page cache, and each gets a contiguous range with about the same number of bytes.
+    of one node share a page cache, and each gets a contiguous range.
     """
     sizes = {file.name: _own_size(file, pieces) + sum(length for _, length in todo[file.name]) for file in files}
     members: dict[Hashable, list[int]] = {}
@@ -88,7 +84,6 @@ def deal(
     place, count, total, reached, found = members[mine].index(rank), len(members[mine]), max(1, loads[mine]), 0, []
 
     def is_mine(size: int) -> bool:
-        """Return True if the middle of the next `size` bytes is in this process's share."""
         nonlocal reached
         reached += size
         return min(count - 1, (2 * reached - size) * count // (2 * total)) == place
@@ -103,5 +98,4 @@ def deal(
 
 
 def _own_size(file: TargetFile, pieces: Pieces) -> int:
-    """Return the number of bytes outside pieces."""
     return file.size - sum(length for _, length in pieces[file.name])

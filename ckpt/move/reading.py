@@ -21,7 +21,7 @@ Computed = Mapping[str, Callable[[], memoryview]]
 def read_box(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles | None = None) -> NDArray:
     """Return the elements in `box` as a contiguous array of raw bits in the box's shape.
 
-    `computed` is `Checkpoint.computed`: contents without a file. `sources` caches open files.
+    `computed` is `Checkpoint.computed`: contents without a file.
     """
     bits = np.empty(box.numel, storage_dtype(tensor.dtype))
     if bits.size:
@@ -31,10 +31,7 @@ def read_box(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles | 
 
 
 def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles, buffer: memoryview) -> int:
-    """Fill `buffer` with the elements in `box`, and return the number of bytes read.
-
-    It reads only the box's bytes, and gaps of less than a page.
-    """
+    """Fill `buffer` with the elements in `box`, and return the number of bytes read, including gaps below a page."""
     size = tensor.dtype.itemsize
     flat = flat_range(box, tensor.shape)
     runs = None if flat is None else runs_of(tensor.source, tensor.shape, flat.start, flat.stop)
@@ -61,7 +58,7 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
 
 
 def _extent_rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
-    """Yield the parts of an extent to read separately, with their leading indices: parts at least a page apart."""
+    """Yield the parts at least a page apart, with their leading indices."""
     if len(extent.shape) > 1 and extent.shape[0] > 1:
         row = extent._replace(shape=extent.shape[1:], strides=extent.strides[1:])
         step = extent.strides[0] * extent.dtype.itemsize
@@ -74,7 +71,7 @@ def _extent_rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
 
 
 def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview) -> None:
-    """Fill `buffer` from a file's `offset`. Raise CorruptError if the file is too short, or a read error."""
+    """Fill `buffer`. Raise CorruptError if the file is too short, or a read error."""
     descriptor = sources.descriptor(path)
     with translate_os_errors(path):
         done = read_into(descriptor, offset, buffer)
@@ -83,7 +80,7 @@ def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview)
 
 
 def read_bits(descriptor: int, extent: Extent) -> NDArray:
-    """Return the elements in `extent` as a contiguous array of raw bits, in the extent's shape.
+    """Return the elements in `extent` as raw bits, in the extent's shape.
 
     Raise CorruptError if the file is too short, or StorageError.
     """
@@ -96,7 +93,7 @@ def read_bits(descriptor: int, extent: Extent) -> NDArray:
 
 
 def in_shape(raw: NDArray, extent: Extent) -> NDArray:
-    """Return `raw`, an extent's bytes, as a contiguous array of raw bits in the extent's shape."""
+    """Return `raw`, an extent's bytes, as raw bits in the extent's shape."""
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:
         return elements.reshape(extent.shape)
@@ -104,10 +101,7 @@ def in_shape(raw: NDArray, extent: Extent) -> NDArray:
 
 
 def strided(elements: NDArray, shape: Shape, strides: Shape) -> NDArray:
-    """Return a strided view of the 1-d array `elements` (strides in elements).
-
-    Raise ValueError if it leaves the array.
-    """
+    """Return a strided view of a 1-d array (strides in elements). Raise ValueError if it leaves the array."""
     size = elements.itemsize
     view: NDArray = np.ndarray(shape, elements.dtype, elements.data, 0, [stride * size for stride in strides])
     return view

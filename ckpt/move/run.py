@@ -1,7 +1,4 @@
-"""Execution of a plan.
-
-`blocks` holds the copies and `workers` the threads. Work follows the target's order.
-"""
+"""Execution of a plan. Work follows the target's order."""
 
 from __future__ import annotations
 
@@ -60,14 +57,14 @@ def execute(
 ) -> int:
     """Write the plan's files and move them to `destination` once they are complete and durable.
 
-    Callbacks: `check` runs before the first byte is written and may raise. `progress` gets numbers of bytes
-    written, from several threads but one at a time. `phase` gets the name of each phase, and its bytes if known.
-    `describe` gets the filled folder (still syncing) with its files' digests, and returns contents of further files.
-    `verify` gets the durable folder and may raise. `say` gets a line about leftovers.
+    Callbacks: `check` runs before the first byte is written and may raise. `progress` gets numbers of bytes written.
+    `phase` gets the name of each phase, and its bytes if known. `describe` gets the filled folder (still syncing) with
+    its files' digests, and returns contents of further files. `verify` gets the durable folder and may raise. `say`
+    gets a line about leftovers.
 
-    If stopped by Ctrl-C, SIGTERM, a disk error or our own error, finished work is kept, and a note on the error says
-    where. The same conversion continues it. Any other conversion is refused, unless `restart` is True (clear
-    everything) or "stale" (clear what can't be continued). Return the number of bytes that already existed.
+    If stopped by Ctrl-C, SIGTERM, a disk error or our own error, finished work is kept. The same conversion continues
+    it. Any other conversion is refused, unless `restart` is True (clear everything) or "stale" (clear what can't be
+    continued). Return the number of bytes that already existed.
 
     All processes in `group` call this with the same plan, and each writes a share. The first process creates and moves
     the folder and runs the callbacks.
@@ -79,7 +76,7 @@ def execute(
     resources = resources or Resources()
     progress = group.count_all_ranks(progress or (lambda _: None))
     is_first = group.rank == 0
-    for source in plan.checkpoint.files:  # links may lead out of the checkpoint's folder
+    for source in plan.checkpoint.files:  # links may leave the checkpoint's folder
         check_destination(destination, Path(source.path))
     whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) if is_first else None
     with whole or contextlib.nullcontext(SharedStaging(destination)) as staging, _keeping(whole):
@@ -105,7 +102,7 @@ def execute(
                 _create(Share(TargetFile.of_bytes(name, content), None), staging, workers) for name, content in more
             ]
 
-        # Neighbouring processes share a file at their border, and only one can write to it at a time.
+        # Only one process can write to a file at a time, and neighbours share one at their border.
         at_a_time = 1 if num_here > 1 else min(workers.num_fillers, MAX_UNFINISHED)
         with workers:
             _run_in_turn((_submit(part, plan, staging, workers) for part in work), at_a_time)
@@ -128,7 +125,7 @@ def _keeping(staging: Staging | None) -> Iterator[None]:
     """Keep finished work if the conversion is stopped, and note its folder.
 
     Keep nothing if the source is damaged or the request is wrong. Keep finished work if the source is only unavailable,
-    or the destination appeared in the meantime: both can be mended.
+    or the destination appeared in the meantime.
     """
     try:
         yield
@@ -202,7 +199,6 @@ def _page_cache(folder: Path) -> tuple[str, int]:
 
 
 def _node() -> str:
-    """Return a key for this node, shared by its processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.is_file() else os.uname().nodename
 
@@ -263,7 +259,6 @@ def _run_in_turn(iterators: Iterable[Iterator[None]], number: int) -> None:
 
 
 def _create(part: Share, staging: Staging | SharedStaging, workers: Workers) -> Output:
-    """Create a target file and write its known bytes."""
     file = part.file
     output = workers.open(staging.create(file.name, file.size), part)
     with translate_os_errors(file.name):

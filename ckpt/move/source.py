@@ -14,13 +14,13 @@ from ckpt.base.errors import CorruptError, NotFoundError, StorageError
 from ckpt.base.text import pluralize
 from ckpt.plan.tensors import ZEROS
 
-#: Maximum gap to read over. A second read would take longer, because its thread waits for the others.
+#: Maximum gap to read over: a second read would take longer.
 GAP = 32 << 10
-#: Minimum size for fetching a store's range directly, without caching.
+#: Minimum size for fetching a store's range without caching.
 DIRECT = 2 << 20
-#: Flag to open stand-ins. Without Linux's O_PATH, O_APPEND marks their descriptors: no other reader sets it.
+#: Flag to open stand-ins. Without Linux's O_PATH, O_APPEND marks them: no other reader sets it.
 STANDIN = getattr(os, "O_PATH", os.O_APPEND)
-#: errno values for impossible file names: too long, or a link to itself.
+#: Impossible file names: too long, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
 
 
@@ -43,8 +43,6 @@ class Stores(Protocol):
 
 
 class _NoStores:
-    """Lookup without any stores."""
-
     def is_standin(self, path: str) -> bool:
         return False
 
@@ -73,15 +71,11 @@ def in_use() -> bool:
 
 
 def remote_object(descriptor: int) -> Remote | None:
-    """Return the object for an open stand-in, or None for an ordinary file."""
     return _stores.remote_object(descriptor)
 
 
 def open_file(path: str) -> int:
-    """Open a regular file and return its descriptor.
-
-    Raise NotFoundError, StorageError, or CorruptError for a folder, pipe, device, or impossible name.
-    """
+    """Raise NotFoundError, StorageError, or CorruptError for a folder, pipe, device, or impossible name."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait.
         flags = STANDIN if is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
@@ -109,10 +103,7 @@ def opened(path: str) -> Iterator[int]:
 
 
 def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """Return a small file's content, or at most its first `limit` bytes.
-
-    Raise errors like `open_file` and `read_at`.
-    """
+    """Return a small file's content, or its first `limit` bytes. Raise errors like `open_file` and `read_at`."""
     name = os.fspath(path)
     with opened(name) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -120,7 +111,7 @@ def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file for reading from the start. Raise errors like `open_file`, and like `read_into` on reads."""
+    """Raise errors like `open_file`, and like `read_into` on reads."""
     descriptor = open_file(os.fspath(path))
     if remote_object(descriptor) is None:
         return open(descriptor, "rb")
@@ -148,8 +139,6 @@ class Seekable(io.RawIOBase):
 
 
 class _Remote(Seekable):
-    """A stream for an object in a store."""
-
     def __init__(self, descriptor: int) -> None:
         super().__init__(os.fstat(descriptor).st_size)
         self._descriptor = descriptor
@@ -185,7 +174,7 @@ def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
 
 
 def read_up_to(fd: int, offset: int, length: int) -> bytes:
-    """Return `length` bytes at `offset`, or fewer at the end of the file. Raise OSError."""
+    """Return `length` bytes, or fewer at the end of the file. Raise OSError."""
     if remote_object(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # the usual case
         return read
     data = memoryview(bytearray(length))
@@ -193,7 +182,7 @@ def read_up_to(fd: int, offset: int, length: int) -> bytes:
 
 
 def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
-    """Return exactly `length` bytes at `offset`. Raise CorruptError if the file is too short, or StorageError."""
+    """Return exactly `length` bytes. Raise CorruptError if the file is too short, or StorageError."""
     try:
         data = read_up_to(fd, offset, length)
     except OSError as error:
@@ -209,5 +198,4 @@ def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
 
 
 def truncated(path: str, offset: int) -> CorruptError:
-    """Return the error for a file that ends at `offset`, inside a tensor."""
     return CorruptError("the file ends inside a tensor", path=path, found=f"end of file at byte {offset}")

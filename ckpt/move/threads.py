@@ -43,21 +43,21 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
             stop.set()
             raise
 
-    # stores are slow to answer, so more requests in parallel help
+    # stores are slow to answer
     num_threads = workers or max(1, min(8, 8 if in_use() else num_cores()))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for done in [pool.submit(run) for _ in range(num_threads)]:
                 done.result()
         finally:
-            stop.set()  # after Ctrl-C, other threads end after their current job
+            stop.set()  # other threads end after their current job
 
 
 class Jobs(Generic[_Job]):
     """Queue from one producer to several consumers, for up to `size` light and `size` heavy jobs.
 
-    At most `num_heavy` heavy jobs run at once. Iteration takes jobs, and ends once the queue is closed and empty. A
-    thread that finished a heavy job takes the next one itself: waking another thread may cost more than the job.
+    At most `num_heavy` heavy jobs run at once. A thread that finished a heavy job takes the next one itself: waking
+    another thread may cost more than the job.
     """
 
     def __init__(self, size: int, num_heavy: int) -> None:
@@ -70,7 +70,7 @@ class Jobs(Generic[_Job]):
         self._more, self._room = threading.Condition(lock), threading.Condition(lock)
 
     def put(self, job: _Job, *, is_heavy: bool, timeout: float) -> bool:
-        """Add a job. Return False if there was no room within `timeout` seconds."""
+        """Return False if there was no room within `timeout` seconds."""
         jobs = self._heavy if is_heavy else self._light
         with self._room:
             if not self._room.wait_for(lambda: len(jobs) < self._size, timeout):
@@ -81,7 +81,7 @@ class Jobs(Generic[_Job]):
         return True
 
     def close(self, *, drop: bool = False) -> None:
-        """Announce that no more jobs will come. With `drop`, waiting jobs are discarded."""
+        """With `drop`, discard waiting jobs."""
         with self._more:
             self._is_closed = True
             if drop:
@@ -104,7 +104,6 @@ class Jobs(Generic[_Job]):
             yield job
 
     def _next(self) -> deque[_Job] | None:
-        """Return the queue with the next job. Heavy jobs come first, up to their limit."""
         if self._heavy and self._num_running < self._num_heavy:
             return self._heavy
         return self._light or None

@@ -30,15 +30,15 @@ Progress = Callable[[int], None]
 FileDigests = Mapping[str, FileDigest]  # by file name
 
 _MIN_BUFFER = 64 << 10
-_COMPUTING = 5  # memory per result size when computing: a bf16 weight, its delta and their sum in fp32
-_PATIENCE = 0.3  # seconds to wait for threads after an error or interrupt
+_COMPUTING = 5  # memory per result size: a bf16 weight, its delta and their sum in fp32
+_PATIENCE = 0.3  # seconds to wait for threads after an error
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
-#: Copying threads per node. They mostly wait for the disk, and disks are faster with more requests: 9.1 GB uncached
-#: took 24.7 s with two threads and 19.2 s with eight, on two cores.
+#: Copying threads per node. Disks are faster with more requests: 9.1 GB uncached took 24.7 s with two threads and 19.2
+#: s with eight, on two cores.
 _NUM_WORKERS = 8
 
-#: Minimum range size for advising the kernel before a read with a cast.
+#: Minimum range size for read-ahead advice.
 _ASKED = 64 << 10
 
 #: Threads that only wait for fsync. A journalling filesystem commits for all waiting threads at once: for 150 files of
@@ -49,7 +49,7 @@ MAX_UNFINISHED = 64  # open target files
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Limits for a run: `max_memory` bytes for all buffers, `workers` copying threads (0: the default)."""
+    """`workers` 0 means the default number of copying threads."""
 
     max_memory: int = 512 << 20
     workers: int = 0
@@ -93,9 +93,8 @@ class Output:
         self.descriptor = file.fileno()
         self.name = part.file.name
         self.size = part.file.size
-        #: Pieces hashed separately, or None without hashing.
+        #: None without hashing.
         self.pieces = pieces = part.pieces
-        #: True if the rest is hashed here too.
         self.is_owner = part.is_owner
         self._starts = np.array([offset for offset, _ in pieces or ()], np.int64)
         self._left = np.zeros(len(self._starts), np.int64)  # remaining bytes per piece
@@ -107,8 +106,8 @@ class Output:
         self._file = file
         self._uses = 1  # the sync
         if pieces is not None:
-            self._uses += len(part.todo) + part.is_owner  # hashing the pieces and the rest
-        self._pending = 1  # the submitter, until it has submitted everything
+            self._uses += len(part.todo) + part.is_owner  # the pieces and the rest
+        self._pending = 1  # the submitter
         self._lock = threading.Lock()
 
     def add(self) -> None:
@@ -147,10 +146,10 @@ class Output:
         self._file.close()
 
 
-#: A copy to a file. None marks the file's end.
+#: None marks the file's end.
 _Item = tuple[Output, Batch | None]
 
-#: A file and the pieces to hash. None marks bytes outside every piece.
+#: None marks bytes outside every piece.
 _HashJob = tuple[Output, list[Piece] | None]
 
 
@@ -178,12 +177,12 @@ class Workers:
         self._progress = progress
         self._progress_lock = threading.Lock()
         self._present = threading.Condition()
-        self._num_present = 1  # threads that may use open files, including the caller's
+        self._num_present = 1  # including the caller's thread
         self._outputs: set[Output] = set()
         self._filled: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         self._to_hash: queue.SimpleQueue[_HashJob | None] = queue.SimpleQueue()
         self._pieces: dict[str, dict[Piece, str]] = {}
-        self._rests: dict[str, tuple[int, str]] = {}  # each file's size, and the digest of bytes outside pieces
+        self._rests: dict[str, tuple[int, str]] = {}  # size, and digest of bytes outside pieces
         self._room_for_outputs = threading.Semaphore(MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
@@ -207,7 +206,6 @@ class Workers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Stop the threads after their current batch."""
         self._stopping = True
         self._jobs.close(drop=True)
         self._asked.close()
@@ -222,7 +220,7 @@ class Workers:
                     thread.join()
 
     def _leave(self) -> None:
-        """Leave as a thread or as the caller. The last one closes all unfinished files."""
+        """Leave. The last thread closes all unfinished files."""
         with self._present:
             self._num_present -= 1
             while not self._num_present and self._outputs:
@@ -263,7 +261,7 @@ class Workers:
         self._put((output, ComputedBatch(copies, content, room)), is_heavy=not in_use())
 
     def _ask_for(self, batch: Batch) -> bool:
-        """Advise the kernel to read the batch's ranges. Return False for stores: their reads happen in threads."""
+        """Advise the kernel to read the batch's ranges. Return False for stores."""
         for path, offset, size in batch.reads():
             if is_standin(path):
                 return False
@@ -273,7 +271,6 @@ class Workers:
         return True
 
     def finish(self, output: Output) -> None:
-        """Mark the end of `output`'s batches."""
         self._put((output, None))
 
     def join(self, last: Callable[[], list[Output]]) -> None:
@@ -351,7 +348,6 @@ class Workers:
             self._room_for_outputs.release()
 
     def _fail(self, error: BaseException) -> None:
-        """Pass any error to the caller."""
         self._error = self._error or error
         self._stopping = True
 

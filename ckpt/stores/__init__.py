@@ -1,7 +1,7 @@
 """Object stores: read a source from a URL, write a target to one.
 
-Stand-in files represent the objects (`ckpt.stores.placeholder_files`), so every format's reader sees local files.
-`ckpt.stores.objects` talks to a store. Importing this package connects `ckpt.move.source` to the stand-ins.
+Stand-in files represent the objects, so every format's reader sees local files. Importing this package connects
+`ckpt.move.source` to the stand-ins.
 
 May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`.
 """

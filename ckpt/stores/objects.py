@@ -32,25 +32,25 @@ T = TypeVar("T")
 _OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HUB = "hf"
 _UPLOADING = 32 << 20  # bytes in flight per object
-_TRIES = 5  # tries for a read with a truncated answer
+_TRIES = 5  # tries for a truncated answer
 FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between tries
-#: obstore's own retries for failures before an answer arrives.
+#: Failures before an answer arrives.
 RETRIES = {
     "max_retries": 8,
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
     "retry_timeout": timedelta(seconds=120),
 }
 _TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
-LISTING = 300.0  # maximum seconds to wait for the next objects in a listing
+LISTING = 300.0  # seconds to wait for the next objects
 _AT_A_TIME = 100  # objects per listing page
-_MOST_PAGES = 10_000  # maximum pages per Hub listing
-_SILENCE = 60.0  # timeout in seconds for the Hub; its library would wait forever
-#: Lifetime of cached credentials. botocore returns none that expire within ten minutes, and notices newer ones.
+_MOST_PAGES = 10_000  # pages per Hub listing
+_SILENCE = 60.0  # seconds; the Hub's library would wait forever
+#: botocore returns no credentials that expire within ten minutes, and notices newer ones.
 _CREDENTIALS_KEPT = timedelta(minutes=10)
 
 
 class Entry(NamedTuple):
-    """An object: its key, size in bytes, modification time (ns), and a version id."""
+    """An object: its size in bytes, modification time, and a version id."""
 
     key: str
     size: int
@@ -62,13 +62,13 @@ class Store(Protocol):
     """A store of objects. `/` separates the parts of a key. The key "" is the top folder."""
 
     def below(self, key: str) -> Iterator[Entry]:
-        """Yield all objects below the folder `key`."""
+        """Yield all objects below the folder."""
 
     def directly_in(self, key: str) -> Iterator[Entry]:
-        """Yield the objects directly in the folder `key`."""
+        """Yield the objects directly in the folder."""
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop`. Raise CorruptError if the object was replaced since the listing."""
+        """Raise CorruptError if the object was replaced since the listing."""
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class WritableStore(Store, Protocol):
     """A store with atomic writes."""
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
-        """Send an object of `size` bytes in parts of `part` bytes. Raise the error of `chunks` if it fails."""
+        """Send an object in parts of `part` bytes. Raise the error of `chunks` if it fails."""
 
     def claim(self, key: str) -> bool:
         """Create an object that only one process can create. Return False if another process has it."""
@@ -87,10 +87,7 @@ class WritableStore(Store, Protocol):
 
 @lru_cache
 def store(scheme: str, root: str) -> Store:
-    """Return the store for URLs that begin with `scheme://root`.
-
-    Raise UsageError, or NotFoundError for a missing package.
-    """
+    """Raise UsageError, or NotFoundError for a missing package."""
     if scheme in _OBSTORE:
         return _Obstore(scheme, root)
     if scheme == _HUB:
@@ -198,12 +195,11 @@ class _Obstore:
         with self.errors(key):
             try:
                 self.lib.put(self.client, key, mine, mode="create")
-            except self.lib.exceptions.AlreadyExistsError:  # made by a try whose answer was lost, or by another process
+            except self.lib.exceptions.AlreadyExistsError:  # from a try whose answer was lost, or from another process
                 return self._holds(key, mine)
         return True
 
     def _holds(self, key: str, content: bytes) -> bool:
-        """Return True if an existing object has this content."""
         try:
             there = self.lib.get(self.client, key)
         except (self.lib.exceptions.NotFoundError, FileNotFoundError):
@@ -220,7 +216,6 @@ class _Obstore:
 
     @contextlib.contextmanager
     def errors(self, key: str, *, is_listing: bool = False) -> Iterator[None]:
-        """Turn the library's errors into ours."""
         kinds, url = self.lib.exceptions, f"{self._url}/{key}".rstrip("/")
         try:
             yield
@@ -239,7 +234,7 @@ class _Obstore:
 
 
 def unique_entries(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
-    """Yield the objects in a listing. Raise StorageError for a duplicate: such a listing may be endless."""
+    """Raise StorageError for a duplicate: such a listing may be endless."""
     known: set[str] = set()
     for entry in entries:
         if entry.key in known:
@@ -270,11 +265,10 @@ def _interruptible(action: Callable[[], T], limit: float | None = None) -> T:
 
 
 class _BrokenOffError(OSError):
-    """A truncated answer."""
+    pass
 
 
 def _client(kind: str, bucket: str) -> Any:
-    """Return obstore's client for a bucket or container."""
     from obstore.store import from_url
 
     options: dict[str, Any] = {"client_options": {**_TIMEOUT, "allow_http": True}, "retry_config": RETRIES}
@@ -311,7 +305,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
 
 
 def _object_version(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
-    """Return an object's version: its ETag, or its size and time in seconds if the listing has no ETag."""
+    """Return an object's ETag, or its size and time in seconds if the listing has no ETag."""
     if listed.identity is not None:
         return entry.identity, 0, 0
     return None, entry.size, entry.modified_ns // 10**9
@@ -323,12 +317,12 @@ def _entry(found: Any) -> Entry:
 
 
 def _quoted(tag: str | None) -> str | None:
-    """Return an ETag with quotes, as in headers. Azure lists it without quotes."""
+    """Azure lists ETags without quotes."""
     return tag if tag is None or tag.endswith('"') else f'"{tag}"'
 
 
 def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]) -> memoryview:
-    """Return `length` bytes from `get`. Retry truncated answers and errors of the type `passing`."""
+    """Return `length` bytes. Retry truncated answers and errors of the type `passing`."""
     for tried in range(1, _TRIES + 1):
         try:
             data = get()
@@ -345,7 +339,6 @@ def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]
 
 
 def _failed(error: Exception, url: str) -> CkptError:
-    """Return the user's error for a library failure: the first line of its message, and a hint."""
     text = " ".join(str(error).split("\n\nDebug source")[0].split())
     hint = None
     if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
@@ -361,7 +354,6 @@ def _failed(error: Exception, url: str) -> CkptError:
 
 
 def _filesystem(scheme: str, url: str) -> Any:
-    """Return fsspec's file system for a URL. Some connect to the host at once."""
     import fsspec
 
     try:
@@ -489,7 +481,6 @@ class _Hub:
             return _insist(get, stop - start, _BrokenOffError)
 
     def _get(self, url: str, **headers: str) -> Any:
-        """Return the Hub's answer, with its library's retries."""
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
         answer = http_backoff("GET", url, headers={**build_hf_headers(), **headers}, timeout=_SILENCE)
@@ -510,5 +501,5 @@ class _Hub:
         except RepositoryNotFoundError as error:
             hint = "for a private or gated repository, use a token: `hf auth login`, or HF_TOKEN"
             raise NotFoundError("no such repository", path=self._url, hint=hint) from error
-        except Exception as error:  # the library's errors, its HTTP client's, and OS errors
+        except Exception as error:
             raise _failed(error, f"{self._url}/{key}".rstrip("/")) from error

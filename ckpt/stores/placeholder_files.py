@@ -1,8 +1,7 @@
 """Stand-in files for objects in a store: they have names and sizes, and their bytes are fetched.
 
-Code that looks at names, sizes and times sees ordinary files, in a temporary folder that ends with the process.
-`ckpt.move.source` opens a stand-in with the flag `STANDIN`, and fetches its bytes. On Linux it is `O_PATH`, without
-read access in the kernel. Any other open would read a hole of zeros, so an audit hook forbids it in Python.
+They are in a temporary folder that ends with the process. `ckpt.move.source` opens a stand-in with the flag `STANDIN`.
+Any other open would read a hole of zeros, so an audit hook forbids it in Python.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from ckpt.move.source import STANDIN
 if TYPE_CHECKING:
     from ckpt.stores.ranges import Ranges
 
-#: File mode of stand-ins: only `O_PATH` opens a file without any permission.
+#: Only `O_PATH` opens a file without any permission.
 _MODE = 0o000 if hasattr(os, "O_PATH") else stat.S_IRUSR
-#: Folder for all stand-ins, with a final `/`. Empty before the first one.
+#: Ends with `/`. Empty before the first stand-in.
 _root = ""
-_remote_objects: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
+_remote_objects: dict[tuple[int, int], Ranges] = {}  # by device and inode
 
 
 def is_standin(path: str) -> bool:
@@ -60,14 +59,14 @@ def place(url: str) -> Path:
 
 
 def _has_user(scheme: str | None, root: str) -> bool:
-    """Return True if the URL has more than a bucket in its root: it would be lost. Azure has container@account."""
+    """Return True if the URL has more than a bucket in its root. Azure has container@account."""
     if scheme in ("abfs", "abfss"):
         return ":" in root
     return scheme in ("s3", "s3a", "gs", "az", "hf") and not {":", "@"}.isdisjoint(root)
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the object's URL for the stand-in `path`, or None for any other path."""
+    """Return the object's URL for a stand-in, or None."""
     text = os.fspath(path)
     if not is_standin(text):
         return None
@@ -76,7 +75,7 @@ def url_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def create(path: Path, mtime_ns: int, remote_object: Ranges) -> None:
-    """Create or replace the stand-in at `path`. Its parent folder must exist."""
+    """Create or replace the stand-in. Its parent folder must exist."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     try:
@@ -89,7 +88,7 @@ def create(path: Path, mtime_ns: int, remote_object: Ranges) -> None:
 
 
 def remote_object(descriptor: int) -> Ranges | None:
-    """Return the object for an open stand-in. None for an ordinary file, even one that reuses a stand-in's inode."""
+    """Return None for an ordinary file, even one that reuses a stand-in's inode."""
     if not _remote_objects or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & STANDIN:
         return None
     info = os.fstat(descriptor)
@@ -97,7 +96,6 @@ def remote_object(descriptor: int) -> Ranges | None:
 
 
 def _standin_folder() -> str:
-    """Return the folder for all stand-ins, created at the first call."""
     global _root
     if not _root:
         import tempfile  # imported late: only stores need it

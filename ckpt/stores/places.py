@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ckpt.stores.objects import Entry, Store
 
 _MOST = 1_000_000  # objects below one URL
-_ABOVE = 2  # parent folders to list too: the step's run and its parent
+_ABOVE = 2  # also list the step's run and its parent
 
-_there: dict[Path, Entry] = {}  # objects by stand-in path
+_there: dict[Path, Entry] = {}  # by stand-in path
 
 
 def local(where: str | os.PathLike[str]) -> Path:
@@ -39,7 +39,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     path = placeholder_files.place(text) if scheme_of(text) is not None else Path(where)
     url = placeholder_files.url_of(path)
     assert url is not None
-    from ckpt.stores.objects import split, store, unique_entries  # imported late: local paths call this function too
+    from ckpt.stores.objects import split, store, unique_entries  # local paths come here too
 
     scheme, root, key = split(url)
     objects, home = store(scheme, root), placeholder_files.place(f"{scheme}://{root}")
@@ -65,10 +65,10 @@ def local(where: str | os.PathLike[str]) -> Path:
 
 
 def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield the entries that can be files. Raise UnsafeError for a name that leaves the folder."""
+    """Raise UnsafeError for a name that leaves the folder."""
     for entry in entries:
         if not {"", ".", ".."}.isdisjoint(entry.key.split("/")) or "\0" in entry.key:
-            if entry.key.endswith("/") and not entry.size:  # a folder created in a web console
+            if entry.key.endswith("/") and not entry.size:  # from a web console
                 continue
             raise UnsafeError("this object's name is not a valid file name", found=repr(entry.key))
         yield entry
@@ -85,12 +85,12 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for path, entry in found.items():
         if path in folders:
-            if not entry.size:  # a folder created in a web console
+            if not entry.size:  # from a web console
                 continue
             hint = "no file can be a folder, too; give one of them another name"
             raise StorageError("an object and a folder have the same name", path=path, hint=hint)
         if _there.get(path) != entry:
-            # The time includes a version hash, so that a new version looks like a new file.
+            # A new version looks like a new file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9
             placeholder_files.create(path, second * 10**9 + version, Ranges(entry.size, partial(objects.read, entry)))
             _there[path] = entry

@@ -16,17 +16,16 @@ from itertools import pairwise
 from ckpt.move.source import DIRECT
 
 _PAGE = 256 << 10  # minimum bytes per fetch
-_PAGES = 16  # maximum pages per window
-_PART = 8 << 20  # maximum bytes per request
-_KEPT = 128 << 20  # bytes cached for all objects together
-_NUM_FETCHERS = 16  # threads that fetch ahead, and parallel parts per range
+_PAGES = 16  # pages per window
+_PART = 8 << 20  # bytes per request
+_KEPT = 128 << 20  # bytes for all objects together
+_NUM_FETCHERS = 16  # threads that fetch ahead
 
-#: Fetches all bytes between two offsets.
 Fetch = Callable[[int, int], memoryview]
 
 
 class Ranges:
-    """A thread-safe reader for an object of `size` bytes. It passes on errors from `fetch` without a retry.
+    """A thread-safe reader for an object. It passes on errors from `fetch` without a retry.
 
     Turn `reads_ahead` off if `fetch` itself reads from other objects: it needs free threads.
     """
@@ -38,7 +37,7 @@ class Ranges:
         self._num_pages = -(-size // _PAGE)
 
     def read_into(self, offset: int, *buffers: memoryview) -> int:
-        """Fill `buffers` in order, starting at `offset`. Return the number of available bytes."""
+        """Fill `buffers` in order. Return the number of available bytes."""
         done = 0
         for part in self.parts(offset, offset + sum(map(len, buffers))):
             buffers = _scatter(part, buffers)
@@ -46,12 +45,11 @@ class Ranges:
         return done
 
     def fetched(self, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop`, fewer at the end, without copying or caching."""
+        """Return the bytes, fewer at the end, without copying or caching."""
         stop = min(self.size, stop)
         return self._fetch(start, stop) if start < stop else memoryview(b"")
 
     def parts(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes from `start` to `stop` in parts, fewer at the end."""
         stop = min(self.size, stop)
         while start < stop:
             for part in self._parts(start, stop):
@@ -70,10 +68,7 @@ class Ranges:
         return [window.fetched.result()[start - at : stop - at]]
 
     def _window(self, page: int, stop: int) -> _PageWindow:
-        """Return the window with `page`, fetching it if necessary.
-
-        It extends to `stop`, or further in a sequential read.
-        """
+        """Return the window with `page`. It extends to `stop`, or further in a sequential read."""
         mine = None
         with _kept.lock:
             run = _kept.run(self, page)
@@ -109,8 +104,6 @@ class Ranges:
 
 
 class _PageWindow:
-    """Pages fetched in one request."""
-
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
         self.fetched: Future[memoryview] = Future()
@@ -151,7 +144,6 @@ _kept = _PageCache()
 
 
 def forget() -> None:
-    """Drop all cached pages."""
     with _kept.lock:
         _kept.clear()
 
@@ -163,7 +155,7 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def _scatter(data: memoryview, buffers: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-    """Fill `buffers` with `data`. Return the remaining buffers."""
+    """Return the remaining buffers."""
     while data and buffers:
         first, *rest = buffers
         count = min(len(first), len(data))

@@ -1,6 +1,6 @@
 """Uploads of a target to a store: files are sent in parts while they are computed, and loaders' entry files last.
 
-An object exists once all of its parts do. If anything fails, the sent objects are removed.
+If anything fails, the sent objects are removed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ckpt.stores import placeholder_files
 from ckpt.stores.objects import Entry, WritableStore, split, store, unique_entries
 from ckpt.stores.ranges import Ranges
 
-_FILES = 4  # files sent in parallel
-_PART = 8 << 20  # bytes per part; several are in flight
-_COMPUTING = 8  # threads that compute parts
-_AHEAD = 3  # parts computed ahead per file
-_CLAIM = ".ckpt-uploading"  # object that exists while a process writes
-_MAX_PARTS = 9000  # parts per object; S3's limit is 10,000
+_FILES = 4
+_PART = 8 << 20  # bytes; several parts are in flight
+_COMPUTING = 8
+_AHEAD = 3  # parts per file
+_CLAIM = ".ckpt-uploading"  # exists while a process writes
+_MAX_PARTS = 9000  # S3's limit is 10,000
 
 #: Files that tell a loader the checkpoint exists. They are sent after all others arrived.
 LAST_FILES = re.compile(
@@ -44,8 +44,6 @@ LAST_FILES = re.compile(
 
 
 class Views(Protocol):
-    """Target files, computed on read (`ckpt.views.files`)."""
-
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...
 
 
@@ -59,12 +57,10 @@ def upload(
     check: Callable[[], None] = lambda: None,
     describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
 ) -> None:
-    """Send the plan's files to the store at the stand-in path `destination`, with the arguments of `run.execute`.
+    """Send the plan's files to the stand-in path `destination`, with the arguments of `run.execute`.
 
-    `describe` gets digests only if `hashing`.
-
-    Raise UsageError if the destination is not empty or the store is read-only, StorageError, or CorruptError if the
-    source changed in the meantime. After an error, no object remains.
+    `describe` gets digests only if `hashing`. Raise UsageError if the destination is not empty or the store is
+    read-only, StorageError, or CorruptError if the source changed in the meantime. After an error, no object remains.
     """
     url = placeholder_files.url_of(destination)
     assert url is not None
@@ -141,13 +137,12 @@ def _is_removed(to: WritableStore, key: str) -> bool:
 
 
 def _removal(url: str) -> str:
-    """Return the command that removes everything below a URL."""
     command = {"s3": "aws s3 rm --recursive", "gs": "gcloud storage rm --recursive"}.get(url.partition("://")[0])
     return f"`{command} {shlex.quote(url + '/')}`" if command else f"all objects below {url}/"
 
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
-    """Split the files into data files and the files that describe them. The latter are uploaded last."""
+    """Split off the files to upload last."""
     last = [file for file in files if not file.slots and LAST_FILES.fullmatch(Path(file.name).name)]
     names = {file.name for file in last}
     return [file for file in files if file.name not in names], last
@@ -168,8 +163,6 @@ def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
 
 
 class _Sending:
-    """An upload below a key."""
-
     def __init__(self, to: WritableStore, below: str, views: Views, progress: Progress) -> None:
         self._to, self._below, self._views = to, below, views
         self._progress = progress
@@ -179,13 +172,13 @@ class _Sending:
         self._computing = ThreadPoolExecutor(_COMPUTING)
 
     def claim(self, key: str) -> bool:
-        """Claim the folder with the object `key`, in a thread: Ctrl-C must not hide the result."""
+        """Claim the folder in a thread: Ctrl-C must not hide the result."""
 
         def claim() -> bool:
             self._claimed = self._to.claim(key)
             return self._claimed
 
-        self._computing.submit(int).result()  # start the thread early, because Ctrl-C may interrupt its start
+        self._computing.submit(int).result()  # Ctrl-C may interrupt a thread's start
         return self._computing.submit(claim).result()
 
     def is_claimed(self) -> bool:
@@ -223,7 +216,6 @@ class _Sending:
         return found
 
     def digests(self, files: Sequence[TargetFile]) -> dict[str, FileDigest]:
-        """Return the digests of files to be sent later."""
         found = {}
         for file in files:
             digest = _Digest(pieces_of(file, max_pieces(1)), file.size)
@@ -271,7 +263,7 @@ class _Sending:
         self._computing.shutdown(cancel_futures=True)
 
     def remove(self) -> bool:
-        """Remove all sent objects. Return True if the store allowed it."""
+        """Return True if the store allowed it."""
         removed = [_is_removed(self._to, self._below + name) for name in reversed(self._sent)]
         return all(removed)
 
