@@ -11,6 +11,5 @@ from pkgutil import iter_modules
 
 @cache
 def places() -> dict[str, str]:
-    """Return each built-in command's `module:object` by the name of its folder."""
     names = sorted(module.name for module in iter_modules(__path__))
     return {name: f"ckpt.commands.{name}.command:COMMAND" for name in names}

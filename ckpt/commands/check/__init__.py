@@ -1,1 +1,0 @@
-"""`ckpt check`: completeness of a checkpoint, or of every checkpoint in a run folder."""

@@ -1,12 +1,7 @@
 """Completeness checks for `ckpt check`, and for the list of a run's checkpoints.
 
-A checkpoint is whole if all of these hold:
-
-- The format's reader can open it.
-- The parts of every tensor cover it exactly once.
-- Names and shapes match the model's config.
-- No file is missing, empty or truncated.
-- No unread file looks like training state.
+A checkpoint is whole if its format's reader can open it, every tensor's parts cover it exactly once, names and shapes
+match the model's config, no file is missing, empty or truncated, and no unread file looks like training state.
 """
 
 from __future__ import annotations
@@ -91,10 +86,9 @@ WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")
 _MANY_FILES = 1000  # per checkpoint, in a run's list
 _MAX_SHOWN = 20  # damaged tensors per report
-#: Folders during a save: `tmp-checkpoint-3` (transformers before 4.40), `global_step3.tmp`,
-#: `step-3.orbax-checkpoint-tmp-0`.
+#: During a save: `tmp-checkpoint-3` (transformers before 4.40), `global_step3.tmp`, `step-3.orbax-checkpoint-tmp-0`.
 _STAGING = re.compile(r"\.?tmp[-_.](?P<to_come>.+)|(?P<before>.+?)[._-](?:[\w-]+-)?tmp(?:[._-].*)?")
-#: Tracker content in Megatron-LM's release checkpoints (megatron/training/checkpointing.py).
+#: Megatron-LM's release checkpoints (megatron/training/checkpointing.py).
 _RELEASE = "release"
 #: DeepSpeed's default step name (runtime/engine.py, `save_checkpoint`).
 _DEEPSPEED_STEP = re.compile(r"global_step\d+")
@@ -116,7 +110,7 @@ class Checked:
     problems: tuple[Problem, ...]
     usable: str | None = None
     findings: tuple[ValueFinding, ...] | None = None
-    #: A sentence for each optimizer state that readers skip.
+    #: For each optimizer state that readers skip.
     skipped_states: tuple[str, ...] = ()
 
     @property
@@ -224,15 +218,15 @@ def check(
 ) -> CheckReport:
     """Check that the checkpoint at `path`, or each checkpoint in the run folder `path`, is whole.
 
-    By default, no tensor data is read. `every_byte` also compares the checksums in torch's files and ckpt's manifest.
-    With `values`, NaN and infinities are damage. Zeros, constants, equal experts, untrained adapters and tensors
-    unchanged since the previous step are noted. Raises NotFoundError if nothing is there, UsageError for several runs.
+    By default, no tensor data is read. NaN and infinities are damage. Zeros, constants, equal experts, untrained
+    adapters and tensors unchanged since the previous step are noted. Raises NotFoundError if nothing is there,
+    UsageError for several runs.
 
     Args:
         path: The checkpoint or run folder.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
-        every_byte: Read all tensor data and compare checksums.
+        every_byte: Read all tensor data, and compare the checksums in torch's files and ckpt's manifest.
         values: Read every value and look for damage.
         progress: Called with the number of new bytes.
     """
@@ -251,7 +245,7 @@ def check(
 
 @listed_once()
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
-    """Check the first `limit` checkpoints in `path`. For very large ones, only count files."""
+    """Check the first `limit` checkpoints. For very large ones, only count files."""
     with translate_os_errors(path):
         return [_uninspected(place, path, every) or _check_one(place, path, every, AUTO) for place in every[:limit]]
 
@@ -274,8 +268,8 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
 def checkpoints_of(path: Path) -> list[Path]:
     """Return the checkpoints in a run folder, newest first.
 
-    `path` itself comes first if it is a checkpoint or has no steps. Steps are found by name: any `checkpoint-N` counts.
-    Raise SeveralRunsError for a folder of several runs.
+    `path` itself comes first if it is a checkpoint or has no steps. Raise SeveralRunsError for a folder of several
+    runs.
     """
     return _run_of(path)[1]
 
@@ -305,7 +299,6 @@ def _may_be_run(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return True if the folder's own files are a checkpoint, not a step's files."""
     return any(not _is_stray(one, path) for one in formats_of(path))
 
 
@@ -325,7 +318,7 @@ def _tagged(path: Path, tag: str, format: str) -> Path:
 
 
 def _recorded(path: Path) -> dict[str, str]:
-    """Return the tags in `latest` and similar files, by file name. A tracker counts if it names a release."""
+    """Return the tags in `latest` and similar files. A tracker counts if it names a release."""
     names = {name: recorded_step(path / name) for name in (LATEST, LATEST_UNIVERSAL)}
     if recorded_step(path / TRACKER) == _RELEASE:
         names[TRACKER] = _RELEASE
@@ -361,7 +354,6 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
 
 
 def _is_being_written(place: Path) -> bool:
-    """Return True for a folder with a temporary name that looks like a step or may hold tensors."""
     found = _STAGING.fullmatch(place.name)
     if found is None or not place.is_dir() or is_staged(place):
         return False
@@ -474,7 +466,6 @@ def _findings(
 
 
 def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Checkpoint | None:
-    """Return the run's previous step, or None if it can't be read."""
     steps = every if place in every[:-1] else [step.path for step in run_at(place.parent).steps]
     earlier = steps[steps.index(place) + 1 :] if place in steps else []
     for other in earlier[:1]:
@@ -503,7 +494,6 @@ def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
 
 
 def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
-    """Yield readable formats in an incomplete folder, with a note if the optimizer is missing."""
     for name in formats:
         with suppress(CkptError):
             open_checkpoint(place, name)
@@ -569,7 +559,6 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield adapter settings that contradict the weights, or that merge-lora can't use."""
     if not checkpoint.is_adapter or checkpoint.namespace != OWN:
         return
     try:
@@ -596,9 +585,9 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield problems for tensors that the config expects and the checkpoint lacks.
+    """Yield problems for missing tensors.
 
-    A trainer may leave out frozen or unused parts. from_pretrained needs every tensor.
+    A trainer may leave out frozen or unused parts, but from_pretrained needs all.
     """
     parts, tensors = services.expected.missing_content(checkpoint)
     is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
@@ -626,7 +615,6 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
-    """Yield problems with carried files outside the checkpoint's folder."""
     carried: set[Path] = set()
     for model in models:
         try:
@@ -638,7 +626,7 @@ def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Check
 
 
 def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
-    """Yield a problem if the trainer's last file is missing: the save was interrupted.
+    """Yield a problem if the trainer's last file is missing.
 
     HF Trainer's file counts only if the run's other steps have it.
     """

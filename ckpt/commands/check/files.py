@@ -1,8 +1,4 @@
-"""Completeness of files, one by one and as sets, to find interrupted saves.
-
-By default it reads only headers, directories and indexes. To check every byte, it compares CRC-32s in torch's zip files
-and reads all other files to the end.
-"""
+"""Completeness of files, one by one and as sets, to find interrupted saves."""
 
 from __future__ import annotations
 
@@ -34,22 +30,18 @@ from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
 from ckpt.runs.file_table import TORCH_SUFFIXES
 
-#: A file is missing, empty or truncated; contradicts itself; can't be read.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
-#: Optimizer states without a model from the same save.
 HALF = "half a checkpoint"
-#: An unread file looks like training state.
 NOT_READ = "not all read"
-#: An unused file is not torch's, or holds program objects. This is no error.
+#: The file is unused: this is no error.
 LEFT = "not looked into"
-#: A quantization method or an adapter setting is unknown, so the expected parts are too.
+#: The expected parts are unknown.
 UNPROVED = "parts not checked"
-#: Some tensors in the config were not saved. The files are fine.
+#: Not saved, so the files are fine.
 LACKING = "lacking"
 
-#: Words in error messages about incomplete files.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-#: HF Trainer's random state per rank (transformers/trainer.py, `_save_rng_state`).
+#: HF Trainer's (transformers/trainer.py, `_save_rng_state`).
 _RNG = re.compile(r"rng_state_(\d+)\.pth")
 _MAX_FILES = 200_000
 _BLOCK = 1 << 22
@@ -57,10 +49,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with a file or a set of files. `where` is relative to the checked folder.
-
-    `exit_code` comes from the underlying error, or is 0.
-    """
+    """A problem with a file or a set of files. `exit_code` comes from the underlying error, or is 0."""
 
     kind: str
     where: str
@@ -127,7 +116,6 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
 
 
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
-    """Return a problem for another kind of pickle, or for objects in a sound zip archive."""
     return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}") if is_unread(error, path) else None
 
 
@@ -141,7 +129,7 @@ def _kind_of_problem(error: CkptError) -> str:
 
 
 def relative(path: Path, root: Path) -> str:
-    """Return a path for the user: relative to `root` if below it, else the name only."""
+    """Return a path relative to `root` if below it, else the name only."""
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.name
 
 
@@ -195,7 +183,7 @@ class ComparedBytes:
 def read_all(
     root: Path, files: Iterable[Path], count: ComparedBytes, progress: Callable[[int], None]
 ) -> Iterator[Problem]:
-    """Read all bytes in `files`, and compare CRC-32s in torch's zip files."""
+    """Compare CRC-32s in torch's zip files, and read all other files to the end."""
     places = cache(lambda folder: read_metadata(folder).places)  # for a folder's `.distcp` files
     for path in files:
         size = 0
@@ -218,7 +206,6 @@ def read_all(
 
 
 def _read_items(path: Path, places: Places, count: ComparedBytes) -> None:
-    """Compare the items in a `.distcp` file: consecutive zip files, or safetensors."""
     here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
         for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):
@@ -237,7 +224,7 @@ def _read_on(file: io.BufferedReader, count: ComparedBytes) -> None:
 
 
 def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> None:
-    """Read each zip record and compare its CRC-32. 0 means that torch wrote none."""
+    """Compare each zip record's CRC-32. 0 means that torch wrote none."""
     try:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():

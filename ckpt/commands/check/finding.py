@@ -28,8 +28,6 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ValueFinding:
-    """A finding in a tensor: number of elements, and the first one's index."""
-
     kind: str
     fqn: str
     role: str

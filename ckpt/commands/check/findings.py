@@ -1,6 +1,6 @@
 """Findings about values: damage (NaN, infinities, contradicting parts) and remarkable values.
 
-Equal experts and unchanged tensors are found by a sample first, then compared in full.
+Only equal experts and unchanged tensors with equal samples are compared in full.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?B(\..*)?")
 _ADAPTER = re.compile(r"(.*\.)?(lora_|modules_to_save\.)")
 #: Infinities are normal in these tensors.
 _MASK = re.compile(r"mask|alibi", re.IGNORECASE)
-#: Smallest constant tensor: below it, equal values may be a coincidence.
+#: Equal values in smaller tensors may be a coincidence.
 _MIN_CONSTANT = 16
 _SAMPLE = 4096  # bytes
 _BLOCK = 8 << 20  # bytes per comparison
@@ -51,7 +51,7 @@ _BLOCK = 8 << 20  # bytes per comparison
 def findings(
     checkpoint: Checkpoint, before: Checkpoint | None, progress: Callable[[int], None] | None = None
 ) -> list[ValueFinding]:
-    """Read all values once and return the findings, damage first. `before` is the previous step."""
+    """Return the findings, damage first. `before` is the previous step."""
     weights = services.quantization.quantized_weights(checkpoint)
     values = scan(checkpoint, weights.exponents, progress)
     found = [*_value_findings(checkpoint, values, weights.parts, weights.packed)]
@@ -112,7 +112,6 @@ def _constant(one: Values) -> str:
 
 
 def _part_findings(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) -> Iterator[ValueFinding]:
-    """Yield quantization parts with values out of range or in conflict with another part."""
     for name in weights.scales:
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
         bits = _all_bits(checkpoint, tensor)
@@ -178,7 +177,6 @@ def _equal_experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iter
 
 
 def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[list[_Expert]]:
-    """Yield each matrix's experts in a layer, stacked or single."""
     apart: dict[tuple[str, str, str], list[_Expert]] = defaultdict(list)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in (WEIGHT, MASTER) or not tensor.numel or values[fqn, role].is_constant:
@@ -195,7 +193,6 @@ def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[l
 
 
 def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[ValueFinding]:
-    """Yield trainable tensors equal to the previous step's."""
     for fqn in dict.fromkeys(fqn for fqn, _ in checkpoint.tensors):
         role = MASTER if (fqn, MASTER) in checkpoint.tensors else WEIGHT
         now, then = checkpoint.get(fqn, role), before.get(fqn, role)
@@ -216,7 +213,6 @@ def _is_trainable(checkpoint: Checkpoint, fqn: str) -> bool:
 
 
 def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
-    """Return bytes from a box's first and last rows."""
     if not box.sizes:
         return _read_bytes(checkpoint, tensor, box)
     last = min(box.sizes[-1], _SAMPLE // tensor.dtype.itemsize)

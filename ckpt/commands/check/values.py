@@ -1,7 +1,6 @@
 """Scan of all tensor values for NaN, infinities, zeros and constants, in one pass over the files.
 
-The sign bit is on top, so NaN and infinities are the largest integers of either sign. Two maxima prove a clean block.
-Only other blocks are searched element by element.
+The sign bit is on top, so NaN and infinities are the largest integers of either sign: two maxima prove a clean block.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MAX_WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class FloatBits:
-    """Bit layout: size in bytes, and smallest magnitudes for infinity and NaN.
+    """Size in bytes, and smallest magnitudes for infinity and NaN.
 
     `nan_is_minus_zero` marks formats with the bits of -0.0 as their only NaN.
     """
@@ -45,7 +44,6 @@ class FloatBits:
 
     @property
     def lowest(self) -> int | None:
-        """Smallest magnitude that is not finite."""
         return self.nan if self.infinity is None else self.infinity
 
 
@@ -92,7 +90,7 @@ class Values:
         return self.single in {0, bits.sign if bits and not bits.nan_is_minus_zero else 0}
 
     def scan(self, block: NDArray, start: int) -> None:
-        """Add the elements from number `start` on. `block` holds their unsigned bits."""
+        """Add elements, as unsigned bits, from number `start` on."""
         bits = FLOATS.get(self.dtype.name)
         found = _not_finite(block, bits) if bits is not None else None
         value = -1 if self.single == -1 else _single(block, bits)
@@ -159,7 +157,7 @@ def scan(
 ) -> dict[Key, Values]:
     """Return every tensor's values. `exponents` names byte tensors with float8_e8m0fnu scales.
 
-    Raise read errors, and CorruptError if a file ends early.
+    Raise CorruptError if a file ends early.
     """
     scales = frozenset(exponents)
     found = {
@@ -201,7 +199,6 @@ def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: 
 
 
 def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
-    """Yield blocks for every tensor, in file order if known."""
     tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.numel]
     placed = [(tensor, _runs(tensor, checkpoint)) for tensor in tensors]
     in_files = sorted((item for item in placed if item[1]), key=lambda item: (item[1][0][2].path, item[1][0][2].offset))
@@ -225,7 +222,6 @@ def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent
 
 
 def _boxes(tensor: Tensor) -> Iterator[_Block]:
-    """Yield boxes with whole rows, each about as large as a block."""
     if not tensor.shape:
         yield _Block(tensor.key, 0, 1, box=Box((), ()))
         return

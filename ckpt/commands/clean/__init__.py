@@ -1,1 +1,0 @@
-"""`ckpt clean`: removal of ckpt's leftovers next to a run."""

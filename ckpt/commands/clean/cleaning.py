@@ -1,4 +1,4 @@
-"""API of `ckpt clean`. It removes only ckpt's own leftovers, never a run's checkpoints."""
+"""API of `ckpt clean`. It never removes a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ STAGING, COPY, CONVERSION = "staging folder", "resume copy", "conversion"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder made by ckpt. `why` is the reason to remove or keep it."""
-
     path: str
     kind: str
     num_bytes: int
@@ -52,8 +50,6 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Cleaned(Returned):
-    """Leftovers around the run at `path`, and the paths of the `removed` ones."""
-
     path: str
     leftovers: tuple[Leftover, ...]
     removed: tuple[str, ...] = ()
@@ -62,10 +58,7 @@ class Cleaned(Returned):
         return f"<{printable(self.path)}: {self._summary()}>"
 
     def remove(self) -> Cleaned:
-        """Delete and return the removable leftovers.
-
-        A folder stays if another process is writing to it.
-        """
+        """Delete and return the removable leftovers, except folders that another process is writing to."""
         return _removed(self)
 
     @property
@@ -158,7 +151,6 @@ def _leftovers(run: Path) -> Iterator[Leftover]:
 
 
 def _staging(run: Path) -> Iterator[Leftover]:
-    """Yield staging folders, and outputs whose replacement was interrupted."""
     neighbours = [
         place for place in folders_in(run.parent) if place.name.startswith((f".{run.name}-", f".{run.name}."))
     ]
@@ -181,7 +173,7 @@ def _newest_step(run: Path) -> int | None:
 
 
 def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str, bool]:
-    """Return the reason to remove or keep a copy, and True to keep it."""
+    """Return the reason, and True to keep the copy."""
     name = "this step" if step is None else f"step {step}"
     if newest is None:
         return f"the run holds no complete checkpoint: this may be the only copy of {name}", True
@@ -195,10 +187,7 @@ def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str
 
 
 def _conversions(run: Path) -> Iterator[Leftover]:
-    """Yield conversions that a newer one with the same target replaces.
-
-    `run-2-checkpoint-4-hf` belongs to `run-2`.
-    """
+    """Yield conversions that a newer one with the same target replaces."""
     neighbours = [place for place in folders_in(run.parent) if place.name.startswith(f"{run.name}-")]
     places = [*neighbours, *(inner for place in neighbours for inner in folders_in(place))]
     series: dict[str, list[tuple[Step, Path]]] = {}
@@ -242,7 +231,6 @@ def _holds_model(step: Step) -> bool:
 
 
 def _is_as_written(place: Path) -> bool:
-    """Return True if the folder holds exactly the files of its manifest, with their sizes and headers."""
     with contextlib.suppress(CkptError):
         checked = manifest.check(place, elements=False)
         return checked.good and not checked.unknown

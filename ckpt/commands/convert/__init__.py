@@ -1,1 +1,0 @@
-"""`ckpt convert`: conversion of a checkpoint to another format."""

@@ -37,7 +37,6 @@ class Place:
 
     @property
     def folder(self) -> Path | None:
-        """Folder from OUT or `-o`. Raise UsageError if both are given."""
         if self.out is not None and self.output is not None:
             what = "two output folders given"
             raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give only one")
@@ -104,7 +103,7 @@ def convert(
 def _with_output_last(
     source: str | None, target: str | None, path: Path | None, place: Place
 ) -> tuple[str | None, str | None, Path | None, Place]:
-    """Return FROM, TO, PATH and OUT. Accept PATH, TO and OUT too."""
+    """Accept PATH, TO and OUT too."""
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
 
@@ -119,7 +118,7 @@ def _with_output_last(
 def _resolve_arguments(
     source: str | None, target: str | None, path: Path | None, to: str | None, reading: ReadOptions, quiet: bool
 ) -> tuple[str, str, Path, Config]:
-    """Return FROM, TO, PATH and the config. A single word is PATH: detect FROM, and ask for TO on a terminal.
+    """Detect FROM for a single PATH, and ask for TO on a terminal.
 
     Raise UsageError if there is no terminal, or if the words come in another order.
     """
@@ -184,7 +183,7 @@ def _quantizes(words: list[str]) -> str:
 
 
 def _in_order(words: list[str], place: str) -> str:
-    """Return FROM TO PATH. The checkpoint's format decides which is FROM."""
+    """Let the checkpoint's format decide which is FROM."""
     from ckpt import api
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO

@@ -1,1 +1,0 @@
-"""`ckpt diff`: changes between two checkpoints."""

@@ -1,1 +1,0 @@
-"""`ckpt doctor`: facts about installation and machine, and usable commands for a checkpoint."""

@@ -85,7 +85,6 @@ def diagnosed(facts: Facts, path: Path) -> Diagnosis:
 
 
 def _proofs(path: Path, checkpoint: Checkpoint) -> Iterator[Proof]:
-    """Yield commands, each with a function for its read-only part."""
     from ckpt.commands.resume.resuming import source_of
     from ckpt.compare import manifest
 

@@ -1,4 +1,4 @@
-"""Facts about the installation and the machine, from metadata: no listed package is imported."""
+"""Facts about the installation and the machine. No listed package is imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ckpt.base.version import __version__
 DISTRIBUTION = "ckpt-toolkit"
 #: Another project on PyPI: its module and command have the same name.
 NAMESAKE = "ckpt"
-#: Purpose of each user's extra.
 UNLOCKS = {
     "transformers": "architectures whose names only transformers knows, and `ckpt verify --loads`",
     "lora": "`ckpt merge-lora`",
@@ -54,8 +53,6 @@ class Extra:
 
 @dataclass(frozen=True)
 class System:
-    """Operating system and this process's resources. `memory` is None if unknown."""
-
     name: str
     python: str
     cores: int
@@ -81,8 +78,6 @@ class Cache:
 
 @dataclass(frozen=True)
 class Trial:
-    """A command and the `problem` with it, or None."""
-
     command: str
     problem: str | None = None
     hint: str | None = None
@@ -91,7 +86,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts without a checkpoint. `namesake` is another project's version, also called `ckpt`."""
+    """All facts without a checkpoint. `namesake` is another project's version."""
 
     version: str
     packages: tuple[Package, ...]
@@ -114,7 +109,7 @@ def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
 
 
 def requirements() -> Mapping[str, tuple[Package, ...]]:
-    """Return packages by listed extra, with "" for ckpt itself. Empty if ckpt is not installed."""
+    """Return packages by extra, with "" for ckpt itself. Empty if ckpt is not installed."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -138,7 +133,6 @@ def _version(name: str) -> str | None:
 
 
 def system_of(cores: int) -> System:
-    """Return the system, with memory as installed or limited by the cgroup."""
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
     installed, available = (int(sizes[name]) * 1024 if name in sizes else None for name in ("MemTotal", "MemAvailable"))
     allowed = _text("/sys/fs/cgroup/memory.max").strip()
@@ -149,7 +143,7 @@ def system_of(cores: int) -> System:
 
 
 def disk_of(path: Path) -> Disk:
-    """Return the file system around `path`: the last and deepest mount."""
+    """Return the file system of the deepest mount."""
     real, found, kind = os.path.realpath(path), "", "unknown"
     for line in _text("/proc/self/mounts").splitlines():
         point, name = line.split()[1:3]
@@ -170,7 +164,6 @@ def cache() -> Cache:
 
 
 def attempt(command: str, proof: Callable[[], Any], is_expected: bool = True) -> Trial:
-    """Try `command` by running `proof`, its read-only part."""
     try:
         proof()
     except CkptError as error:

@@ -48,7 +48,6 @@ def report(facts: Facts) -> Iterator[str]:
 
 
 def trial_lines(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield working commands, then broken ones with reasons, then the rest in one line."""
     yield from (printable(f"works: {one.command}") for one in trials if one.problem is None)
     failed = [one for one in trials if one.problem is not None]
     for one in (one for one in failed if one.is_expected):

@@ -1,1 +1,0 @@
-"""Memory for training a model, estimated from its config."""

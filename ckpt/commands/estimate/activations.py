@@ -1,7 +1,7 @@
 """Bytes that the forward pass saves for the backward pass, per layer and in total.
 
 Counts follow Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4): every
-tensor that autograd saves, once. Attention is fused (flash or memory-efficient), unless eager attention is requested.
+tensor that autograd saves, once. Attention is fused, unless eager attention is requested.
 
 * `transformers`: its modules (5.23). A norm keeps its float32 input, its normalised input and its output. A gated MLP
   keeps gate, its activation, up and their product. Counts equal `torch.autograd.graph.saved_tensors_hooks`.
@@ -11,8 +11,8 @@ tensor that autograd saves, once. Attention is fused (flash or memory-efficient)
 
 With checkpointing, every layer keeps only its input, and one layer at a time is recomputed (section 5).
 
-A fused loss (Cut cross-entropy, Wijmans et al. 2024; Liger-Kernel ops/fused_linear_cross_entropy.py) never holds all
-logits. It holds the gradients of its two operands, and logits for a few tokens at a time, by Liger's rule.
+A fused loss (Cut cross-entropy, Wijmans et al. 2024; Liger-Kernel ops/fused_linear_cross_entropy.py) holds the
+gradients of its two operands, and logits for a few tokens at a time, by Liger's rule.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ckpt.commands.estimate.setup import Setup
 from ckpt.state.parameters import Block
 
 _FP32 = 4
-#: Routing's bytes per token and expert: an index, a float32 weight and its position.
+#: An index, a float32 weight and its position, per token and expert.
 _ROUTED = 38
-#: Layer inputs on the GPU with offloading: one in use, one in transfer.
+#: One in use, one in transfer.
 _IN_USE = 2
 
 
@@ -67,7 +67,7 @@ def per_token(block: Block, itemsize: int, keys: int = 0) -> int:
 
 
 def _norm(block: Block, itemsize: int) -> int:
-    """Return the bytes for a norm and its output, the next layer's input."""
+    """Count the output too: it is the next layer's input."""
     if block.layer_norm:  # torch's own: input, output, mean and deviation
         return 2 * itemsize * block.hidden + 2 * itemsize
     return (_FP32 + 2 * itemsize) * block.hidden + _FP32
@@ -86,7 +86,7 @@ def _loss(hidden: int, vocabulary: int, setup: Setup) -> int:
 
 
 def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
-    """Return the bytes for gradients (last hidden states, output layer if trained) and one chunk's logits."""
+    """Count gradients (last hidden states, output layer if trained) and one chunk's logits."""
     chunks = -(-vocabulary // hidden)
     chunk = min(setup.tokens, 1 << (-(-setup.tokens // chunks) - 1).bit_length())
     weight = 0 if setup.lora_rank else vocabulary * hidden
@@ -101,7 +101,6 @@ def _activations(layers: Sequence[int], loss: int, again: int, inputs: int, setu
 
 
 def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Activations:
-    """Return a micro batch's activations on one GPU with all layers."""
     item, tokens, hidden = setup.itemsize, setup.tokens, blocks[0].hidden
     keys = setup.length if setup.eager_attention else 0
     layers = [tokens * per_token(block, item, keys) for block in blocks]
@@ -115,10 +114,7 @@ def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Acti
 def megatron(
     blocks: Sequence[Block], in_flight: int, hidden: int, vocabulary: int, setup: Setup, tp: int, has_loss: bool
 ) -> Activations:
-    """Return the activations of a pipeline stage with `in_flight` micro batches.
-
-    `vocabulary` is padded. `has_loss` marks the last stage.
-    """
+    """Return a pipeline stage's activations. `vocabulary` is padded. `has_loss` marks the last stage."""
     item, tokens = setup.itemsize, setup.tokens
     outside = tp if setup.sequence_parallel else 1  # divides norms and layer inputs
     loss = 0
@@ -134,7 +130,7 @@ def megatron(
 
 
 def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:
-    """Return bytes per token in a fused layer: inputs to norms, linear layers, attention and activation."""
+    """Return bytes per token: inputs to norms, linear layers, attention and activation."""
     norms = 2 if "layernorm" in recompute else 4
     inside = block.queries + block.keys + block.values + block.attended + 2 * block.latent
     if "mlp" not in recompute:

@@ -1,7 +1,7 @@
 """Settings in a DeepSpeed config that the estimate does not model.
 
-Every setting is read, harmless, or refused by name if it is on. Names from deepspeed 0.19.8 (runtime/config.py,
-runtime/constants.py, runtime/zero/config.py, runtime/zero/offload_config.py).
+Names from deepspeed 0.19.8 (runtime/config.py, runtime/constants.py, runtime/zero/config.py,
+runtime/zero/offload_config.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HARMLESS = _names(
     use_node_local_storage wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     """
 )
-#: In `zero_optimization`, without the prefix `stage3_`.
+#: Without the prefix `stage3_`.
 _ZERO = _names(
     """
     max_live_parameters offload_optimizer offload_param overlap_comm param_persistence_threshold reduce_bucket_size
@@ -45,19 +45,18 @@ _ZERO = _names(
     use_multi_rank_bucket_allreduce
     """
 )
-#: In `offload_optimizer` and `offload_param`.
 _OFFLOAD = _names(
     """
     buffer_count buffer_size device max_in_cpu
     cpuadam_cores_perc fast_init nvme_path pin_memory pipeline pipeline_read pipeline_write
     """
 )
-#: Values that leave a setting off. Group sizes and the part to offload are off at 1.
+#: Group sizes and the part to offload are off at 1.
 _OFF: tuple[Any, ...] = (None, False, -1, 0, 1, "", "auto", "none")
 
 
 def check(content: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError if a setting is on that may change the memory, and that the estimate does not model."""
+    """Raise UsageError if a setting may change the memory, and the estimate does not model it."""
     found = list(_unknown(content))
     if found:
         raise UsageError(

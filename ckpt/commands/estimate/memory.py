@@ -90,7 +90,7 @@ class Memory:
             "optimizer": self.optimizer + self.masters,
         }
         rest = total - self.states
-        if self.step > 0 and rest == self.step:  # the peak is in the step, without activations
+        if self.step > 0 and rest == self.step:  # without activations
             parts["the step"] = rest
         else:
             parts |= {"activations": acts, "gathered, buffers": rest - acts}
@@ -98,7 +98,7 @@ class Memory:
 
 
 def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
-    """Estimate a data-parallel strategy on all GPUs. Raise UsageError if it does not support the setup."""
+    """Estimate a data-parallel strategy on all GPUs. Raise UsageError for an unsupported setup."""
     frozen, trained = _frozen_and_trained(model, setup)
     if not setup.lora_rank and setup.quantized:
         raise UsageError("4-bit weights cannot be trained", expected="--lora-r with --qlora")
@@ -146,7 +146,7 @@ def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ..
 
 
 def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
-    """Yield a matrix's adapter factors. A layer's experts share one pair."""
+    """Yield adapter factors. A layer's experts share one pair."""
     times = parameter.adapter
     if setup.lora_targets is not None:
         module = parameter.name.removesuffix(".weight")
@@ -160,8 +160,8 @@ def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
 def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
     """Return bytes. 4-bit parameters add an 8-bit scale per 64 weights, a float32 per 256 scales.
 
-    QLoRA (Dettmers et al. 2023), section 3, double quantization. transformers quantizes linear layers, but not the
-    output layer and not stacked experts (integrations/bitsandbytes.py).
+    QLoRA (Dettmers et al. 2023), section 3. transformers quantizes linear layers, but not the output layer and not
+    stacked experts (integrations/bitsandbytes.py).
     """
     if not (setup.quantized and parameter.kind == LINEAR):
         return parameter.numel * itemsize
@@ -220,7 +220,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
-    """Return the elements of all parameters that overlap a partition, for the worst partition."""
+    """Return the elements of all parameters that overlap the worst partition."""
     found = {0: 0}
     start = 0
     for parameter in (p for p in parameters if p.numel):
@@ -282,8 +282,8 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine:
     for parameter in trained:
         gradients[parameter.layer] = gradients.get(parameter.layer, 0) + parameter.numel
     root = units.pop(None, 0)
-    # The root stays gathered. Two layers are gathered at a time, one ahead. A unit's whole gradients exist in the
-    # compute dtype and in the reduction's dtype.
+    # The root stays gathered. Two layers are gathered at a time. Whole gradients exist in the compute dtype and in the
+    # reduction's.
     layers = 2 * max(units.values(), default=0) if setup.reshard else sum(units.values())
     parameters = held * (part + still)
     if setup.quantized:
@@ -303,12 +303,11 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine:
 
 
 def _chunks(parameters: Iterable[Parameter], ranks: int) -> int:
-    """Return the elements in the first rank's dim 0 chunks, the largest ones. Scalars are whole everywhere."""
+    """Return the elements in the first rank's dim 0 chunks, the largest ones. Scalars are whole."""
     return sum(p.count * ceil((*p.shape, 1)[0] / ranks) * prod(p.shape[1:]) for p in parameters)
 
 
 def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
-    """Return elements per rank in all flat parameters, one per unit."""
     aligned = _FLAT_ALIGNMENT // setup.itemsize
     units: dict[int | None, int] = {}
     for parameter in parameters:
@@ -337,5 +336,4 @@ def _stage_memory(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory
 
 
 def multiple(number: int, of: int) -> int:
-    """Round `number` up to a multiple of `of`."""
     return -(-number // of) * of

@@ -14,8 +14,6 @@ from ckpt.commands.estimate.setup import Device, Optimizer, StateDType, TrainDTy
 
 @dataclass(frozen=True)
 class Stated(OptionGroup):
-    """Sources for the run's settings."""
-
     strategy: Annotated[
         str | Sequence[str] | None,
         Flag(
@@ -47,8 +45,6 @@ class Stated(OptionGroup):
 
 @dataclass(frozen=True)
 class Training(OptionGroup):
-    """Options for computing a step."""
-
     dtype: Annotated[
         TrainDType | None,
         Flag(help="Dtype for computation. [default: bf16]", section="The run"),
@@ -91,8 +87,6 @@ class Training(OptionGroup):
 
 @dataclass(frozen=True)
 class Gpus(OptionGroup):
-    """GPUs, and the model's parallel sizes on them."""
-
     gpus: Annotated[int | None, Flag(min=1, help="Number of GPUs. [default: 1]", section="GPUs")] = None
     gpu_memory: Annotated[
         str | int, Flag(metavar="SIZE", help="Memory of one GPU; a number alone is GB.", section="GPUs")
@@ -115,8 +109,6 @@ class Gpus(OptionGroup):
 
 @dataclass(frozen=True)
 class StateOptions(OptionGroup):
-    """Optimizer states and their place."""
-
     optimizer: Annotated[
         Optimizer | None, Flag(help="Optimizer, for the size of its states. [default: adam]", section="Optimizer")
     ] = None

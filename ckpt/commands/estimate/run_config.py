@@ -1,4 +1,4 @@
-"""Memory settings in a run's config: DeepSpeed's JSON, or the YAML of Axolotl, Accelerate or FSDP."""
+"""Memory settings in DeepSpeed's JSON, or in the YAML of Axolotl, Accelerate or FSDP."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpt.commands.estimate import deepspeed_settings
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
 from ckpt.runs.yaml_files import read_run_config
 
-#: DeepSpeed's zero_optimization fields, with transformers' value for "auto" (integrations/deepspeed.py), a function of
-#: the hidden size. Stage 3's prefix is optional (zero/config.py, `populate_by_name`).
+#: DeepSpeed's zero_optimization fields, with transformers' value for "auto" (integrations/deepspeed.py). Stage 3's
+#: prefix is optional (zero/config.py, `populate_by_name`).
 _ZERO: dict[str, tuple[str, Callable[[int], int] | None]] = {
     "reduce_bucket_size": ("reduce_bucket_size", lambda hidden: hidden * hidden),
     "max_live_parameters": ("stage3_max_live_parameters", None),
@@ -26,7 +26,7 @@ _OPTIMIZERS = (("adam", "adamw"), ("lion", "lion"), ("sgd", "sgd"))
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Settings from a config: model, strategy, fields of `Setup` by name, sizes of Megatron's axes."""
+    """Settings: `setup` holds fields of `Setup`, `axes` sizes of Megatron's axes."""
 
     model: str | None = None
     strategy: str | None = None
@@ -54,7 +54,7 @@ def model_of(content: Mapping[str, Any], path: Path) -> str:
 
 
 def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
-    """Return a config's settings for this hidden size. Raise UsageError if a setting is unsupported."""
+    """Return a config's settings, or raise UsageError for an unsupported one."""
     if "base_model" in content:
         return _axolotl(content, path, hidden)
     if "distributed_type" in content:
@@ -128,7 +128,6 @@ def _is_size(value: Any) -> bool:
 
 
 def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
-    """Return `Setup.optimizer` for a name in transformers, DeepSpeed or bitsandbytes."""
     lower = name.lower().replace("-", "_")
     found = next((ours for word, ours in _OPTIMIZERS if word in lower), None)
     if found == "sgd" and momentum:

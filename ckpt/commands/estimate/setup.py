@@ -13,7 +13,7 @@ StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # for masters and states
 Optimizer = Literal["adam", "adamw", "adamw_8bit", "lion", "lion_8bit", "momentum", "momentum_8bit", "sgd"]
 Device = Literal["none", "cpu", "nvme"]
 
-#: Strategies with more sharding come later.
+#: More sharding comes later.
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-offload-params"),
     *("fsdp1", "fsdp2", "fsdp2-offload", "megatron"),
@@ -31,7 +31,7 @@ OFFLOADED = {
 }
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-#: States per parameter. `_8bit` optimizers are bitsandbytes'.
+#: `_8bit` optimizers are bitsandbytes'.
 OPTIMIZER_STATES = {
     "adam": 2,
     "adamw": 2,
@@ -53,7 +53,7 @@ _8BIT_BLOCK, _8BIT_LEAST = 256, 4096
 class ZeroOptions:
     """DeepSpeed's `zero_optimization` options for buffer sizes, in elements, with its defaults.
 
-    The last four belong to `offload_optimizer` and `offload_param` with device nvme (runtime/zero/offload_config.py).
+    The last four need device nvme (runtime/zero/offload_config.py).
     """
 
     reduce_bucket_size: int = 500_000_000
@@ -107,7 +107,6 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element while computing."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -116,7 +115,7 @@ class Setup:
         return ceil(self.batch * self.length / self.context_parallel)
 
     def state_bytes(self, numel: int, itemsize: int) -> int:
-        """Return state bytes, with `itemsize` per element unless they are 8-bit."""
+        """Use `itemsize` per element unless states are 8-bit."""
         states = OPTIMIZER_STATES[self.optimizer]
         if not self.optimizer.endswith("_8bit"):
             return states * itemsize * numel
@@ -127,7 +126,7 @@ def placed(strategy: str, setup: Setup) -> tuple[str, str, str]:
     """Return the engine, and the devices for its optimizer and its parameters.
 
     Raise UsageError for unsupported offloading. DeepSpeed offloads the optimizer from stage 1 on. NVMe and parameters
-    need stage 3. FSDP's CPUOffload moves everything together.
+    need stage 3.
     """
     if strategy in OFFLOADED:
         return OFFLOADED[strategy]

@@ -1,4 +1,4 @@
-"""Table for `ckpt estimate`: from a config or checkpoint to rows by strategy, and a suggestion."""
+"""Table for `ckpt estimate`: rows by strategy, and a suggestion."""
 
 from __future__ import annotations
 
@@ -42,15 +42,13 @@ from ckpt.state.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, St
 
 
 class ParametersProtocol(Protocol):
-    """Shapes of a model's parameters, in transformers' memory and on Megatron's ranks."""
-
     def in_memory(self, config: Mapping[str, Any]) -> Model: ...
     def megatron_stages(self, config: Mapping[str, Any], *, tp: int, pp: int, ep: int) -> tuple[Stage, ...]: ...
 
 
 PARAMETERS: ParametersProtocol = lazy_module("converters.names.parameters")
 
-#: Usable part of a GPU's memory. The CUDA context, NCCL and fragmentation need the rest.
+#: The CUDA context, NCCL and fragmentation need the rest.
 USABLE = 0.9
 #: Tensor parallelism across nodes is slow, and experts are rarely spread over more ranks.
 _MAX_TP, _MAX_EP = 8, 64
@@ -73,7 +71,7 @@ class Subject:
 class EstimateRow:
     """A row of the table. `options` holds parallel sizes and LoRA, by option name.
 
-    `stages` counts the layers in each of Megatron's pipeline stages.
+    `stages` counts each pipeline stage's layers.
     """
 
     strategy: str
@@ -91,8 +89,6 @@ class EstimateRow:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Table for one model and number of GPUs."""
-
     subject: Subject
     setup: Setup
     gpu_memory: int
@@ -137,7 +133,7 @@ def _config_subject(where: str, config: Mapping[str, Any]) -> Subject:
 
 
 def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
-    """Build the model from its config if the number of elements agrees, else from the checkpoint's tensors."""
+    """Prefer the config if the number of elements agrees, to the checkpoint's tensors."""
     found: dict[str, Parameter] = {}
     notes = list(checkpoint.notes)
     if is_adapter(fqn for fqn, _ in checkpoint.tensors):
@@ -223,7 +219,6 @@ def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
 
 
 def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> EstimateRow:
-    """Return Megatron's row. Raise UsageError if a size does not divide."""
     if not _has_megatron(subject):
         raise UsageError("unknown Megatron layout for this model", found=subject.model.name)
     assert subject.config is not None
@@ -242,10 +237,7 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
 
 
 def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
-    """Yield a row for each number of ranks per model, with as much tensor parallelism as possible.
-
-    Experts are spread widely: data parallelism stays the same.
-    """
+    """Prefer tensor parallelism. Experts are spread widely: data parallelism stays the same."""
     num_experts = max((block.num_experts for block in subject.model.blocks), default=0)
     most = _MAX_TP * (len(subject.model.blocks) + 2)
     for ranks in (n for n in range(1, min(setup.gpus, most) + 1) if setup.gpus % n == 0):
@@ -270,8 +262,8 @@ def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
 def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
     """Suggest the simplest strategies that fit, or more GPUs.
 
-    Activation checkpointing comes second, then offloading with LoRA as the alternative. Megatron, another framework,
-    comes last.
+    Activation checkpointing comes second, then offloading with LoRA as the alternative, then Megatron, another
+    framework.
     """
     mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
     data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)
@@ -328,7 +320,7 @@ def _words(row: EstimateRow, gpu_memory: int, checkpointing: bool) -> str:
 
 
 def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequence[str]) -> str | None:
-    """Find the fewest GPUs for the strategy with the most sharding, in whole nodes beyond one."""
+    """Find the fewest GPUs, in whole nodes beyond one."""
     searched = [s for s in (FSDP2, ZERO3) if s in strategies] or [s for s in _PREFERRED if s in strategies]
 
     def fitting(gpus: int) -> str | None:

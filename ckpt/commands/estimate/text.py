@@ -95,7 +95,6 @@ def _wrap(text: str) -> list[str]:
 
 
 def _choices(sizing: Sizing) -> str:
-    """Describe settings that are neither defaults nor in a row's title."""
     setup = sizing.setup
     chosen = [
         ("fused cross-entropy", setup.fused_loss),

@@ -1,1 +1,0 @@
-"""`ckpt formats`: readable and writable formats."""

@@ -16,8 +16,6 @@ HEADS = ("name", "reads", "writes", "optimizer", "what it is")
 
 @dataclass(frozen=True, repr=False)
 class Formats(Returned):
-    """All formats, in detection order."""
-
     formats: tuple[Format, ...]
 
     def __repr__(self) -> str:

@@ -1,1 +1,0 @@
-"""`ckpt hash`: digests of a checkpoint, independent of its format."""

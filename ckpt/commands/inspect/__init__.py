@@ -1,1 +1,0 @@
-"""`ckpt inspect`: overview of a checkpoint, and a picture of its ranks' shares."""

@@ -80,7 +80,7 @@ def inspect(
             found = inspecting.inspect(
                 path, format, tag=tag, config=config, tensors=tensors, tensor=tensor or (), everything=everything
             )
-        except (CorruptError, UnsafeError):  # the error concerns the newest step, the table shows the others too
+        except (CorruptError, UnsafeError):  # the table shows the other steps too
             if run := inspecting.run_of(path, tag, everything):
                 if as_json:
                     print(shown(json.dumps(inspecting.run_json(run), indent=2)))
@@ -115,7 +115,7 @@ def _print_run(run: Sequence[Checked]) -> None:
 
 
 def _draw(found: Inspection, requested: Drawn, quiet: bool) -> CorruptError | None:
-    """Write the requested picture and page. Return an error if they show damage."""
+    """Return an error if the picture or page shows damage."""
     requested.check(found.checkpoint)
     damaged: Sequence[Damage] = ()
     if requested.html is not None:

@@ -36,7 +36,7 @@ _MAX_STEPS = 20  # checked without `everything`
 class Inspection(Returned):
     """A checkpoint's contents, with its `run` if there are several steps.
 
-    `matching` holds tensors to show part by part. `unread` lists unread files.
+    `matching` holds tensors to show part by part.
     """
 
     checkpoint: Checkpoint
@@ -123,7 +123,6 @@ def inspect(
 
 
 def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Tensor, ...]:
-    """Return matching tensors. Raise UsageError for a pattern without a match."""
     names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -135,7 +134,6 @@ def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[T
 
 
 def run_of(path: Path, tag: str | None, everything: bool) -> list[Checked]:
-    """Return all checkpoints in a run folder, or an empty list for a single one."""
     every = checkpoints_of(path) if tag is None and path.is_dir() else []
     return survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
 

@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tiling import Damage
 
 _MAX_NAME = 400
-#: Maximum slices to draw. Later tensors only show their holders.
+#: Later tensors only show their holders.
 _MAX_PATCHES = 100_000
 
 One = TypeVar("One", bound=Hashable)
@@ -36,7 +36,7 @@ def inspection(
     steps: Sequence[Sequence[str]] = (),
     only: Only = "all",
 ) -> tuple[dict[str, Any], tuple[Damage, ...]]:
-    """Return the page's content and the damage. `steps` holds the run's table with its head."""
+    """Return the page's content and the damage."""
     tensors, padding = selected_tensors(checkpoint, only), padding_of(checkpoint)
     sketcher = Sketcher(naming(checkpoint, tensors))
     names, roles, dtypes, shapes = _Table[str](), _Table[str](), _Table[Any](), _Table[Any]()
@@ -87,7 +87,7 @@ def _holders(
 
 
 def _looks(sketches: Sequence[Sketch], numbers: Mapping[Holder, int]) -> list[list[Any]]:
-    """Return a row per sketch: copies, holders, directions, faults, remarks and patches (None if not drawn)."""
+    """Return copies, holders, directions, faults, remarks and patches (None if not drawn) per sketch."""
     groups: dict[tuple[Holder, ...], list[int]] = {}
     found, room = [], _MAX_PATCHES
     for sketch in sketches:
@@ -108,7 +108,6 @@ def _looks(sketches: Sequence[Sketch], numbers: Mapping[Holder, int]) -> list[li
 
 
 def _runs(numbers: Sequence[int]) -> list[int]:
-    """Return first and last number of each run in ascending numbers."""
     runs: list[int] = []
     for number in numbers:
         if runs and number == runs[-1] + 1:

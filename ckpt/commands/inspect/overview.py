@@ -33,7 +33,7 @@ _MANY = 200_000  # tensors times ranks; more would take too long
 def describe(
     checkpoint: Checkpoint, unread: UnreadFiles = (), *, tensors: bool = False, everything: bool = False
 ) -> dict[str, Any]:
-    """Return the checkpoint as plain JSON values: short, finite, without control characters.
+    """Return plain JSON values: short, finite, without control characters.
 
     `everything` allows much longer values than frameworks save.
     """
@@ -75,10 +75,7 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, JSON] | None:
 
 
 def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return numbers of tensors and elements, with each parameter counted once.
-
-    A parameter is trainable if the optimizer lists it or has state for it.
-    """
+    """Count each parameter once. It is trainable if the optimizer lists it or has state for it."""
     trained = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, BUFFER)}
     trained.update(fqn for values in checkpoint.state.scalars.values() for fqn in values)
     trained.update(fqn for group in checkpoint.state.param_groups for fqn in group.fqns)
@@ -174,7 +171,7 @@ def mesh_text(checkpoint: Checkpoint) -> str:
 
 
 def _bytes_per_rank(checkpoint: Checkpoint, everything: bool) -> dict[str, int] | None:
-    """Return the tensor bytes in each rank's files, or None if ranks are unknown or counting would take long."""
+    """Return None if ranks are unknown or counting would take long."""
     if not everything and len(checkpoint.tensors) * (checkpoint.world_size or 1) > _MANY:
         return None
     found: Counter[int] = Counter()
@@ -225,14 +222,13 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield notes on quantized states: they are smaller in the files than shown here."""
+    """Yield notes on quantized states: the files' are smaller than shown."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
         states = f"{pluralize(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
         yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
-    """Return the scalar's number of parameters, and its values if they are few."""
     values = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in values.items()}
     distinct = {type(value).__name__ + str(value): value for value in values.values() if _is_number(value)}
     others = any(not _is_number(value) for value in values.values())
@@ -266,7 +262,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 def lines(
     checkpoint: Checkpoint, unread: UnreadFiles = (), *, everything: bool = False, width: int | None = None
 ) -> Iterator[str]:
-    """Yield the description as text, wrapped to `width` columns. If anything is shortened, the last line says so."""
+    """Yield the description as text. If anything is shortened, the last line says so."""
     found = named_facts(checkpoint, unread, everything=everything)
     first = max(len(name) for name, _ in found) + 2
     if any("..." in text for _, text in found):
@@ -278,7 +274,7 @@ def lines(
 
 
 def named_facts(checkpoint: Checkpoint, unread: UnreadFiles = (), *, everything: bool = False) -> list[tuple[str, str]]:
-    """Return the description as names and texts. A repeated name is empty."""
+    """Return names and texts. A repeated name is empty."""
     facts = describe(checkpoint, unread, everything=everything)
     return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
 
@@ -394,7 +390,7 @@ def _row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def csv_rows(checkpoint: Checkpoint) -> Iterator[tuple[str | int, ...]]:
-    """Yield the table for other programs, heads first: shapes as `2x3`, ranks and files one by one."""
+    """Yield heads and rows for other programs: shapes as `2x3`, ranks and files one by one."""
     yield "fqn", "kind", "dtype", "shape", "bytes", "copies", "ranks", "files"
     for tensor in checkpoint.tensors.values():
         ranks: dict[int, None] = {}
@@ -410,7 +406,6 @@ def csv_rows(checkpoint: Checkpoint) -> Iterator[tuple[str | int, ...]]:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as runs: `0-3, 6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

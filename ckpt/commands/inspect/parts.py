@@ -11,7 +11,7 @@ from ckpt.plan.tensors import Box, Fragment, Tensor
 
 
 def parts_of(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor and its parts for JSON. `offset` and `bytes` refer to the file. `copy` numbers the replicas."""
+    """Return offsets and sizes in the files. `copy` numbers the replicas."""
     sources = (tensor.source, *tensor.replicas)
     return {
         "fqn": one_line(tensor.fqn),

@@ -1,7 +1,4 @@
-"""Rows for `ckpt inspect --picture`: a checkpoint's tensors as slices, with their ranks.
-
-Similar tensors share a row: many layers have as many rows as one layer, and each row names its layers.
-"""
+"""Rows for `ckpt inspect --picture`. Similar tensors of all layers share a row."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """All rows in a picture. `by_role` holds each rank's or file's stored bytes by role, in order."""
+    """All rows in a picture. `by_role` holds each rank's or file's stored bytes by role."""
 
     rows: tuple[Row, ...]
     by_role: Mapping[Holder, Mapping[str, int]]
@@ -94,7 +91,6 @@ def padding_of(checkpoint: Checkpoint) -> Mapping[str, Box]:
 
 
 def selected_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
-    """Return the model's stored tensors, the optimizer's tensors, or both."""
     tensors = list(checkpoint.tensors.values())
     if only == "weights":
         parameters = checkpoint.parameters
@@ -117,7 +113,6 @@ def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragm
 
 
 def _first_place(tensor: Tensor) -> tuple[str, int | None]:
-    """Return the first element's file and rank, without listing all fragments."""
     if hasattr(tensor.source, "runs") and (runs := runs_of(tensor.source, tensor.shape, 0, min(1, tensor.numel))):
         return runs[0][2].path, runs[0][4]
     return next(((one.extent.path, one.rank) for one in tensor.fragments()), ("", -1))
@@ -128,7 +123,7 @@ def _relative(path: str, folder: str) -> str:
 
 
 def _fold(sketches: Iterable[tuple[Tensor, Sketch]]) -> list[Row]:
-    """Put tensors into one row if they look the same and their names differ only in numbers. Keep the model's order."""
+    """Put tensors into one row if they look the same and their names differ only in numbers."""
     by_fqn: dict[str, dict[tuple[Shape, Sketch], list[Tensor]]] = {}
     for tensor, sketch in sketches:
         by_fqn.setdefault(tensor.fqn, {}).setdefault((tensor.shape, sketch), []).append(tensor)
@@ -164,7 +159,7 @@ def _name(fqns: Sequence[str]) -> str:
 
 
 def _fold_layers(rows: list[Row]) -> list[Row]:
-    """Reduce the number of rows: put a frequent tensor's layers into one row, with one cell each.
+    """Put frequent tensors' layers into one row, with one cell each.
 
     Damaged tensors keep their rows, unless there are still too many rows.
     """
@@ -192,7 +187,7 @@ def _fold_sound(family: list[Row]) -> list[Row]:
 
 
 def _fold_into_grid(family: Sequence[Row]) -> Row:
-    """Merge a family's tensors into one row: columns by their first number, lines by the others."""
+    """Use columns for the first number in the names, lines for the others."""
     looks = {fqn: row.sketch for row in family for fqn in row.fqns}
     pattern, _ = _pattern(family[0].fqns[0])
     numbers = {fqn: _pattern(fqn)[1] for fqn in looks}
@@ -234,7 +229,6 @@ def _fold_into_grid(family: Sequence[Row]) -> Row:
 
 
 def _as_one(sketch: Sketch) -> Sketch:
-    """Return a tensor as one patch, with its faults."""
     groups = dict.fromkeys(patch.holders for patch in sketch.patches if patch.holders)
     holders = tuple(dict.fromkeys(holder for group in groups for holder in group))
     whole = Patch("held" if len(groups) == 1 else "several", 0.0, 0.0, 1.0, 1.0, holders)
@@ -243,7 +237,7 @@ def _as_one(sketch: Sketch) -> Sketch:
 
 
 def _joined(patches: Iterable[Patch]) -> list[Patch]:
-    """Join neighbouring patches with the same holders: first vertically, then horizontally."""
+    """Join neighbours with the same holders: first vertically, then horizontally."""
     found = list(patches)
     for across in (False, True):
         found.sort(key=lambda p: (p.top, p.bottom, p.left) if across else (p.left, p.right, p.top))
@@ -267,7 +261,6 @@ def _touch(a: Patch, b: Patch, across: bool) -> bool:
 
 
 def _coarse(sketch: Sketch) -> Sketch:
-    """Merge slices if there are too many to distinguish."""
     marks = [patch for patch in sketch.patches if patch.kind in ("padding", "hole", "overlap")]
     held = [patch for patch in sketch.patches if patch.kind not in ("padding", "hole", "overlap")]
     if len({patch.left for patch in held}) <= _MAX_COLUMNS and len(held) <= _MAX_PATCHES:

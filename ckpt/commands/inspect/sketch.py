@@ -1,7 +1,7 @@
 """Drawing of a tensor: slices as patches of a rectangle, with their ranks, even if the tensor is damaged.
 
 Elements run from left to right in row-major order, so along the first dim. If another dim is sharded, as in a
-row-parallel layer, it runs from top to bottom. So each slice has its true form, and its area is its share.
+row-parallel layer, it runs from top to bottom. So each slice has its true form and share.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kind = Literal["held", "several", "padding", "hole", "overlap"]
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A rectangle in a row: edges as fractions of width and height, and its region."""
+    """A rectangle in a row, with edges as fractions of width and height."""
 
     kind: Kind
     left: float
@@ -107,7 +107,6 @@ class Sketcher:
         return found
 
     def _parts(self, tensor: Tensor) -> tuple[tuple[tuple[_Part, ...], ...], tuple[_Part, ...]]:
-        """Return each copy's parts, and the padding."""
         copies = tuple(
             tuple(
                 _Part(fragment.region, self._name(fragment), fragment.extent.nbytes)
@@ -178,7 +177,7 @@ def _place(region: Region, shape: Shape) -> Region:
 
 
 def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:
-    """Yield notes on copies with different slices: stripes can't show them."""
+    """Note copies with different slices: stripes can't show them."""
     drawn = {_place(part.region, shape) for part in parts}
     for number, copy in enumerate(copies, 2):
         others = [part.holder for part in copy if _place(part.region, shape) not in drawn]
@@ -202,7 +201,6 @@ class _Plane:
 
     @classmethod
     def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, padding_parts: int) -> _Plane:
-        """Return a plane that shows these regions and the `marked` boxes as rectangles."""
         if all(isinstance(_place(region, shape), FlatRange) for region in [*regions, *marked]):
             return cls(shape, prod(shape) + padding_parts)
         boxes = [box for region in [*regions, *marked] for box in region_boxes(region, shape)]
@@ -229,7 +227,7 @@ class _Plane:
                 yield Patch(kind, left, top, right, bottom, holders, text)
 
     def _runs(self, box: Box, dim: int) -> list[tuple[float, float]]:
-        """Return a box's extent in one dim as fractions: one run, or one per element for a strided box."""
+        """Return fractions: one run, or one per element for a strided box."""
         size, start, step = self.shape[dim], box.offsets[dim], box.all_steps[dim]
         if step == 1:
             return [(start / size, (start + box.sizes[dim]) / size)]

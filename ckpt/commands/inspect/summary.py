@@ -1,4 +1,4 @@
-"""Head of a picture: facts about the checkpoint, bytes by part and by holder, and the legend."""
+"""Head of a picture: facts, bytes by part and by holder, and the legend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PER_LINE = 32
 _COLUMN = 26.0  # maximum column height, without lines for holders
 _MAX_MESH = 256  # ranks in a drawn mesh
 
-#: The first matching pattern decides the colour in a picture with one file.
+#: The first match decides the colour in a picture with one file.
 PARTS: Mapping[str, str] = {
     "adapters": r"lora_|\.adapter",
     "router": r"\brouter\b|mlp\.gate\.|block_sparse_moe\.gate\.|shared_expert_gate",
@@ -63,7 +63,7 @@ def facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def draw_head(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, title: str, *, by_part: bool) -> None:
-    """Draw everything above the rows. `by_part` colours the model's parts instead of ranks."""
+    """Colour the model's parts instead of ranks if `by_part`."""
     canvas.line(title, "h", 26)
     canvas.line(" · ".join(one_line(fact, 100) for fact in facts(checkpoint)), "g", 20)
     if words := mesh_text(checkpoint):
@@ -106,7 +106,7 @@ def _say_damage(canvas: Canvas, picture: Picture) -> None:
 
 
 def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
-    """Draw a strip for all bytes by kind of module, in greys if colours mean ranks."""
+    """Draw all bytes by kind of module, in greys if colours mean ranks."""
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[part_of(row.name)] += row.nbytes
@@ -207,7 +207,7 @@ def _draw_numbered(canvas: Canvas, picture: Picture) -> None:
 
 
 def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None:
-    """Draw Megatron's mesh: pipeline stages vertically, tensor parallel ranks side by side, data parallel apart."""
+    """Draw pipeline stages vertically, tensor parallel ranks side by side, data parallel apart."""
     places = coordinates(checkpoint)
     sizes = mesh(checkpoint) or {}
     if not 1 < len(places) <= _MAX_MESH or not set(picture.holders) <= set(places) or sizes["tp"] * sizes["pp"] == 1:
@@ -231,7 +231,6 @@ def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None
 
 
 def _draw_kinds(canvas: Canvas, picture: Picture) -> None:
-    """Draw the legend for everything besides a single rank's plain slices."""
     patches = [patch for row in picture.rows for patch in row.sketch.patches]
     kinds = {patch.kind for patch in patches}
     any_two = list(picture.holders)[:2]

@@ -8,8 +8,7 @@ These choices decide the bits:
 - PEFT loads an adapter in fp32 (`autocast_adapter_dtype=True`) whatever the file's dtype, or in fp64 over an fp64 base.
   An adapter made by PEFT (`cat`) may have the base's dtype. Then the delta is computed in fp32 and has this dtype too.
 - The product is one call, `B @ A`, scaled afterwards. BLAS adds in an order that depends on shapes and strides in
-memory.
-  Stacked experts use one `einsum`, because a product per expert gives other bits.
+  memory. Stacked experts use one `einsum`, because a product per expert gives other bits.
 - A linear layer adds the fp32 delta in place and rounds once. Embeddings, targeted parameters and attention round the
   delta to the weight's dtype, then the sum.
 - DoRA divides in fp32 and rounds once. Its norm uses the same views as in PEFT.
@@ -40,7 +39,6 @@ _THREADS = _Threads()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch in the calling thread alone."""
     with _THREADS.lock:
         number = torch.get_num_threads()  # a new thread takes over the process's number at this first call
         if not _THREADS.num_running:
@@ -173,7 +171,6 @@ def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, *, scaling: float) -> t
 
 
 def replace_rows(weight: torch.Tensor, rows: torch.Tensor, *, index: list[int]) -> torch.Tensor:
-    """Return `weight` with the trained `rows` of tokens `index` (`trainable_token_indices`)."""
     return weight.index_copy(0, torch.tensor(index), rows.to(weight))
 
 

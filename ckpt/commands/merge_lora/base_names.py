@@ -16,7 +16,6 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.state.naming import to_namespace
 
-#: Path prefix for placeholder tensors without bytes.
 _NAME = "name:"
 _NUMBER = re.compile(r"\d+")
 
@@ -67,7 +66,6 @@ def _trainer_names(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[
 
 
 def _modules(fqn: str) -> Iterator[str]:
-    """Yield possible base modules, innermost first."""
     name = parse_name(fqn)
     module = name.module
     if name.kind != names.BASE:
@@ -99,7 +97,6 @@ def _names_in_memory(base: Checkpoint, weights: Iterable[str]) -> dict[str, str]
 
 
 def _loaded(base: Checkpoint, weights: Mapping[str, Shape], namespace: str) -> dict[str, str]:
-    """Return in-memory names, without rearranged tensors."""
     try:
         return _translated(base, weights, namespace)
     except CkptError:  # a name may mean a part of a tensor: try names together if they differ only in numbers

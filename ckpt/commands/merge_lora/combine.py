@@ -1,7 +1,7 @@
 """PEFT's own operations: combine adapters (`add_weighted_adapter`), convert transformers 4's adapters.
 
-PEFT needs a model to hold the adapters and gets one without weights. Combining reads only the factors, so the bits are
-the same as in the real model. With the same seed, so are the random draws for `dare_*`.
+PEFT gets a model without weights to hold the adapters. The bits are the same as in the real model. With the same seed,
+so are the random draws for `dare_*`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def combine(
     density: float | None = None,
     seed: int | None = None,
 ) -> Adapter:
-    """Combine several adapters into one by PEFT's `combination_type`, or raise UsageError.
-
-    `density` is the fraction kept by ties, dare and magnitude_prune. `seed` is for dare's random draws.
-    """
+    """Combine several adapters into one by PEFT's `combination_type`, or raise UsageError."""
     _check(adapters, weights, combination, density, seed)
     require_peft("combining adapters")
     import torch

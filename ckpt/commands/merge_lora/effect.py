@@ -1,7 +1,6 @@
 """Effect of a merge on each targeted layer: changed, nothing to add, or rounded away.
 
-Each update compares a sample of the weight before and after. If it is equal, the weight is computed again and compared
-in full.
+If a sample of the weight is equal before and after, the weight is compared in full.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_SHOWN = 20  # rounded-away targets shown by name
+_SHOWN = 20
 _COMPARED = 1 << 14  # sampled values per weight
 
 
@@ -69,7 +68,6 @@ class Effects:
 
     @property
     def lost(self) -> tuple[Effect, ...]:
-        """Targets whose change was rounded away."""
         return tuple(one for one in self.targets if one.is_lost)
 
     @property
@@ -139,7 +137,6 @@ class Noted:
     def updated(
         self, fqn: str, dtype: str, load: Callable[[], torch.Tensor], updates: Sequence[Update]
     ) -> torch.Tensor:
-        """Load the weight, apply every update in turn, and record the effects."""
         changes, weight = [], load()
         for number, update in enumerate(updates):
             before = _sample_bytes(weight)
@@ -158,8 +155,6 @@ def _effect(adapter: str, target: str, changes: list[_AppliedUpdate]) -> Effect:
 
 @dataclass(frozen=True, repr=False)
 class MergedModel(api.Converted):
-    """A written merge and its `effects` on the targeted layers."""
-
     effects: Effects = Effects(())
 
     def to_json(self) -> dict[str, Any]:
@@ -186,7 +181,6 @@ class Merge(api.Conversion):
 
     @cached_property
     def _report(self) -> dict[str, Any]:
-        """Conversion report, with unread files from the adapters' folders."""
         report = super()._report
         found = [one.to_json() for adapter in self.adapters for one in unread(adapter)]
         return {**report, "not_read": [*report["not_read"], *found]}
@@ -197,7 +191,6 @@ class Merge(api.Conversion):
 
 
 def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
-    """Return a weight's bytes, without a copy if it is contiguous."""
     import torch
 
     return np.asarray(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -209,7 +202,6 @@ def _sample_bytes(weight: torch.Tensor) -> bytes:
 
 
 def _is_same(weight: torch.Tensor, load: Callable[[], torch.Tensor], updates: Sequence[Update]) -> bool:
-    """Return True if `weight` equals the loaded weight after `updates`, byte for byte."""
     before = load()
     for update in updates:
         before = update.apply(before)

@@ -1,7 +1,7 @@
-"""Models without weights, for PEFT to work on adapters whose merge reads one layer's weight at a time.
+"""Models without weights, for PEFT to combine, convert and merge adapters in.
 
-Every parameter is a single zero expanded to the parameter's shape. PEFT combines and converts adapters in an empty
-model, and merges kinds whose layers share tensors by shape (VeRA, PVeRA, RandLoRA).
+Every parameter is a single zero expanded to the parameter's shape. Kinds whose layers share tensors by shape (VeRA,
+PVeRA, RandLoRA) are merged there.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def empty_model(
     chosen: Mapping[str, Choice] | None = None,
     of_shapes: Callable[[Mapping[str, Shape]], Any] | None = None,
 ) -> Any:
-    """Return the model of `base` without weights. Shapes and dtypes come from `base` or from `chosen`.
+    """Return the model of `base` without weights, or raise UsageError.
 
-    If transformers does not know the model, call `of_shapes`, or raise UsageError without it.
+    If transformers does not know the model, call `of_shapes`.
     """
     import torch
     from torch import nn
@@ -79,7 +79,6 @@ class EmptyModel:
 
     @cached_property
     def peft_config(self) -> Any:
-        """PEFT's config, without fully saved modules."""
         from peft import PeftConfig
 
         raw = self.adapter.config.raw

@@ -14,7 +14,6 @@ from ckpt.commands.merge_lora.find import Factor
 
 _UNSLOTH = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up|down)_projs\.(?P<number>\d+)")
 _TINKER = re.compile(r"(?P<experts>.+\.experts)\.w(?P<number>[123])")
-#: Parameter and its half for Tinker's names: gate, down and up.
 _OF_TINKER = {"1": ("gate_up_proj", 0), "2": ("down_proj", None), "3": ("gate_up_proj", 1)}
 
 
@@ -39,7 +38,6 @@ class ExpertPart:
 
 
 def part_of(module: str, parameters: Collection[str]) -> ExpertPart | None:
-    """Return the part in `parameters` that `module` changes, or None."""
     if found := _UNSLOTH.fullmatch(module):
         part = ExpertPart(module, f"{found['experts']}.{found['name']}_proj", int(found["number"]))
     elif found := _TINKER.fullmatch(module):

@@ -66,7 +66,6 @@ class Factor:
 
     @property
     def file(self) -> str | None:
-        """File with the tensor, or None if it is computed."""
         fragments = self.choice.tensor.fragments() if self.choice else ()
         return next((one.extent.path for one in fragments), None)
 
@@ -87,8 +86,6 @@ def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> to
 
 
 class AdapterFiles:
-    """An adapter's files, opened once for all factors and threads."""
-
     def __init__(self) -> None:
         self._sources, self._lock = OpenFiles(), threading.RLock()
         weakref.finalize(self, self._sources.close)
@@ -115,7 +112,6 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """The adapter's folder or file within a run, or the user's URL or Hub id."""
         return self.checkpoint.path if Path(self.path).exists() else self.path
 
 
@@ -136,7 +132,7 @@ def open_adapter(
 ) -> Adapter:
     """Return the adapter at `where`: a PEFT folder, run (newest adapter), sharded checkpoint, URL or cached Hub id.
 
-    `base`, with `base_config` if it has no config, maps the names of an adapter without a config to PEFT's.
+    If the adapter has no config, `base` or `base_config` maps its names to PEFT's.
     """
     path = local(where)
     if is_repository(where):
@@ -168,7 +164,7 @@ def open_adapter(
 
 
 def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return `raw` with the `given` PEFT release unless another one is recorded, and notes."""
+    """Use the `given` PEFT release unless another one is recorded."""
     if given is None:
         return raw, ()
     if peft_rules.release_of({"peft_version": given}) is None:
@@ -179,7 +175,7 @@ def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[st
 
 
 def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:
-    """Return an adapter without a config with its base's config, if its names need one."""
+    """Add its base's config if the adapter's names need one."""
     if checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
         return checkpoint
     if base is None:
@@ -250,7 +246,7 @@ def _empty_tensors(checkpoint: Checkpoint) -> list[str]:
 
 
 def own_base(adapter: Adapter) -> Checkpoint | None:
-    """Return the base model from the adapter's own checkpoint, or None if it is missing or incomplete."""
+    """Return the adapter's own checkpoint's base, or None if it is missing or incomplete."""
     checkpoint = adapter.checkpoint
     if checkpoint.is_adapter:
         return None
@@ -326,7 +322,7 @@ def check_one_base(adapters: Sequence[Adapter]) -> None:
 
 
 def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
-    """Raise UsageError if the config next to the adapter describes another model. Names and shapes could still fit."""
+    """Raise UsageError if the config next to the adapter describes another model: shapes could still fit."""
     if (differing := difference(adapter.config, base.config)) is not None:
         key, trained, given = differing
         raise _other_base(base.path, f"{key} {trained}, from the config next to the adapter", f"{key} {given}")

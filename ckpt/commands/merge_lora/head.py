@@ -1,4 +1,4 @@
-"""Bases for adapters trained with a head, if the base has none: PEFT saves the whole head with the adapter."""
+"""Bases for adapters trained with a head: PEFT saves the whole head with the adapter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 #: Tasks without a head in any pretrained base.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-#: Config entries for a model's head, from the model and from its trainer.
+#: From the model and from its trainer.
 _LABELS, _OF_TRAINER = ("id2label", "label2id"), ("problem_type", "pad_token_id")
-#: Path prefix for a head's tensors, with bytes from the adapter.
 _HEAD = "head:"
 _SHOWN = 4
 
@@ -126,14 +125,14 @@ def _first_of(fqns: Sequence[str]) -> str:
 
 
 def _spellings(fqn: str, prefix: str) -> Iterator[str]:
-    """Yield names for a tensor in the base's files: with and without the inner model's path."""
+    """Yield names with and without the inner model's path."""
     yield fqn
     if prefix:
         yield fqn.removeprefix(f"{prefix}.") if fqn.startswith(f"{prefix}.") else f"{prefix}.{fqn}"
 
 
 def _label_entries(base: Checkpoint, adapter: Adapter, num_labels: int | None) -> dict[str, Any]:
-    """Return entries from the config next to the adapter, or transformers' default labels."""
+    """Take the config next to the adapter, or transformers' default labels."""
     recorded = adapter.checkpoint.config or {}
     entries = {key: recorded[key] for key in _OF_TRAINER if recorded.get(key) is not None}
     if num_labels is None or len((base.config or {}).get("id2label") or (0, 1)) == num_labels:

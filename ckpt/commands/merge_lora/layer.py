@@ -28,18 +28,15 @@ from ckpt.commands.merge_lora.find import Adapter, Factor
 if TYPE_CHECKING:
     import torch
 
-#: Config entries about other layers than the current one.
 _ELSEWHERE = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "ensure_weight_tying"),
 )
 LINEAR, CONV1D = "Linear", "Conv1D"
-#: Suffix for AdaMSS's frozen projection, computed by PEFT from the base.
+#: Computed by PEFT from the base.
 _PROJECTION = ".adamss_newB"
-#: Largest relative distance of a projection's row, due to another processor or bf16. Another base or other random
-#: numbers change everything.
+#: Another processor or bf16 stays below. Another base or other random numbers change everything.
 _TOLERANCE = 0.02
-#: Errors that PEFT raises for a config that it does not load.
 PEFT_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
     *(ValueError, re.error),
@@ -157,7 +154,6 @@ def _are_near(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 def updates(
     adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
 ) -> Iterator[tuple[str, Update]]:
-    """Yield PEFT's update for each parameter in a layer."""
     one = _PeftLayer(adapter, module, layer, parameters, state)
     for name in parameters:
         yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
@@ -183,7 +179,7 @@ class _PeftLayer:
 
     @cached_property
     def is_nothing(self) -> bool:
-        """True if the merge adds nothing to any parameter, even in fp32."""
+        """True if the merge adds nothing, even in fp32."""
         before = {name: tensor.float() for name, tensor in self._loaded().items()}
         after = self._merge({name: tensor.clone() for name, tensor in before.items()})
         return all(bool((after[name] == tensor).all()) for name, tensor in before.items())

@@ -27,15 +27,15 @@ from ckpt.commands.merge_lora.empty_model import EmptyModel
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape
 
-#: Config key, and its default, for kinds whose file can save everything derived from the layer order.
+#: Kinds whose file can save everything derived from the layer order.
 _RECORDED = {FROD: ("save_projection", True), UNILORA: ("save_indices", False)}
-#: Bytes for libraries that PEFT imports, like scikit-learn.
+#: For PEFT's imports, like scikit-learn.
 _LIBRARIES = 128_000_000
-#: Bytes per matrix element while PEFT decomposes it, partly in fp64.
+#: Per matrix element while PEFT decomposes it, partly in fp64.
 _DECOMPOSED = 40
-#: Bytes per element in FRoD's largest category of matrices, decomposed together.
+#: Per element in FRoD's largest category, decomposed together.
 _TOGETHER = 16
-#: Bytes per element in FRoD's largest basis, while PEFT draws positions in it.
+#: Per element in FRoD's largest basis, while PEFT draws positions.
 _DRAWN = 64
 
 
@@ -48,8 +48,8 @@ def needs_order(config: AdapterConfig) -> bool:
 class LoadedModel(EmptyModel):
     """A base model with its weights, with an adapter's `factors` loaded by PEFT.
 
-    `parameters` holds the names in the model. `merge_all` fills `merged` with the changed parameters, and `unchanged`
-    with the other layers: True if there was nothing to add.
+    `merge_all` fills `merged` with the changed parameters, and `unchanged` with the other layers: True if there was
+    nothing to add.
     """
 
     parameters: set[str] = field(default_factory=set)
@@ -58,7 +58,6 @@ class LoadedModel(EmptyModel):
 
     @property
     def needed_memory(self) -> int:
-        """Estimated bytes for loading and merging."""
         sizes = {fqn: prod(one.tensor.shape) * one.dtype.itemsize for fqn, one in self.chosen.items()}
         matrices = {fqn: one.tensor.shape for fqn, one in self.chosen.items() if len(one.tensor.shape) == 2}
         with suppress(re.error, TypeError):  # PEFT refuses this config
@@ -89,7 +88,7 @@ class LoadedModel(EmptyModel):
             )
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
-        """Return a model with the matrices, or raise UsageError if the merge depends on layer order."""
+        """Raise UsageError if the merge depends on layer order."""
         if needs_order(self.adapter.config):
             key, _ = _RECORDED.get(self.adapter.config.kind, ("", False))
             raise UsageError(
@@ -129,7 +128,7 @@ class LoadedModel(EmptyModel):
             setattr(layer, leaf, nn.Parameter(self.stored(fqn).load(), requires_grad=False))
 
     def merge_all(self, owners: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """Merge the adapter into the model. `owners` maps layers to their weights, `known` parameters to their tensors.
+        """Merge the adapter. `owners` maps layers to their weights, `known` parameters to their tensors.
 
         Raise UsageError if PEFT does not merge the kind, or changes more than values.
         """
@@ -203,7 +202,7 @@ def _update(adapter: str, target: str, result: Any, is_nothing: bool) -> Update:
 
 
 def _adds_nothing(layer: Any) -> bool:
-    """Return True if a merged layer's unchanged parameters would not change in fp32 either."""
+    """Return True if a merged layer would not change in fp32 either."""
     from torch import nn
 
     inner = layer.get_base_layer()

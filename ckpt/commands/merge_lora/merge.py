@@ -1,7 +1,6 @@
 """Merge of LoRA adapters, tensor by tensor, under transformers' names.
 
-Each adapted tensor is read, merged and written by itself. So the largest one bounds the memory: its base and its fp32
-delta.
+The largest adapted tensor bounds the memory: its base and its fp32 delta.
 """
 
 from __future__ import annotations
@@ -55,13 +54,12 @@ if TYPE_CHECKING:
 
     from ckpt.plan.protocols import ModuleProtocol
 
-#: Path prefix for tensors computed during the merge.
 _MERGED = "merged:"
 _ROWS = "vocab_size"
 _TIE = "tie_word_embeddings"
-#: Path parts in PEFT's copies of a module, if the vocabulary was resized.
+#: In PEFT's copies of a module, if the vocabulary was resized.
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
-#: Steps to try if the adapter in the run folder does not fit.
+#: To try if the adapter in the run folder does not fit.
 _MAX_STEPS = 8
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -103,8 +101,8 @@ def plan(
 ) -> Merge:
     """Plan the conversion of `base`, with `adapters` merged into it one after the other, to a Hugging Face folder.
 
-    `base` may have any format, with the Hub's or transformers' names. `as_peft` keeps tied weights tied, as PEFT does.
-    Raise LossError if an adapter does not fit the base, UsageError if a merge is unsupported or torch is missing.
+    `base` may have any format. `as_peft` keeps tied weights tied, as PEFT does. Raise LossError if an adapter does not
+    fit the base, UsageError if a merge is unsupported or torch is missing.
     """
     if find_spec("torch") is None:
         raise UsageError("merging needs torch", hint="pip install torch")
@@ -118,7 +116,6 @@ def plan(
 
 
 def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, as_peft: bool) -> Path | None:
-    """Return the newest step with a fitting adapter in the adapter's run folder, or None."""
     for step in run_at(adapters[0].folder).steps[:_MAX_STEPS] if len(adapters) == 1 else ():
         with suppress(CkptError):
             _plan([open_adapter(str(step.path))], base, layout, Resources(), (), as_peft)
@@ -163,19 +160,18 @@ def _plan(
 
 
 def is_merged(tensor: Tensor) -> bool:
-    """Return True if the merge computes the tensor, False if it copies it from the base."""
     return any(fragment.extent.path.startswith(_MERGED) for fragment in tensor.fragments())
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
-    """Add the adapters' files and folders, to detect changes and protect them from the output."""
+    """Add the adapters' files, to detect changes and protect them from the output."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
 
 
 def _identity(adapters: Sequence[Adapter]) -> str:
-    """Return a digest of everything besides the source files that decides a merge's bits.
+    """Digest everything besides the source files that decides a merge's bits.
 
     An interrupted merge continues only if the digest in its journal is the same.
     """
@@ -200,7 +196,7 @@ def _installed(package: str) -> str | None:
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
-    """Return the adapter, stacked if it adapts single experts and the base has only stacked experts."""
+    """Stack the adapter if it adapts single experts and the base has only stacked experts."""
     modules = {parse_name(fqn).module for fqn in adapter.factors} if adapter.config.kind == LORA else set()
     if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
         return adapter
@@ -238,7 +234,7 @@ class _Merge:
         return next((rows for part in config_parts(self.base.config) if (rows := part.get(_ROWS))), None)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config` with the merge's changes: tied embeddings and vocabulary size."""
+        """Change tied embeddings and vocabulary size in `config`."""
         changed = {**config, **self.entries}
         if self.untied:
             changed = services.ties.untied_config(changed, self.untied) or {**changed, _TIE: False}
@@ -297,7 +293,6 @@ class _Merge:
             self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
 
     def _check_targets(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Note differences between the config's and the adapter's layers."""
         weights = [*(fqn for fqn, shape in self.shapes.items() if len(shape) > 1), *self.base.ties]
         layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
@@ -332,7 +327,6 @@ class _Merge:
                 )
 
     def _add_by_layer(self, adapter: Adapter) -> None:
-        """Plan the merge for a kind other than LoRA. PEFT merges it layer by layer."""
         require_peft("merging this kind of adapter")
         check_installed(adapter.config)
         layers: dict[str, dict[str, Factor]] = {}
@@ -394,7 +388,7 @@ class _Merge:
         raise _misfit(adapter, fqn, "a tensor of a layer of the base", "no layer of this name")
 
     def _place_alone(self, adapter: Adapter, module: str) -> str:
-        """Return a layer's weight. Raise UsageError if it is shared or adapted twice."""
+        """Raise UsageError if a layer's weight is shared or adapted twice."""
         owner = self._weight(adapter, module)
         is_rows = adapter.config.kind == TRAINABLE_TOKENS and owner == f"{module}.weight"
         if self._shared(owner) and not is_rows:
@@ -434,7 +428,7 @@ class _Merge:
     def _replace_all(
         self, adapter: Adapter, whole: Mapping[str, Factor], modules: Mapping[str, Mapping[str, Factor]]
     ) -> None:
-        """Replace parameters by the adapter's `whole` ones. Its own copies decide which weights stay tied."""
+        """Replace parameters. The adapter's own copies decide which weights stay tied."""
         targets = {self._target(parse_name(fqn)) for fqn in whole}
         self._tie_copies(targets.union(f"{_without_wrappers(module)}.weight" for module in modules))
         for fqn in whole:
@@ -524,7 +518,7 @@ class _Merge:
             self.normed.add(alias)
 
     def _in_order(self, modules: Mapping[str, Mapping[str, Factor]]) -> list[str]:
-        """Return `modules` in PEFT's merge order: embeddings come before their tied output head."""
+        """Return PEFT's merge order: embeddings come before their tied output head."""
         found = sorted(modules, key=lambda module: names.EMBEDDING_A not in modules[module])
         if not self.as_peft or not self.noted.divided:
             return found
@@ -541,7 +535,7 @@ class _Merge:
         return owner != f"{module}.weight" and owner.removesuffix(".weight") in modules
 
     def check_ties(self) -> None:
-        """Untie weights that the result's config can't tie. Raise LossError if no config can describe the result."""
+        """Untie weights that the result's config can't tie, or raise LossError."""
         config = self.base.config
         if config is not None and self.untied:
             untied = services.ties.untied_config(config, self.untied)
@@ -607,7 +601,7 @@ class _Merge:
                 )
 
     def _weights_of_rows(self, adapter: Adapter, module: str, modules: Collection[str]) -> list[str]:
-        """Return the tensors that get `module`'s trained rows. PEFT ties the input embedding's rows."""
+        """Tie the input embedding's rows, as PEFT does."""
         owner = self._weight(adapter, module)
         first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
         if self._is_tied_duplicate(module, modules):
@@ -855,7 +849,6 @@ class _Merge:
         return owner
 
     def _nearest(self, fqn: str) -> str:
-        """Name the most similar parameter with the same ending."""
         end = fqn.split(".")[-2:]
         near = get_close_matches(fqn, [name for name in self.shapes if name.split(".")[-2:] == end], 1)
         return "none of this name" + (f"; {near[0]} is the nearest" if near else "")
@@ -927,7 +920,6 @@ class _Merge:
         )
 
     def checkpoint(self, identity: str) -> Checkpoint:
-        """Return the base with the merged tensors. `identity` distinguishes one merge from another."""
         changed = {*self.updates, *self.replaced}
         tensors: dict[Key, Tensor] = {key: t for key, t in self.base.tensors.items() if key[0] not in changed}
         for alias in self.untied - changed:
@@ -975,7 +967,6 @@ def _are_true(every: Iterable[Callable[[], bool]]) -> bool:
 
 
 def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:
-    """Return a check for a zero scaling or factor, without reading a weight."""
     return lambda: not scaling or any(not factor.load().any() for factor in factors)
 
 
@@ -996,7 +987,7 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
 
 
 def _is_saved_base_weight(fqn: str) -> bool:
-    """Return True for a base weight saved with its adapter: PEFT does this for embeddings."""
+    """Return True for a base weight saved with the adapter, as PEFT does for embeddings."""
     return ".base_layer." in fqn
 
 
@@ -1030,7 +1021,7 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
 
 
 def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
-    """Return True if `modules_to_save` has this parameter's module, by path ending like in PEFT."""
+    """Match `modules_to_save` by path ending, like PEFT."""
     module, _, parameter = fqn.rpartition(".")
     path = [*config.former.get(module, module).split("."), parameter]
     modules = [".".join(path[:count]) for count in range(1, len(path))]
@@ -1038,7 +1029,7 @@ def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
 
 
 def _ties_copies(config: AdapterConfig) -> bool:
-    """Return True if modules tied to a copied embedding share the copy (peft `_check_tied_modules`)."""
+    """Return True if tied modules share the copy (peft `_check_tied_modules`)."""
     names = {name.rpartition(".")[2] for name in config.saved}
     return bool(config.raw.get("ensure_weight_tying")) and not names.isdisjoint(("embed_tokens", "lm_head"))
 
@@ -1069,7 +1060,7 @@ def _is_tokenizer(name: str) -> bool:
 
 
 def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
-    """Return `target` with the adapter's tokenizer, if any: the model was trained with it."""
+    """Use the adapter's tokenizer, if any: the model was trained with it."""
     found = {name: content for name, content in companions([adapter.folder]).items() if _is_tokenizer(name)}
     if "tokenizer_config.json" not in found:
         return target

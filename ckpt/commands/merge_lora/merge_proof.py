@@ -1,8 +1,7 @@
 """Comparison of a merged model with its base and adapters: `ckpt verify BASE MERGED --adapter A`.
 
-Every tensor is computed again and compared bit by bit. A differing tensor is compared with the base too. If nothing was
-merged, it has the base's bits. If additions ran in another order, the difference is a small part of the adapter's
-change.
+Every tensor is computed again and compared bit by bit. If nothing was merged, it has the base's bits. If additions ran
+in another order, the difference is a small part of the adapter's change.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from ckpt.state.naming import as_hub
 from ckpt.state.quantized_weights import quantized_parts
 from ckpt.state.same_model import stated_otherwise
 
-#: Largest difference due to rounding, relative to the adapter's change.
+#: Due to rounding, relative to the adapter's change.
 _ROUNDING = 0.05
-_SHOWN = 20  # tensors per kind shown without `verbose`
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,6 @@ class Deviation:
 
 @dataclass(frozen=True, repr=False)
 class MergeReport(Returned):
-    """Bit-for-bit comparison of `merged` with `base` plus adapters."""
-
     verdict: ClassVar[str] = ".equal"
 
     base: str
@@ -90,7 +87,6 @@ class MergeReport(Returned):
 
     @property
     def equal(self) -> bool:
-        """True if every tensor has the expected bits."""
         return not self.code
 
     @property
@@ -269,7 +265,6 @@ def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str
 
 
 def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint, list[str]]:
-    """Return the model at `where`, and notes if it may not be the adapter's base."""
     try:
         model = open_base(adapter, where, config=config)
     except UsageError as error:
@@ -289,7 +284,7 @@ def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
 
 
 def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
-    """Return squared distances between merged and base tensors. Equal bits give 0.0."""
+    """Return squared distances. Equal bits give 0.0."""
     a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
     wanted = {fqn for fqn, _ in a.tensors} & {fqn for fqn, _ in b.tensors} & set(fqns)
     if not wanted:

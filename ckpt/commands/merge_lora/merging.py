@@ -34,7 +34,6 @@ _GROUPS = (MergeSource, Combining, Merged, Threads, WriteOptions, Watching)
 
 @listed_once()
 def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any]) -> Merge:
-    """Plan the merge of `adapters` into their base. With `adapter_weights`, combine them into one first."""
     source, combining, merged = MergeSource.of(options), Combining.of(options), Merged.of(options)
     workers = Threads.of(options).workers
     api.WORKERS.check(workers)

@@ -24,7 +24,6 @@ from ckpt.plan.groups import (
 
 
 def parse_weights(text: str) -> list[float]:
-    """Parse numbers such as `0.7,0.3`, or raise UsageError."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -36,8 +35,6 @@ def parse_weights(text: str) -> list[float]:
 
 @dataclass(frozen=True)
 class MergeSource(OptionGroup):
-    """Adapter and base to merge."""
-
     base: Annotated[
         str | PathLike[str] | None,
         Flag(
@@ -72,8 +69,6 @@ class MergeSource(OptionGroup):
 
 @dataclass(frozen=True)
 class Combining(OptionGroup):
-    """Options for combining several adapters into one."""
-
     adapter_weights: Annotated[
         Sequence[float] | None,
         Flag(
@@ -100,8 +95,6 @@ class Combining(OptionGroup):
 
 @dataclass(frozen=True)
 class Merged(OptionGroup):
-    """Options for the merged model."""
-
     dtype: Annotated[Cast, Flag(help="Precision of the base for the merge.", section=WRITTEN)] = "keep"
     dequantize: DequantizeOption = False
     max_shard_size: ShardSizeOption = "5GB"
@@ -113,6 +106,4 @@ class Merged(OptionGroup):
 
 @dataclass(frozen=True)
 class Threads(OptionGroup):
-    """Number of copying threads."""
-
     workers: WorkersOption = 0

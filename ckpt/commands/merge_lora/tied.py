@@ -19,7 +19,7 @@ Parts = Mapping[str, Factor]
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` under transformers' names, with aliases that its files don't store."""
+    """Use transformers' names, with aliases that the files don't store."""
     named = to_namespace(checkpoint, TRANSFORMERS)
     if named.config is None or not named.ties:
         return named
@@ -48,10 +48,7 @@ def are_rows(changes: Mapping[str, Parts]) -> bool:
 
 
 def notes(divided: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[str]:
-    """Yield notes on merges that a tied weight makes differ from PEFT's, or from training.
-
-    See `effect.Noted` for `divided` and `shared`.
-    """
+    """Note merges that a tied weight makes differ from PEFT's, or from training (see `effect.Noted`)."""
     for path, modules in divided.items():
         changed = _in_words(modules)
         if as_peft:

@@ -1,7 +1,4 @@
-"""Files in an adapter's folder with unmerged trained weights, such as TRL's value head.
-
-A merge without them is not the trained model.
-"""
+"""Unmerged trained weights in an adapter's folder, such as TRL's value head: the trained model needs them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
 from ckpt.runs.unread_files import STATE, UnreadFile, list_unread
 from ckpt.state.naming import to_namespace
 
-#: Tensor prefix of value heads next to a model (TRL, LLaMA-Factory).
+#: Next to a model (TRL, LLaMA-Factory).
 _VALUE_HEAD = "v_head."
 #: torchtune's own copy of the adapter (training/checkpointing).
 _OWN_COPY = "adapter_model.pt"
@@ -28,7 +25,7 @@ _SHOWN = 3
 
 
 def unread(checkpoint: Checkpoint) -> Iterator[UnreadFile]:
-    """Yield an adapter's unread files, without optimizers."""
+    """Yield unread files, without optimizers."""
     folder = Path(checkpoint.path)
     folder = folder if folder.is_dir() else folder.parent
     for one in list_unread(checkpoint):
@@ -58,7 +55,6 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
 
 
 def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
-    """Raise LossError if the file's trained weights are neither in the adapter nor in `ignored`."""
     if path.name in (*ignored, _OWN_COPY) or not path.is_file():
         return
     try:
@@ -83,7 +79,7 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
 
 
 def _is_whole_model(names: Collection[str], base: Checkpoint) -> bool:
-    """Return True if `names` has most base tensors: a model was saved into the same folder."""
+    """Return True if a model was saved into the same folder."""
     plain = {name.removeprefix(PREFIX) for name in names}
     for namespace in (HUB, TRANSFORMERS):
         known = to_namespace(base, namespace).shapes.keys()

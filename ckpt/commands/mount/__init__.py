@@ -1,1 +1,0 @@
-"""`ckpt mount`: view of a checkpoint as a folder in another format."""

@@ -1,1 +1,0 @@
-"""`ckpt plot`: loss curves of runs in one picture."""

@@ -1,7 +1,7 @@
 """Loss curves of runs as an SVG, and the largest distance between them.
 
 A run is a folder of `python -m train` (with metrics.jsonl) or of an HF Trainer script (with trainer_state.json in its
-newest checkpoint). A resumed run is one curve, with a mark at each start. Repeated steps are drawn twice.
+newest checkpoint). Each start of a run has a mark. Repeated steps are drawn twice.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Axes:
         return cls(min(steps), max(steps), min(losses) - room, max(losses) + room)
 
     def at(self, step: float, loss: float) -> str:
-        """Return a position in the picture. NaN and infinite losses go to the bottom."""
+        """Put NaN and infinite losses at the bottom."""
         x = LEFT + (step - self.first) / max(1, self.last - self.first) * (WIDTH - LEFT - RIGHT)
         height = (loss - self.low) / (self.high - self.low) if math.isfinite(loss) else 0.0
         return f"{x:.2f} {TOP + (1 - height) * (HEIGHT - TOP - BOTTOM):.2f}"
@@ -104,7 +104,7 @@ class Axes:
 
 
 def draw(runs: dict[str, list[Start]]) -> str:
-    """Return the picture. The first run is thick, to stay visible below equal ones."""
+    """Draw the first run thick, to stay visible below equal ones."""
     axes, height = Axes.of([start for starts in runs.values() for start in starts]), HEIGHT + 22 * len(runs)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">',
@@ -127,7 +127,7 @@ def draw(runs: dict[str, list[Start]]) -> str:
 
 
 def _curve(start: Start, axes: Axes) -> str:
-    """Return lines between the losses, with gaps at NaN and infinities."""
+    """Leave gaps at NaN and infinities."""
     text, is_on = "", False
     for step, loss in start.losses.items():
         if math.isfinite(loss):
@@ -151,7 +151,7 @@ def _described(name: str, starts: Sequence[Start]) -> str:
 
 
 def ticks(low: float, high: float) -> Iterator[float]:
-    """Yield about six round numbers between `low` and `high`."""
+    """Yield about six round numbers."""
     step = 10 ** math.floor(math.log10((high - low) / 6 or 1))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 7)
     number = math.ceil(low / step)

@@ -1,1 +1,0 @@
-"""`ckpt preflight`: comparison of a job's nodes before training."""

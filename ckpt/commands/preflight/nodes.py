@@ -1,11 +1,10 @@
 """Comparison of a job's nodes within a minute: `srun ckpt preflight RUN_FOLDER`.
 
     n2: deepspeed 0.18.1, and 0.19.8 on n1
-    n2: no space in /shared/outputs: No space left on device
     n3: not heard of within 40 s; its task did not start, or it cannot reach n1 at port 24017
 
-One task runs on each node. All nodes send their facts to the first node, at the port for training. It tests the way
-back, and reports each difference. No framework is imported: imports are slow, and may fail on one node.
+All nodes send their facts to the first node, at the port for training. It tests the way back, and reports each
+difference. No framework is imported: imports are slow, and may fail on one node.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _PIECE = 1 << 20
 class Job:
     """Nodes of a job, and the places to check on each.
 
-    `number` is this node's index in `names`. All nodes meet at the first node's `port`. By default, `names` come from
-    Slurm's step.
+    `number` is this node's index in `names`. By default, `names` come from Slurm's step.
     """
 
     folder: Path
@@ -52,7 +50,7 @@ class Job:
 
 
 def preflight(job: Job) -> tuple[int, list[str]] | None:
-    """On the first node, return the number of nodes and the problems. On others, return None.
+    """Return the number of nodes and the problems, or None on all but the first node.
 
     Raise NotFoundError if a node can't reach the first one.
     """
@@ -75,7 +73,7 @@ def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """Return a digest: names, sizes, and each file's first and last MiB."""
+    """Digest names, sizes, and each file's first and last MiB."""
     total = hashlib.sha256()
     files = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
     for file in files:
@@ -94,7 +92,7 @@ def digest(path: Path) -> str:
 def gather(
     names: Sequence[str], port: int, facts: dict[str, Any], deadline: float, patience: float
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Collect other nodes' facts on the first node. Return connection problems and all facts."""
+    """Return connection problems and all facts."""
     problems: list[str] = []
     heard = {names[0]: facts}
     waiting: list[socket.socket] = []
@@ -123,7 +121,7 @@ def gather(
 
 
 def compare(heard: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each difference from most other nodes, or from the first node without a majority."""
+    """Return differences from most other nodes, or from the first node without a majority."""
     lines = [f"{node}: {problem}" for node, facts in heard.items() for problem in facts["problems"]]
     first = next(iter(heard))
     for matter in heard[first]["same"]:
@@ -139,7 +137,7 @@ def compare(heard: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: float) -> None:
-    """Send this node's facts to the first node, and wait until it has tested the way back."""
+    """Send this node's facts, and wait until the first node has tested the way back."""
     error: Exception = TimeoutError()
     with socket.create_server(("", 0)) as listener:
         message = {"node": node, "port": listener.getsockname()[1], "facts": facts}
@@ -175,7 +173,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _no_space(place: Path, need_gb: float) -> str:
-    """Return the problem with writing `need_gb`, or "". Write a MiB to detect quotas."""
+    """Return the problem, or "". Write a MiB to detect quotas."""
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".preflight-") as file:
             file.write(random.randbytes(_PIECE))

@@ -1,1 +1,0 @@
-"""`ckpt push`: upload of a folder to the Hugging Face Hub, with verified checksums."""

@@ -12,14 +12,12 @@ from ckpt.base.text import HUB_ID
 from ckpt.compare.digest import ALGORITHM
 
 CARD = "README.md"
-#: In all our cards, and unlikely in others.
 _OURS = f"What it holds, as `ckpt hash` prints it for this model in any format ({ALGORITHM}):"
 
 
 def model_card(
     title: str, facts: Mapping[str, str], digests: Mapping[str, str], command: Sequence[str], base: str | None = None
 ) -> str:
-    """Return a model card with the source, the command, and digests to compare with `ckpt hash`."""
     head = {"library_name": "transformers", "tags": ["ckpt"]}
     if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
         head |= {"base_model": base}
@@ -33,7 +31,7 @@ def model_card(
 
 
 def _inline(text: str) -> str:
-    """Return `text` on one line, with HTML escaped for Markdown."""
+    """Escape HTML for Markdown."""
     return printable(text).replace("\n", " ").replace("<", "&lt;")
 
 

@@ -41,7 +41,6 @@ def push(
 
 
 def push_target(at: HubTarget, names: Names, folders: list[Path], suffix: str = "") -> Push:
-    """Return the given repository, or the run's recorded one plus `suffix`."""
     from ckpt.commands.push.push import Push
     from ckpt.commands.push.recorded_repo import recorded_repo
 
@@ -50,8 +49,6 @@ def push_target(at: HubTarget, names: Names, folders: list[Path], suffix: str = 
 
 
 def telling(quiet: bool) -> dict[str, Any]:
-    """Return keywords for a push's progress: lines on stderr, and the library's bars on a terminal."""
-
     def say(text: str) -> None:
         if not quiet:
             print(printable(text), file=sys.stderr)

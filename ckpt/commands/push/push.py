@@ -1,7 +1,7 @@
 """Upload of a folder to the Hugging Face Hub, with a check of the uploaded files.
 
 huggingface_hub skips files that the Hub already has, so an interrupted push can be repeated. After the upload, the
-Hub's checksum of every file is compared with the local file: sha256 for large files, git's blob sha1 for others.
+Hub's checksums are compared with the local files: sha256 for large files, git's blob sha1 for others.
 
 `HF_ENDPOINT` and `HF_TOKEN` work as in that library.
 """
@@ -34,7 +34,6 @@ from ckpt.plan.checkpoint import SourceFile
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: Weight sets for loaders, with their file names.
 _SETS = {
     "model.safetensors": r"model\.safetensors",
     "safetensors shards": r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json",
@@ -43,7 +42,7 @@ _SETS = {
     "adapter_model.safetensors": r"adapter_model\.safetensors",
     "adapter_model.bin": r"adapter_model\.bin",
 }
-#: By loader, preferred ones first.
+#: Preferred ones first.
 _ORDERS = {
     # modeling_utils.py, `_get_resolved_checkpoint_files`
     "transformers": ("model.safetensors", "safetensors shards", "pytorch_model.bin", "bin shards"),
@@ -55,14 +54,14 @@ _ORDERS = {
     "vLLM": ("safetensors shards", "model.safetensors", "bin shards", "pytorch_model.bin"),
 }
 
-#: Hidden files to push (DCP's, a repository's). Others may hold secrets.
+#: Others may hold secrets.
 _HIDDEN = {".metadata", ".gitattributes"}
 
 _MAIN = "main"
 _CHUNK = 1 << 20
 _SILENCE = 600.0  # seconds
 _MAX_NAMES = 5  # per message
-_MAX_TITLE = 200  # characters in a pull request's title on the Hub
+_MAX_TITLE = 200  # for a pull request
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class Push:
             )
 
     def again(self, folder: Path) -> str:
-        """Return a hint with the command for pushing `folder` again."""
         options = {"--repo-id": self.repo_id, "--revision": self.revision, "--commit-message": self.message}
         words = ["ckpt", "push", str(folder)]
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
@@ -128,10 +126,9 @@ def push(
     say: Callable[[str], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Upload the files in `folder`, or at the URL it stands for, and verify them on the Hub bit for bit.
+    """Upload the files in `folder`, and verify them on the Hub bit for bit.
 
-    Hidden files are skipped with a note. `card` becomes README.md if neither side has one. The repository's model card
-    stays if ckpt did not write it.
+    `card` becomes README.md if neither side has one. The repository's model card stays if ckpt did not write it.
 
     Raise StorageError if the Hub can't be reached or refuses, UsageError if a loader would prefer other weights in the
     repository, or if it mixes a model and an adapter, UnsafeError if a symlink leads out, CorruptError if the folder
@@ -190,7 +187,7 @@ def push(
 
 
 def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
-    """Send `files`. Files in a store are streamed without local copies."""
+    """Stream files in a store, without local copies."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
     if not is_standin(str(folder)):
         left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
@@ -246,7 +243,7 @@ def _check_remote_weights(files: Set[str], remote: Set[str], to: Push) -> list[s
 
 
 def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
-    """Return weight files by folder, adapter or model, and set."""
+    """Group weight files by folder, adapter or model, and set."""
     found: dict[tuple[str, bool, str], list[str]] = {}
     for file in sorted(files):
         folder, _, base = file.rpartition("/")
@@ -273,10 +270,10 @@ def _delete_command(files: Iterable[str], to: Push) -> str:
 
 
 def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
-    """Raise UsageError if a push would put a model next to an adapter, or an adapter next to a model.
+    """Raise UsageError for a model next to an adapter.
 
-    With PEFT installed, transformers loads the adapter on its base instead of the model
-    (transformers/integrations/peft.py, `maybe_load_adapters`).
+    With PEFT installed, transformers loads the adapter on its base (transformers/integrations/peft.py,
+    `maybe_load_adapters`).
     """
     with_model, with_adapter = bool(_models(files)), ADAPTER_CONFIG in files
     if with_model and not with_adapter and ADAPTER_CONFIG in remote:
@@ -315,10 +312,7 @@ def files_to_push(folder: Path) -> list[str]:
 
 
 def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
-    """Return files to push by name, and hidden files and folders. Note skipped files.
-
-    Raise UnsafeError if a symlink leads out.
-    """
+    """Return files to push by name, and hidden files and folders. Raise UnsafeError if a symlink leads out."""
     if not folder.is_dir():
         raise NotFoundError("folder not found", path=folder, hint="give the folder written by convert")
     files: dict[str, Path] = {}
@@ -342,7 +336,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return the sorted names below `folder`, except inside hidden folders. Raise StorageError if one can't be read."""
+    """Skip the insides of hidden folders. Raise StorageError for an unreadable folder."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -370,8 +364,6 @@ def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HubFile:
-    """A file's size and checksum on the Hub. `kind` is sha256 or git."""
-
     size: int
     kind: str
     checksum: str
@@ -387,7 +379,6 @@ def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, _HubFile
 
 
 def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mapping[str, _HubFile], to: Push) -> None:
-    """Raise CorruptError for the first differing file, by name."""
     found: dict[str, str] = {}
 
     def checksum(names: Iterator[str]) -> None:

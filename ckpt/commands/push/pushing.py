@@ -70,7 +70,7 @@ def push_model(
     note: Callable[[Sequence[str]], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Push a folder after checking its tensor names. Add a card that names `command` if there is none."""
+    """Check tensor names first. Add a card that names `command` if there is none."""
     if not to.own_names:
         api.prove_names(folder)
     if not to.whole_run and folder.is_dir():

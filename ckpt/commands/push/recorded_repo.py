@@ -20,10 +20,7 @@ _IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
 
 
 def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
-    """Return the `hub_model_id` of the run around `folders`, plus `suffix`.
-
-    Search its training arguments and model card, or raise UsageError.
-    """
+    """Return the run's `hub_model_id`, from training arguments or model card, or raise UsageError."""
     places: list[Path] = []
     for folder in folders:
         places += [*enclosing_folders(folder.resolve()), *(step.path for step in run_at(folder).steps)]

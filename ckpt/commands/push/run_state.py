@@ -19,7 +19,7 @@ _MAX_SHOWN = 8
 
 
 def check_no_run(folder: Path, names: Collection[str]) -> None:
-    """Raise LossError if any file in `names` belongs to a training run instead of a model."""
+    """Raise LossError if any file belongs to a training run."""
     found = list(dict.fromkeys(_run_files(folder, names)))
     if not found:
         return
@@ -53,7 +53,6 @@ def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
 
 
 def _model_format(folder: Path) -> str:
-    """Return the format for a run's model: an adapter stays an adapter."""
     with suppress(CkptError):
         return "peft" if api.open(folder).is_adapter else "hf"
     return "hf"

@@ -1,4 +1,4 @@
-"""Processes and engine in the running training script, from launchers and libraries."""
+"""Processes and engine in the running training script."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _deepspeed_config(environment: Mapping[str, str]) -> Any:
-    """Return the DeepSpeed config of Trainer, an Accelerator or Accelerate's launcher, or None."""
+    """Ask Trainer, an Accelerator, then Accelerate's launcher."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
     config = trainers.deepspeed_config() if trainers is not None else None
     plugins = _live_accelerator().get("deepspeed_plugins")
@@ -63,7 +63,7 @@ def _deepspeed_config(environment: Mapping[str, str]) -> Any:
 
 
 def _launched_zero(environment: Mapping[str, str]) -> str | None:
-    """Return DeepSpeed's format in Accelerate's launcher (accelerate/utils/launch.py, 1.15)."""
+    """Read Accelerate's launcher (accelerate/utils/launch.py, 1.15)."""
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     return f"zero{stage}" if stage in ("0", "1", "2", "3") and _uses_deepspeed(environment) else None
 
@@ -97,14 +97,14 @@ def _is_true(value: str | None) -> bool:
 
 
 def _zero(config: Any) -> str | None:
-    """Return DeepSpeed's format, or None if the stage is "auto"."""
+    """Return None if the stage is "auto"."""
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return f"zero{stage}" if stage in (0, 1, 2, 3) else None
 
 
 def _precision(config: Any) -> str | None:
-    """Return DeepSpeed's model dtype, or None if it is still "auto"."""
+    """Return None if it is still "auto"."""
     sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
     enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if "auto" in enabled.values():

@@ -15,7 +15,6 @@ from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.runs.output_place import run_root
 
-#: Its source files and its step.
 RECORD = "ckpt-resume.json"
 
 
@@ -29,7 +28,7 @@ class StepCopy:
 
 
 def copies_folder(path: Path) -> Path:
-    """Return the folder for copies of the run around `path`. It is hidden from searches for runs and steps."""
+    """Return the folder for copies of the run. It is hidden from searches for runs and steps."""
     run = run_root(Path(os.path.abspath(path)))
     if not run.name:
         raise UsageError("copies can't be kept next to the root folder", path=path, hint="give a folder in it")
@@ -37,7 +36,7 @@ def copies_folder(path: Path) -> Path:
 
 
 def copies_in(kept: Path) -> Iterator[StepCopy]:
-    """Yield the copies in `kept`. Skip damaged records."""
+    """Skip damaged records."""
     for record in sorted(kept.glob(f"*/{RECORD}")):
         with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
             content = read_json(record)
@@ -54,7 +53,7 @@ def unfinished_in(kept: Path) -> Iterator[StepCopy]:
 
 
 def remove_staging(destination: Path) -> None:
-    """Remove the staging folder. Raise StorageError if a living process is writing to it."""
+    """Raise StorageError if a living process is writing to it."""
     with Staging(destination, overwrite=True, total_bytes=0) as staging:
         staging.clear()
 
@@ -62,5 +61,5 @@ def remove_staging(destination: Path) -> None:
 def _is_unchanged(file: SourceFile) -> bool:
     try:
         return SourceFile.stat(file.path) == file
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have this name
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # no file can have this name
         return False

@@ -62,7 +62,7 @@ from ckpt.runs.trainer_files import run_files
 T = TypeVar("T")
 
 _MODEL_ONLY = "--model-only continues from the model, with a new optimizer"
-#: Largest copy in bytes to check in full before it is used again. In larger ones, tensor data is not read.
+#: Check larger copies without their tensor data.
 _AFFORDABLE = 4_000_000_000
 
 
@@ -247,7 +247,7 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
 
 
 def _check_same_files(path: Path, group: Alone) -> None:
-    """Raise the same StorageError everywhere if some processes lack files below `path`."""
+    """Raise the same StorageError everywhere if some processes lack files."""
     below = frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
     seen = group.gather((socket.gethostname(), below))
     every = frozenset[str]().union(*(names for _, names in seen))
@@ -288,10 +288,7 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
 
 
 class _Way(NamedTuple):
-    """The folder to resume from, and the reason. If `layout` is set, it must first be converted to `format`.
-
-    `files` lists the files to load, if known.
-    """
+    """The folder to resume from, and the reason. If `layout` is set, it must first be converted to `format`."""
 
     place: str
     why: str
@@ -392,7 +389,7 @@ def _way(
 
 
 def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None:
-    """Raise LossError if several models need a conversion: all but one would be lost."""
+    """Raise LossError: a conversion would lose all models but one."""
     save = save_around(place)
     models = list(models_of(save).values())
     others = "".join(f", then {one}" for one in models[1:])
@@ -406,7 +403,7 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
 
 
 def _models_in(path: Path, opened: Collection[str]) -> list[str]:
-    """Return the formats of models without an optimizer, unless all their files are `opened`."""
+    """Return formats of models without an optimizer, unless all their files are `opened`."""
     bare = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
     return [one.name for one in bare if one.find(path, None) == path and not _is_opened(one, path, opened)]
 
@@ -419,7 +416,6 @@ def _is_opened(one: Format, path: Path, opened: Collection[str]) -> bool:
 
 
 def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
-    """Raise CorruptError if a copy was not converted from `checkpoint`, or differs from its manifest."""
     from ckpt.compare import manifest
 
     for name in (RECORD, manifest.MANIFEST):
@@ -489,7 +485,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
-    """Return the folder to give to the engine or Trainer, or None if its record names another step."""
+    """Return the folder for the engine or Trainer, or None if its record names another step."""
     place, from_run = Path(checkpoint.path), registry.get(checkpoint.format).loads_from == "run"
     if (save := save_around(place)) != place:
         return save
@@ -511,7 +507,6 @@ def _is_step(name: str, recorded: str) -> bool:
 
 
 def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | None:
-    """Return the reason for a conversion, or None."""
     if checkpoint.format != target.name:
         return f"it is {checkpoint.format}, and {target.name} is loaded"
     size = layout.world_size
@@ -532,7 +527,6 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
 
 
 def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
-    """Return a name derived from source, the state of its files, and target."""
     from xxhash import xxh3_64
 
     requested = (layout.dtype, layout.world_size, sorted(layout.options.items()))
@@ -543,7 +537,7 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
 
 
 def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
-    """Return facts about all files with training state, independent of the current folder."""
+    """Return facts independent of the current folder."""
     beside = [confined(path.parent, path.name) for path in run_files(checkpoint)]
     files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in beside))
     return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]

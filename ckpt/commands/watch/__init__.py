@@ -1,1 +1,0 @@
-"""`ckpt watch`: search for a rank that died or stalled."""

@@ -26,8 +26,7 @@ from ckpt.base.errors import NotFoundError
 from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
-#: In names of functions that wait for other ranks, or for a GPU with its own collectives. Backward passes count too:
-#: DDP's C++ waits in them.
+#: In names of functions that wait for other ranks or a GPU. DDP's C++ waits in backward passes.
 _WAITING = frozenset(
     ["reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv", "wait", "backward", "synchronize", "item"]
 )
@@ -36,8 +35,6 @@ _INNERMOST = 2  # frames to check
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with a rank: its kind, place, duration in seconds, and stack."""
-
     kind: str
     rank: int
     host: str
@@ -98,7 +95,6 @@ class Watcher:
         return bool(self.ranks) and all(seen.facts["phase"] == DONE for seen in self.ranks.values())
 
     def findings(self) -> list[Finding]:
-        """Return the guilty ranks by the surest sign: ended, silent, or stuck."""
         now = self.clock()
         running = [seen for seen in self.ranks.values() if seen.facts["phase"] != DONE]
         failed = [seen for seen in running if seen.facts["phase"].startswith(FAILED)]
@@ -124,7 +120,7 @@ class Watcher:
         return [(seen, dump) for seen, dump in with_dumps if not is_waiting(dump)] or behind
 
     def _dumps(self, ranks: list[RankFacts], patience: float) -> dict[int, str]:
-        """Return the main threads' stacks that ranks write within `patience` seconds.
+        """Return the main threads' stacks.
 
         Ranks on this machine get a signal, other ranks see the request file.
         """
