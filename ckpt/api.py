@@ -92,10 +92,9 @@ if TYPE_CHECKING:
     from ckpt.processes.group import Alone
     from ckpt.views.files import Views
 
-#: A path, a URL, or a result from `ckpt.open`.
 Source = str | PathLike[str] | Checkpoint
 
-#: Value of a read option, resolved by `check_types`.
+#: Resolved by `check_types`.
 ReadOption = Annotated[OptionValue, registry.options_for_reading]
 
 _RANKS = Option("world_size", int, None, "Number of ranks to write", min=1, max=MAX_SIZE)
@@ -126,8 +125,8 @@ def open(
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are used.
         accept_settings: Recorded settings to ignore, even if the target can't hold them.
-        **options: The format's read options. `adapter_slot="1:8:16"` selects an adapter of a MultiLoRA run by slot,
-            rank and alpha.
+        **options: The format's read options. `adapter_slot="1:8:16"` selects a MultiLoRA adapter by slot, rank and
+            alpha.
     """
     place = None if config is None else fspath(config)
     requested: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "options": options}
@@ -150,7 +149,6 @@ def _warn_if_opened(*sources: tuple[Source, Checkpoint]) -> None:
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
-    """Raise UsageError if `destination` overlaps the user's path or `checkpoint`'s files."""
     for place in (checkpoint.path, *checkpoint.given.places, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
     for folder in checkpoint.folders:  # config folders too; output may lie inside them, but not replace them
@@ -184,9 +182,8 @@ def _check_replaceable(destination: Path) -> None:
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
     """Return `checkpoint` with plain weights instead of quantized ones.
 
-    The values have the same bits as in transformers and bitsandbytes, in `dtype` (None: the model config's), computed
-    on writing. Raise UsageError for an unknown quantization method, CorruptError if a weight lacks a part or
-    contradicts itself.
+    The values have the same bits as in transformers and bitsandbytes, in `dtype` (None: the model config's). Raise
+    UsageError for an unknown quantization method, CorruptError if a weight lacks a part or contradicts itself.
     """
     return services.dequantizing.dequantized(checkpoint, dtype)
 
@@ -277,10 +274,10 @@ class Conversion(Returned):
         group: Alone | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> int:
-        """Write the target to `destination`, which must not overlap the source (see `ckpt.move.run.execute`).
+        """Write the target to `destination`, which must not overlap the source.
 
         It continues an interrupted run, and returns the number of bytes already written. In a `group`, all processes
-        call it, and each writes its share.
+        call it.
 
         Args:
             destination: The folder or URL to write to.
@@ -342,7 +339,7 @@ class Conversion(Returned):
     def write(
         self, output: str | PathLike[str], *, manifest: bool = True, verify: bool = False, **options: Any
     ) -> Converted:
-        """Run with the same options as `run`, and return the result."""
+        """Run with the same options as `run`."""
         start = monotonic()
         num_done = self.run(output, manifest=manifest, verify=verify, **options)
         return Converted(fspath(output), self, manifest, verify, monotonic() - start, num_done)
@@ -455,7 +452,7 @@ def plan(
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
-    registry.check_layout(target, layout)  # before reading the source, as this may take long
+    registry.check_layout(target, layout)  # reading the source may take long
     if requested.like is not None and not (layout.quantize and target.carries_quantized):
         raise UsageError("--like needs --quantize METHOD, and a format with quantized weights", found=f"format {to}")
     checkpoint = opened(source, format, **reading)
@@ -472,7 +469,7 @@ def plan(
     if requested.optimizer_dtype == "fp32":
         _check_holds_optimizer(target, "--optimizer-dtype")
         checkpoint = checkpoint.with_plain_states()
-    # The reader's notes are known already. Writers see no notes, so the renaming's notes are new.
+    # Writers see no notes, so the renaming's notes are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
     named = replace(checkpoint, notes=())
@@ -520,7 +517,7 @@ def _quantized_model(source: Source, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkpoint:
-    """Return `checkpoint` completed from a model at `source`. Raise UsageError if the two do not match."""
+    """Raise UsageError if the model at `source` does not match."""
     from ckpt.state.base_completion import completed
 
     if target.carries_optimizer or target.name == "peft":
@@ -629,7 +626,6 @@ def _is_at_gradients_point(group: ParamGroup) -> bool:
 
 
 def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layout) -> None:
-    """Raise LossError if optimizer states are quantized, and the target can't hold them as they are."""
     to, has_place = target.name, target.carries_blocks
     is_renamed = _namespace(target, layout) not in (None, checkpoint.namespace) and checkpoint.namespace != OWN
     methods = checkpoint.quantized.methods
@@ -646,7 +642,7 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
 
 
 def _namespace(target: Format, layout: Layout) -> str | None:
-    """Return the namespace to write. Raise UsageError if the format does not support the requested one."""
+    """Return the namespace to write, or raise UsageError."""
     names = layout.options.get("names")
     if target.namespace == TRANSFORMERS and names == TORCHTITAN:
         return TORCHTITAN
@@ -831,7 +827,7 @@ def verify(
 
 
 def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **options: Any) -> QuantizedReport:
-    """Return rounding errors. Raise UsageError unless one side is quantized and the other is not."""
+    """Raise UsageError unless one side is quantized and the other is not."""
     from ckpt.compare.quantized import verify_quantized
 
     sides = [a, b]
@@ -859,7 +855,6 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
 
 
 def _without_masters(checkpoint: Checkpoint) -> tuple[Checkpoint, int]:
-    """Return `checkpoint` without the masters of its weights, and their number."""
     tensors = checkpoint.tensors
     kept = {(fqn, role): t for (fqn, role), t in tensors.items() if role != MASTER or (fqn, WEIGHT) not in tensors}
     return replace(checkpoint, tensors=kept), len(tensors) - len(kept)
@@ -945,14 +940,13 @@ def _differing(group: OptionGroup) -> dict[str, Any]:
 
 
 def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
-    """Compare everything besides tensors in two checkpoints."""
     from ckpt.compare.training import compare_runs
 
     return compare_runs(a, b)
 
 
 def prove_names(path: Path) -> None:
-    """Prove that a model folder has exactly its architecture's names and shapes, or that PEFT loads an adapter's names.
+    """Prove that a model folder has its architecture's names and shapes, or that PEFT loads an adapter's names.
 
     Other folders pass, and so do configs without an architecture. Raise LossError for any difference, UsageError for an
     unknown architecture.
@@ -980,7 +974,7 @@ def prove_names(path: Path) -> None:
 def check_loads(path: Path) -> Loading:
     """Let transformers load a folder, and compare its names with its architecture's.
 
-    Loading alone proves little: transformers accepts names that other tools do not.
+    Loading proves little: transformers accepts names that other tools do not.
     """
     from ckpt.compare.transformers_loads import check_loads as check
 
@@ -1004,7 +998,7 @@ def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Return both checkpoints. Next to a PEFT folder, a run becomes the adapter that PEFT would save."""
+    """Let a run next to a PEFT folder become the adapter that PEFT would save."""
     from ckpt.adapters.names import is_adapter, under_saved_names
 
     sides, notes = [a, b], []
@@ -1032,7 +1026,7 @@ def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Return both checkpoints under the same names: the Hub's, unless both share another namespace."""
+    """Use the Hub's names, unless both share another namespace."""
     a, b = without_wrappers(a), without_wrappers(b)
     spaces = {a.namespace, b.namespace}
     if spaces <= OF_THE_MODEL - {HUB}:

@@ -3,10 +3,8 @@
     python -m train --ranks 4 --strategy zero3 --model llama --steps 4 --output outputs
 
 trains a tiny model with the real framework and saves it through the framework's own call. With `--truth` it also
-gathers every tensor of the live engine through the engine's API into a safetensors file beside the checkpoint. A
-correct converter reproduces this file bit for bit, so nothing here imports converter code.
-
-simple.py is a separate trainer for users to read and copy.
+gathers every tensor through the engine's API into a safetensors file. A correct converter reproduces this file bit for
+bit, so nothing here imports converter code.
 
 `run(Config(...))` trains from Python. It may be called many times in one process group.
 """

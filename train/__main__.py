@@ -44,7 +44,7 @@ def main() -> int:
         starts_ranks = ranks.are_to_be_started(options.ranks)
         jobs = config.read_jobs(Path(options.jobs)) if options.jobs else [config.parse_options(options)]
     except config.UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own LOCAL_RANK 0
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each node has a LOCAL_RANK 0
             config.print_error(str(error))
         return 2
     return ranks.start(options.ranks) if starts_ranks else _run(jobs, options.device, is_file=bool(options.jobs))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron", "megatron-deepspeed")
-_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  #: models that tp-fsdp can shard
+_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  #: that tp-fsdp can shard
 ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next")
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -27,7 +27,7 @@ PRECISIONS = ("mixed", "pure")
 
 #: In --scheduler deepspeed.
 WARMUP = 3
-#: Values that a strategy accepts for an option, unless it accepts all.
+#: Unless the strategy accepts all.
 _OWN_MODEL: dict[str, tuple[Any, ...]] = {
     "model": tuple(model for model in MODELS if model != "toy"),
     "lora": (0,),
@@ -84,7 +84,7 @@ def _option(default: Any, help: str, **argparse_options: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One training run. Every field is a command line option with the same name."""
+    """One training run. Every field is a command line option."""
 
     strategy: str = _option("zero1", "sharding strategy", choices=STRATEGIES)
     model: str = _option(
@@ -255,13 +255,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(options: argparse.Namespace) -> Config:
-    """Return the Config, without options that are not its fields."""
     names = {field.name for field in dataclasses.fields(Config)}
     return Config(**{name: value for name, value in vars(options).items() if name in names})
 
 
 def read_jobs(path: Path) -> list[Config]:
-    """Read Configs from a JSON-lines file. A line is a list with command line words or an object with options."""
+    """Read JSON lines: lists with command line words or objects with options."""
     jobs = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
@@ -280,7 +279,7 @@ def read_jobs(path: Path) -> list[Config]:
 
 
 def read_ds_config(path: str | None) -> dict[str, Any]:
-    """Read the user's JSON object to merge over the generated DeepSpeed config."""
+    """Read the user's changes to the generated DeepSpeed config."""
     if path is None:
         return {}
     try:

@@ -30,11 +30,10 @@ class Engine:
         return dist.get_rank(), dist.get_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """Take one optimizer step on this rank's micro batches and return their mean loss."""
+        """Take one optimizer step and return the mean loss."""
         raise NotImplementedError
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the live model's logits in eval mode."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> str:
@@ -42,7 +41,6 @@ class Engine:
         raise NotImplementedError
 
     def load(self, folder: Path, tag: str) -> None:
-        """Resume from a checkpoint saved with this strategy."""
         raise NotImplementedError
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -12,7 +12,6 @@ from train.config import ZERO, Config, UserError, read_ds_config
 
 
 def write_run_files(folder: Path, model: Any, config: Config) -> None:
-    """Write the files that make a Hub model loadable."""
     if config.model == "toy":
         return
     model.config.save_pretrained(folder)
@@ -29,7 +28,7 @@ def save_random_states(config: Config, folder: Path, tag: str) -> None:
 
 
 def load_random_states(config: Config, folder: Path, tag: str) -> None:
-    """Restore the saved random states. Print a note if they are missing, for example after a conversion."""
+    """Print a note if the states are missing, for example after a conversion."""
     if config.saving != "zero" or any(map(randomness.load, (folder / "random_states" / tag, folder))):
         return
     if dist.get_rank() == 0:
@@ -37,7 +36,7 @@ def load_random_states(config: Config, folder: Path, tag: str) -> None:
 
 
 def existing_checkpoints(output: Path) -> list[str]:
-    """Return names of checkpoints left by an earlier run, the newest last. A new run would mix with them."""
+    """Return the newest last. A new run would mix with them."""
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     steps = [name for name in names if re.fullmatch(r"(checkpoint-|step-|global_step|iter_)\d+", name)]
     files = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
@@ -47,7 +46,7 @@ def existing_checkpoints(output: Path) -> list[str]:
 def find_checkpoint(config: Config) -> tuple[Path, str]:
     """Resolve --resume to a folder and a tag. `ckpt resume` checks that the checkpoint fits the run.
 
-    --resume is a run folder (use its newest checkpoint), a Trainer checkpoint or the folder of one tag.
+    --resume is a run folder, a Trainer checkpoint or the folder of one tag.
     """
     assert config.resume is not None
     folder = Path(config.resume)

@@ -1,4 +1,4 @@
-"""Process group (from a launcher, or a single process), and each process's device.
+"""Process group, and each process's device.
 
 Each process takes a GPU, with NCCL, if there are enough; else all use the CPU, with gloo. DS_ACCELERATOR records the
 choice. A process on the CPU hides GPUs from every library.
@@ -20,9 +20,8 @@ from train.config import UserError, print_error
 
 #: CheckpointException is not an Exception.
 ERRORS = (Exception, CheckpointException)
-#: Seconds to wait for the other ranks' error reports.
+#: For the other ranks' error reports.
 _PATIENCE = 3.0
-#: For a framework's message in an error.
 _LONGEST = 500
 
 
@@ -56,7 +55,6 @@ def _takes_gpu(device: str, num_processes: int) -> bool:
 
 
 def stop() -> None:
-    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -66,12 +64,11 @@ def on_gpu() -> bool:
 
 
 def device() -> torch.device:
-    """Return this process's device."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Gather `mine` from all ranks, in rank order, on every rank."""
+    """Gather in rank order, on every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -79,7 +76,6 @@ def gather_objects(mine: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def as_user_error(said: str, hint: str = "") -> Iterator[None]:
-    """Turn a framework's exception into a one-line error with a hint."""
     try:
         yield
     except UserError:
@@ -97,10 +93,9 @@ def tell(error: BaseException) -> None:
     """Print an error once, with its rank unless all ranks met it.
 
     The first rank to report prints. The others, which may only have lost the connection, wait until it has printed.
-    Unexpected errors are printed with a traceback.
     """
     if not dist.is_initialized():
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own LOCAL_RANK 0
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each node has a LOCAL_RANK 0
             print_error(_text(error))
         return
     rank, ranks, text = dist.get_rank(), dist.get_world_size(), _text(error)
@@ -130,5 +125,4 @@ def _wait(condition: Callable[[], bool]) -> bool:
 
 
 def is_first() -> bool:
-    """Return True on the rank that prints and writes."""
     return int(os.environ.get("RANK", "0")) == 0

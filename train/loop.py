@@ -22,7 +22,7 @@ ENGINES |= {"megatron-deepspeed": ("train.engines.pipeline", "PipelineRun")}
 
 
 def run(config: Config) -> list[Path]:
-    """Train, save and return the new checkpoints' folders. Needs a process group."""
+    """Return the new checkpoints' folders. Needs a process group."""
     readers = dist.get_world_size()
     if config.strategy in ("megatron", "megatron-deepspeed"):  # ranks sharing a model replica read the same data
         readers = max(1, readers // (config.tp * config.pp))

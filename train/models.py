@@ -1,7 +1,7 @@
 """Tiny models with awkward shapes.
 
-Few parameter sizes divide by 2, 3 or 4, so every kind of sharding has to pad, even inside layers. All weights are
-random, even if a framework sets them to zero or one, so a misplaced slice is always noticed.
+Few sizes divide by 2, 3 or 4, so every kind of sharding has to pad. All weights are random, even if a framework sets
+them to zero or one, so a misplaced slice is always noticed.
 """
 
 import re
@@ -38,7 +38,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": _COMMON
     | {
         "hidden_size": 40,
-        # A quarter of each head's 8 elements is rotated. Megatron has no parallel residual.
+        # A quarter of each head is rotated. Megatron has no parallel residual.
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "use_parallel_residual": False,
     },
@@ -49,7 +49,6 @@ _SIZES: dict[str, dict[str, Any]] = {
     | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 7}
     | {"moe_intermediate_size": 11, "n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2}
     | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
-    # A dense layer and a sparse one with linear attention, and one with gated attention.
     "qwen3_next": _COMMON
     | {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
     | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -58,7 +57,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     | {"mlp_only_layers": [0], "num_nextn_predict_layers": 0},
 }
 
-# Divisible by 2 and 4, for Megatron's tensor, pipeline and expert parallelism.
+# For Megatron's tensor, pipeline and expert parallelism.
 _WIDE = {"hidden_size": 40, "intermediate_size": 60, "num_hidden_layers": 4}
 _WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 _WIDE_SIZES: dict[str, dict[str, Any]] = {
@@ -88,7 +87,7 @@ def sizes_of(model: str) -> dict[str, Any]:
 
 
 def build_model(config: Config) -> nn.Module:
-    """Build the run's model in fp32 on the CPU, equal on every rank."""
+    """Build the model in fp32 on the CPU, equal on every rank."""
     torch.manual_seed(config.seed)
     # ZeRO-3 fails to gather an empty parameter.
     model: nn.Module = Toy(empty=config.strategy != "zero3") if config.model == "toy" else _transformer(config)
@@ -103,7 +102,7 @@ def build_model(config: Config) -> nn.Module:
 
 
 def sparse_blocks(model: nn.Module) -> list[type[nn.Module]]:
-    """Return the mixture-of-experts block classes. Ranks may choose different experts in them."""
+    """Return block classes with experts. Ranks may choose different experts in them."""
     return list({type(module) for module in model.modules() if "experts" in dict(module.named_children())})
 
 

@@ -11,7 +11,7 @@ from train.config import WARMUP, Config
 
 
 def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return the usual two groups: matrices decay; vectors and scalars don't decay and learn slower.
+    """Return two groups: vectors and scalars don't decay and learn slower.
 
     Without weight decay there is one group, like in `AdamW(model.parameters())`.
     """
@@ -28,10 +28,7 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: Config, foreach: bool | None = None) -> torch.optim.Optimizer:
-    """Return the run's optimizer.
-
-    State tensors per parameter: adamw two and a step, momentum one, lion one, sgd none.
-    """
+    """Return the optimizer. State tensors per parameter: adamw two and a step, momentum one, lion one, sgd none."""
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, foreach=foreach, fused=config.fused or None)
     if config.optimizer == "lion":
@@ -56,7 +53,7 @@ class WarmupDecay:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state_dict(). The rates themselves are in the optimizer's state."""
+        """Load the position: the rates are in the optimizer's state."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _set(self) -> None:
@@ -75,7 +72,7 @@ def build_scheduler(config: Config) -> Callable[[torch.optim.Optimizer], Any]:
 
 
 def after(steps: int, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a fresh state dict of either schedule, advanced to `steps` steps."""
+    """Advance a fresh state dict of either schedule."""
     positions = {"last_epoch": steps, "_step_count": steps + 1, "last_batch_iteration": steps - 1}
     return state | {name: value for name, value in positions.items() if name in state}
 

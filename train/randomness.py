@@ -1,7 +1,6 @@
-"""This process's random states for checkpoints: Python's, numpy's, torch's and its GPU's.
+"""This process's random states: Python's, numpy's, torch's and its GPU's.
 
-Each rank saves its own. The keys in files follow HF Trainer's rng_state_R.pth (transformers/trainer.py,
-`_save_rng_state`).
+The keys in files follow HF Trainer's rng_state_R.pth (transformers/trainer.py, `_save_rng_state`).
 """
 
 import random
@@ -20,13 +19,12 @@ def states() -> dict[str, Any]:
 
 
 def torch_states() -> dict[str, torch.Tensor]:
-    """Return torch's states: `cpu`, and `cuda` on a GPU."""
     found = {"cpu": torch.get_rng_state()}
     return found | {"cuda": torch.cuda.get_rng_state()} if launch.on_gpu() else found
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Restore saved states. States without a counterpart here stay unchanged, for example a GPU's on a CPU."""
+    """Keep states without a counterpart here, for example a GPU's on a CPU."""
     if "python" in saved:
         random.setstate(saved["python"])
     if "numpy" in saved:
@@ -42,7 +40,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> bool:
-    """Restore this rank's states. Return False if there are none."""
+    """Return False if there are no saved states."""
     if not (folder / _name()).is_file():
         return False
     restore(torch.load(folder / _name(), map_location="cpu", weights_only=False))

@@ -10,14 +10,14 @@ import time
 
 from train.config import UserError, print_error
 
-#: Seconds to wait for the other ranks after a failure. Ranks waiting on GPUs would block for minutes.
+#: Seconds to wait after a failure. Ranks waiting on GPUs would block for minutes.
 _PATIENCE = 30.0
-#: Forwarded signals: ranks save at SIGTERM, so an interrupt becomes SIGTERM.
+#: Ranks save at SIGTERM, so an interrupt becomes SIGTERM.
 _SIGNALS = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1}
 
 
 def are_to_be_started(ranks: int) -> bool:
-    """Return True if this process has to start the ranks. Raise UserError if a launcher started another number."""
+    """Raise UserError if a launcher started another number."""
     if "RANK" not in os.environ:
         os.environ["WORLD_SIZE"] = str(ranks or 1)
         return ranks > 1
@@ -27,7 +27,7 @@ def are_to_be_started(ranks: int) -> bool:
 
 
 def start(ranks: int) -> int:
-    """Run this command on `ranks` ranks and return its exit code (2 for a user's mistake)."""
+    """Return the exit code: 2 for a user's mistake."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}

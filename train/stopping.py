@@ -16,7 +16,7 @@ from train import launch
 #: SIGUSR1 gives EX_TEMPFAIL: saved but unfinished, start again. Don't restart after SIGTERM.
 EXIT_CODES = {signal.SIGUSR1: 75, signal.SIGTERM: 128 + signal.SIGTERM}
 
-#: Largest signal received by this rank, and by any rank at the last agreement.
+#: Received by this rank, and by any rank at the last agreement.
 _interruptible: dict[str, int] = {}
 
 
@@ -28,7 +28,7 @@ def listen() -> None:
 
 
 def stop_requested() -> bool:
-    """Return True if any rank received a signal. All ranks call it together and agree."""
+    """Return True if any rank received a signal. All ranks call it together."""
     if not _interruptible:  # nobody listens
         return False
     heard = torch.tensor(_interruptible["own"], device=launch.device())

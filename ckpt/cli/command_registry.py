@@ -26,7 +26,7 @@ def places() -> dict[str, str]:
 
 @cache
 def command(name: str) -> Command:
-    """Return a command's declaration. Raise UsageError if it can't be imported or is not declared."""
+    """Raise UsageError if the command can't be imported or is not declared."""
     found = load(places()[name])
     if not isinstance(found, Command) or found.name != name:
         what = f"the command {name!r} is not declared"

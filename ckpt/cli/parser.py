@@ -1,4 +1,4 @@
-"""Command line from declarations: help in sections, URLs, defaults, formats' options, and errors."""
+"""Command line from declarations."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def guarded(function: Function, command: Command) -> Function:
     return run  # type: ignore[return-value]
 
 
-#: An option in a hint, outside commands in backticks.
+#: Outside commands in backticks.
 _HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
 
 
 def _for_command(hint: str, name: str) -> str:
-    """Return `hint` with the option names of the command `name`. Mark options that only `ckpt convert` has."""
+    """Use the option names of the command `name`. Mark options that only `ckpt convert` has."""
     known = _options_of(name) if "--" in hint else set()
     if not known:
         return hint
@@ -132,14 +132,13 @@ def _commands(error: CkptError) -> list[str]:
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
-#: `ckpt convert --help` explains a format's options.
 _OF_FORMATS = "Options of "
 _OTHERS = "Options"
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
 
 
 class _Help:
-    """Help as plain text in sections, with examples at the end. A format's options have a `rich_help_panel`."""
+    """Help as plain text in sections. A format's options have a `rich_help_panel`."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with saying_usage_errors(f"{parent.command_path} {info_name}" if parent else "ckpt"):

@@ -22,14 +22,13 @@ class QuickArgument(TyperArgument):
 
 
 def quicken(params: Sequence[Any]) -> None:
-    """Let typer's parameters convert plain values themselves."""
     kinds: dict[type, type] = {TyperOption: QuickOption, TyperArgument: QuickArgument}
     for param in params:
         param.__class__ = kinds.get(type(param), type(param))
 
 
 def _processed(param: Any, ctx: Any, value: Any, process: Callable[[Any, Any], Any]) -> Any:
-    """Return the value of `param`. typer's `process` converts other values, and explains errors."""
+    """Let typer's `process` convert other values, and explain errors."""
     plain = _plain(param, value) if hasattr(param, "type_descriptor") else ...  # only since typer 0.29
     if plain is ... or (param.required and param.value_is_missing(plain)):
         return process(ctx, value)
@@ -37,7 +36,7 @@ def _processed(param: Any, ctx: Any, value: Any, process: Callable[[Any, Any], A
 
 
 def _plain(param: Any, value: Any) -> Any:
-    """Return the converted value, or ... if typer must handle it."""
+    """Return ... if typer must handle the value."""
     annotation, is_one = param.type_descriptor.annotation, param.nargs == 1
     if param.multiple and not value:
         return param.default

@@ -14,7 +14,7 @@ import typer
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, UsageError
 
-#: Other programs' options, each with the required option and the hint.
+#: With the required option and the hint.
 _MEANT = {
     "--bf16": ("--dtype", "--dtype bf16"),
     "--fp16": ("--dtype", "--dtype fp16"),
@@ -27,7 +27,7 @@ _MEANT = {
 
 
 def say_error(error: CkptError, *more: str) -> None:
-    """Print an error on stderr with `more` lines below it, or as one JSON object with `--json`."""
+    """Print an error on stderr, or as one JSON object with `--json`."""
     if streams.wants_json():
         said = error.to_json()
         said["hint"] = "; ".join(filter(None, [said["hint"], *getattr(error, "__notes__", ())])) or None

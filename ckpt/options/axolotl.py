@@ -37,7 +37,7 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
 
 
 def run_and_config(path: Path, config: Config, *, quiet: bool) -> tuple[Path, Config]:
-    """Return the YAML's run folder, and its base's folder as the config if the run has none."""
+    """Use the base's folder as the config if the run has none."""
     from ckpt.runs.model_files import CONFIG
 
     where, base = run_of(str(path), quiet=quiet)

@@ -58,7 +58,7 @@ CONVERT, LOOK, BEFOREHAND = SECTIONS = ("Convert and go on", "Look and compare",
 def split_groups(
     function: Callable[..., Any],
 ) -> tuple[dict[str, inspect.Parameter], dict[str, tuple[type, list[str]]]]:
-    """Return a command's parameters by name, with groups split into fields, and the groups with their fields."""
+    """Split groups into fields, and return the groups with their fields."""
     parameters: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type, list[str]]] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt.base.results import Returned
     from ckpt.plan.checkpoint import Checkpoint
 
-#: Each kind's name, and a mark in its first bytes. Files without the mark are never replaced.
+#: Files without the mark in their first bytes are never replaced.
 _KINDS = {".svg": ("a picture", "an SVG file", b"<svg"), ".html": ("a page", "a page of ckpt's", b'content="ckpt"')}
 
 

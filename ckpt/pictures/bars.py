@@ -1,4 +1,4 @@
-"""Stacked bars under a limit: memory per GPU by strategy, for `ckpt estimate --picture`."""
+"""Stacked bars for `ckpt estimate --picture`: memory per GPU by strategy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _legend(canvas: Canvas, colours: Mapping[str, str]) -> None:
 def _stack(
     canvas: Canvas, parts: Mapping[str, int], colours: Mapping[str, str], scale: float, height: float, usable: float
 ) -> None:
-    """Draw one bar and its total, in red if it exceeds the usable memory."""
+    """Draw the total in red if it exceeds the usable memory."""
     x, end, total = canvas.bar, canvas.bar + canvas.length, sum(parts.values())
     for name, nbytes in parts.items():
         width = min(nbytes * scale, end - x)

@@ -11,8 +11,8 @@ from html import escape
 
 from ckpt.base.text import one_line
 
-#: Everybody can tell the first eight apart. Beyond them, neighbours are distinct, and none is close to red (for faults)
-#: or grey. They were chosen by distance in OKLab, for normal vision and red-green blindness.
+#: The first eight are easy to tell apart, and later neighbours too. They stay away from red (for faults) and grey.
+#: Chosen by distance in OKLab, for normal vision and red-green blindness.
 # fmt: off
 COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#61206f", "#7c9217",
@@ -32,7 +32,7 @@ LETTER, SANS = 7.85, 7.0  # maximum letter widths: names, other text
 _SMALL, _SMALLEST = 11.0, 8.0  # labels in slices
 _STRIPES = 6  # colours per pattern
 
-#: CSS classes with another colour on a dark page: paper, bar track, hole frame, axis, bytes.
+#: With another colour on a dark page: paper, bar track, hole frame, axis, bytes.
 _STYLE = (
     "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif}"
     ".n{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
@@ -104,7 +104,7 @@ class Canvas:
             self.say(x + width / 2, y + height / 2 + 4, text, style)
 
     def label_in(self, x: float, y: float, text: str, colours: Sequence[str], width: float, height: float) -> None:
-        """Draw a label in the middle of a slice with these colours, if there is room."""
+        """Draw a label if there is room."""
         for size in (_SMALL, _SMALLEST):
             if (needed := len(text) * size * 0.58 + 1) <= width and size <= height:
                 break
@@ -124,7 +124,7 @@ class Canvas:
         return str(holder) if isinstance(holder, int) else f"f{self.numbers[holder] + 1}"
 
     def fill(self, holders: Sequence[int | str], is_several: bool = False) -> str:
-        """Return a slice's colour, or a pattern with all its holders' colours."""
+        """Return one colour, or a pattern with all holders' colours."""
         colours = tuple(dict.fromkeys(map(self.colour, holders)))[:_STRIPES]
         if len(colours) == 1:
             return colours[0]
@@ -143,7 +143,6 @@ def _is_light(colour: str) -> bool:
 
 
 def n(value: float) -> str:
-    """Format a length to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages that need no server or network: `ckpt inspect --html`, `verify`, `diff`.
+"""Self-contained HTML pages: `ckpt inspect --html`, `verify`, `diff`.
 
 A page joins the files in `ckpt/pictures/web/` with its content: compressed JSON in base64. So no text from a checkpoint
 becomes markup or script. The page's policy forbids any other script, and any loading.
@@ -53,7 +53,7 @@ def page(name: str, content: dict[str, Any]) -> str:
 
 
 def heat_map(report: dict[str, Any]) -> str:
-    """Return a comparison's page. `report` is `to_json()` from `ckpt.verify` or `ckpt.diff`."""
+    """Return a page for the `to_json()` of `ckpt.verify` or `ckpt.diff`."""
     return page("heat", report | {"title": f"{report['a']['path']} and {report['b']['path']}"})
 
 

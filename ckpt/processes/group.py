@@ -106,11 +106,10 @@ class TorchGroup(Alone):
             return [values.popleft() for values in self._values]
 
     def _has_lost_process(self) -> bool:
-        """Return True if a process left without sending a value."""
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
     def count_all_ranks(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """Wrap `progress`. The result raises another process's error."""
+        """Raise another process's error in the result."""
         self._progress = progress if self.rank == 0 else self._progress
         return self._count
 
@@ -154,7 +153,7 @@ class TorchGroup(Alone):
                     return
 
     def _lost(self, error: RuntimeError) -> StorageError:
-        """Return the error for dead processes: the ones that do not answer in the store."""
+        """Name the processes that do not answer in the store."""
         missing: list[int] = []
         if self._store is not None:
             keys = [f"alive/{rank}" for rank in range(self.size)]
@@ -187,7 +186,7 @@ def check_alike(given: Mapping[str, str], group: Alone) -> None:
 
 
 def _portable(error: BaseException | None, rank: int, size: int) -> BaseException | None:
-    """Return `error` in a picklable form, with the rank it came from."""
+    """Make `error` picklable, and add its rank."""
     if error is None or getattr(error, "is_told", False):
         return error
     portable: Any = error
@@ -208,7 +207,7 @@ def _portable(error: BaseException | None, rank: int, size: int) -> BaseExceptio
 
 @contextlib.contextmanager
 def the_callers() -> Iterator[Alone]:
-    """Yield the running script's group: torch.distributed's processes if it is initialized."""
+    """Use torch.distributed's processes if it is initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         yield Alone()

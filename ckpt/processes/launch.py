@@ -1,4 +1,4 @@
-"""Detection of several processes started by torchrun, srun or mpirun, and their meeting."""
+"""Detection of processes started by torchrun, srun or mpirun, and their meeting."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Launch:
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return this process's launch, or None if it is alone or its script has already initialized torch.distributed."""
+    """Return None if the process is alone or its script has already initialized torch.distributed."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return None
@@ -66,7 +66,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host in Slurm's node list: rack03n1 for `rack[03-05,7]n[1-2],other`."""
+    """Return rack03n1 for Slurm's `rack[03-05,7]n[1-2],other`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
 
@@ -104,7 +104,7 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 
 
 def _let_the_first_tell(store: Any, rank: int) -> None:
-    """Let the first process print the common error and end first. Launchers kill the remaining processes."""
+    """Let the first process print the common error and end first: launchers kill the remaining ones."""
     if rank == 0:
         atexit.register(_call_if_alive, store.set, _SENT, "")
     else:
@@ -112,7 +112,6 @@ def _let_the_first_tell(store: Any, rank: int) -> None:
 
 
 def _call_if_alive(ask: Callable[..., object], *what: object) -> None:
-    """Call a store that may have ended with its process."""
     with contextlib.suppress(RuntimeError):
         ask(*what)
 
@@ -177,8 +176,7 @@ def _attempt(store: Any, rank: int, size: int) -> str:
     """Return a unique key prefix for these processes in the store.
 
     If torchrun's agent restarts its processes, they get the same store (torch 2.13) with the addresses of dead
-    processes. So each process posts a token, and the first process answers every token with the prefix. Each process
-    confirms the prefix.
+    processes. So the first process answers every process's token with the prefix, and each confirms it.
     """
     mine = uuid4().hex
     if rank:

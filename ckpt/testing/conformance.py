@@ -33,7 +33,6 @@ from ckpt.testing.described_tensors import Content, content
 from ckpt.testing.faulty_targets import forgotten, tampered
 
 Tensors = Mapping[Key, Content]
-#: Expected error types and message pattern.
 Refusal = tuple[tuple[type[CkptError], ...], str | None]
 
 
@@ -42,7 +41,7 @@ class Declaration:
     """A format's sample and properties.
 
     `make` puts the sample into an empty folder and returns its path and truth, by fqn and role. `vital` holds glob
-    patterns for files that must be complete: if one is missing or cut in half, nothing may be read.
+    patterns for files that must be complete.
     """
 
     format: str
@@ -56,7 +55,6 @@ class Declaration:
     reads_head: tuple[str, ...] = ()
     #: True if vital files end in tensor data: only a comparison shows damage there.
     is_unchecked_data: bool = False
-    #: True for a complete model with an architecture known from its config.
     is_known_model: bool = False
     #: For a target: it needs a number of ranks that the source lacks.
     is_sharded: bool = False
@@ -129,14 +127,14 @@ class Conformance:
 
     @pytest.fixture
     def opened(self) -> Iterator[list[str]]:
-        """Paths of all files opened from now on, in order and with repetitions."""
+        """Yield all opened paths, in order and with repetitions."""
         global _OPENED
         _OPENED = []
         yield _OPENED
         _OPENED = None
 
     def plan(self, declaration: Declaration, checkpoint: Checkpoint, target: str) -> ckpt.api.Conversion | None:
-        """Return the conversion, or None after checking a declared refusal."""
+        """Return None after checking a declared refusal."""
         to = next((one for one in self.declarations if one.format == target), None)
         ranks = 2 if to is not None and to.is_sharded and checkpoint.world_size is None else None
         if to is not None and (refusal := to.refuses(declaration, checkpoint)) is not None:
@@ -155,7 +153,7 @@ class Conformance:
         pytest.skip(f"refused: {refusals[0]}")
 
     def test_finding_opens_no_large_file(self, sample: Sample, opened: list[str]) -> None:
-        """Enlarge all files to a realistic size and check that finding opens none."""
+        """Enlarge all files to a realistic size first."""
         declaration, path, _ = sample
         for file in [file for pattern in declaration.vital for file in path.glob(pattern)]:
             os.truncate(file, 2 << 20)
@@ -224,7 +222,7 @@ class Conformance:
         ckpt.open(path, declaration.format)
 
     def test_mutations_raise_only_our_errors(self, sample: Sample) -> None:
-        """Inverted bytes in vital files (every 97th, 300 in a large file) are either read or raise a CkptError."""
+        """Invert bytes in vital files: every 97th, 300 in a large file."""
         declaration, path, _ = sample
         outcomes = {"read": 0, "refused": 0}
         for file in [file for pattern in declaration.vital for file in sorted(path.glob(pattern))][:2]:

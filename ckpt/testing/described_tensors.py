@@ -8,7 +8,6 @@ import numpy as np
 
 from ckpt.plan.tensors import FlatRange, Shape, Tensor
 
-#: Dtype name, shape, and bytes in row-major order.
 Content = tuple[str, Shape, bytes]
 _NOTHING: Mapping[str, Callable[[], memoryview]] = {}
 

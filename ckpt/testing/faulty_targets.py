@@ -12,7 +12,6 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint
 
 
 def forgotten(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, frozenset[Key]]]:
-    """Yield a parameter (weight and master), a buffer and an optimizer state, if `target` has them."""
     placed = dict.fromkeys(slot.key for file in target.files for slot in file.slots if slot.extent.numel)
     for what, roles in (("parameter", (WEIGHT, MASTER)), ("buffer", (BUFFER,))):
         fqn = next((fqn for fqn, role in placed if role in roles), None)

@@ -1,7 +1,4 @@
-"""The process started by `ckpt.TrainerCallback` for one checkpoint: `python -m ckpt.training.after_save JSON`.
-
-It exits with the code of the first error.
-"""
+"""The process started by `ckpt.TrainerCallback` for one checkpoint: `python -m ckpt.training.after_save JSON`."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class AfterSave:
 
 
 def carry_out(work: AfterSave) -> None:
-    """Run the work. Raise CorruptError if the checkpoint is incomplete, and any error from ckpt's functions."""
+    """Raise CorruptError if the checkpoint is incomplete, and any error from ckpt's functions."""
     if work.check:
         checked = ckpt.check(work.path)
         if not checked.whole:
@@ -38,7 +35,7 @@ def carry_out(work: AfterSave) -> None:
         print(f"{work.path} is whole")
     if work.to is None:
         return
-    # A killed process may have left output for the same step, from before the run saved it again.
+    # A killed process may have left output for the same step, saved again since.
     how: dict[str, Any] = {"overwrite": True, "restart": True, "verify": work.verify}
     done = ckpt.convert(work.path, work.to, work.output, **how, **work.options)
     print(f"{work.path} is converted to {done.path}")

@@ -1,4 +1,4 @@
-"""`ckpt.TrainerCallback`: check, convert and push each checkpoint of an HF Trainer, TRL or Axolotl run."""
+"""`ckpt.TrainerCallback` for HF Trainer, TRL and Axolotl."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             self._saved.append(AfterSave(str(run / name), str(output), **self._asked))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Queue the recorded checkpoints. After a step, all ranks have saved: this rank has heard from them since."""
+        """Queue the recorded checkpoints: this rank has heard from all ranks since they saved."""
         self._hand_over()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 def _check_options(to: str | None, options: dict[str, Any]) -> None:
     """Raise UsageError for a format or option that `ckpt.convert` does not accept.
 
-    The source does not exist, so a valid call ends with NotFoundError and writes nothing.
+    The source does not exist, so a valid call ends with NotFoundError.
     """
     missing = os.path.join(os.devnull, "checkpoint")
     with contextlib.suppress(NotFoundError):
@@ -131,7 +131,6 @@ def _check_options(to: str | None, options: dict[str, Any]) -> None:
 
 
 def _run(work: AfterSave) -> bool:
-    """Do the work without GPUs, and log its output. Return True if all of it succeeded."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -29,13 +29,8 @@ DONE = "done"
 
 
 class Heart:
-    """Thread that writes this process's heartbeats and stack dumps."""
-
     def __init__(self, output: Path, rank: int, world_size: int, every: float, started: float) -> None:
-        """Set up the beats.
-
-        `every` and `started` are in seconds; `started` is equal on all ranks and new at each start.
-        """
+        """Set up the beats: `every` is in seconds, and `started` is equal on all ranks and new at each start."""
         self.folder, self.rank, self.every = output / FOLDER, rank, every
         self._main = threading.main_thread().ident or 0
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +79,7 @@ class Heart:
 
     def _beat(self) -> None:
         self.facts["beats"] += 1
-        # Write the stack first: a watcher that sees this beat finds a stack at least as new.
+        # A watcher that sees this beat finds a stack at least as new.
         frame = sys._current_frames().get(self._main)
         if frame is not None:
             _replace(self.path("stack"), "".join(traceback.format_stack(frame)))

@@ -19,7 +19,7 @@ FRACTION = 0.1
 
 @dataclass
 class SpikeWatch:
-    """Detector with the losses that were no spikes. `history` may come from an earlier start."""
+    """Detector. `history` may come from an earlier start."""
 
     history: list[float] = field(default_factory=list)
     first: int | None = None
@@ -29,14 +29,14 @@ class SpikeWatch:
         if len(self.history) < RECENT:
             return math.inf
         median = statistics.median(self.history[-RECENT:])
-        # Use changes: in a run that learns quickly, losses deviate by their trend.
+        # In a run that learns quickly, losses deviate by their trend.
         changes = [after - before for before, after in itertools.pairwise(self.history)]
         middle = statistics.median(changes)
         deviation = 1.4826 * statistics.median(abs(change - middle) for change in changes)
         return median + max(DEVIATIONS * deviation, FRACTION * abs(median))
 
     def is_spike(self, batch: int, loss: float) -> bool:
-        """Return True if a batch's loss is a spike. Other losses are added to the history."""
+        """Add losses that are no spikes to the history."""
         if not math.isfinite(loss) or loss > self.limit():
             self.first = batch if self.first is None else self.first
             return True

@@ -27,7 +27,6 @@ class Watched(TrainerCallback):  # type: ignore[misc]
         self.heart: Heart | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the heartbeats. Trainer calls this once in every rank."""
         started: list[Any] = [time.time()]
         if dist.is_initialized():
             dist.broadcast_object_list(started)
@@ -41,7 +40,6 @@ class Watched(TrainerCallback):  # type: ignore[misc]
         self._enter("saving" if control.should_save else "data", state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Check each logged loss for a spike, every `args.logging_steps` steps."""
         if not state.is_world_process_zero or "loss" not in (logs or {}):
             return
         loss, limit = float((logs or {})["loss"]), self.spikes.limit()

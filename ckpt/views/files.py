@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 _MARGIN = 16  # largest element: a range may begin and end inside one
 _READ_AHEAD = 256 << 10  # read size for file objects
-_SLOTS = 256  # slots with cached copies
+_SLOTS = 256  # with cached copies
 
 
 class Views:
     """Files of a plan's target, readable in any range and from several threads.
 
-    Computed tensors are cached up to `max_memory` bytes, and the latest one always. Reads of any size need only a few
-    buffers.
+    Computed tensors are cached up to `max_memory` bytes, and the latest one always.
     """
 
     def __init__(self, plan: Plan, max_memory: int) -> None:
@@ -47,13 +46,12 @@ class Views:
         self._computing = threading.Lock()
 
     def open(self, name: str) -> io.BufferedReader:
-        """Open a target file, or raise NotFoundError."""
         if name not in self._files:
             raise NotFoundError("the target has no such file", path=name, expected=", ".join([*self._files][:8]))
         return io.BufferedReader(_ViewFile(self, self._files[name]), _READ_AHEAD)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from a file's `offset`. Return the number of bytes before the end of the file.
+        """Fill `buffer`. Return the number of bytes before the end of the file.
 
         Raise CorruptError if a source file has changed since it was described, or StorageError.
         """
@@ -70,7 +68,6 @@ class Views:
         return count
 
     def _content(self, name: str) -> memoryview:
-        """Return the content `name` from `Checkpoint.computed`."""
         with self._computing:
             content = self._computed.pop(name, None)
             if content is None:
@@ -96,7 +93,7 @@ class _Window:
         return extent.offset < self.stop and self.start < extent.end
 
     def put(self, offset: int, raw: NDArray) -> None:
-        """Store bytes at `offset` in the file. They may exceed the range by the margin."""
+        """Store bytes. They may exceed the range by the margin."""
         at = offset - self.start + _MARGIN
         self._bytes[at : at + len(raw)] = raw
 
@@ -118,7 +115,7 @@ class _File:
         self._copies = lru_cache(_SLOTS)(lambda number: list(plan.slot_copies(self._slots[number])))
 
     def fill(self, window: _Window, content: Any) -> set[str]:
-        """Fill `window` with the file's bytes. Return the paths of the files read."""
+        """Return the paths of the files read."""
         used: set[str] = set()
         self._put_literals(window)
         with OpenFiles() as sources, translate_os_errors(self.name):
@@ -154,7 +151,7 @@ class _File:
 
 
 def _rows_in(spans: Spans, window: _Window) -> Iterator[Spans]:
-    """Yield the rows that touch a window, cut to its elements, in batches of bounded length."""
+    """Cut the rows to the window's elements, in batches of bounded length."""
     size = spans.target_dtype.itemsize
     first = max(0, int(np.searchsorted(spans.target, window.start, "right")) - 1)
     last = int(np.searchsorted(spans.target, window.stop, "left"))

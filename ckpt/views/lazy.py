@@ -90,12 +90,10 @@ class LazyTensor:
         return self._read(index).view(name)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray:
-        """Read the whole tensor for `np.asarray(tensor)`."""
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Read the whole tensor for `torch.as_tensor(tensor)`."""
         return self[...].__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -135,10 +133,7 @@ class OpenCheckpoint(Checkpoint):
         return {tensor.fqn: tensor for tensor in self.with_role(BUFFER)} | self.parameters
 
     def __getitem__(self, key: str | Key) -> LazyTensor:
-        """Return the tensor `fqn` (the model's weight, or its master if there is no other), or `(fqn, role)`.
-
-        Raise KeyError if it is missing.
-        """
+        """Return the tensor `fqn` (the model's weight, or its master if there is no other), or `(fqn, role)`."""
         tensor = self.tensors.get(key) if isinstance(key, tuple) else self._named.get(self.ties.get(key, key))
         if tensor is None:
             raise KeyError(self._missing(key))
@@ -205,7 +200,7 @@ class OpenCheckpoint(Checkpoint):
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:
-    """Return the box for an index, and the dims removed by integers."""
+    """Return the box, and the dims removed by integers."""
     if index.count(...) > 1 or len([i for i in index if i is not ...]) > len(shape):
         raise UsageError("too many indices", expected=f"at most {len(shape)}", found=str(index))
     split = index.index(...) if ... in index else len(index)

@@ -93,7 +93,7 @@ def _check_plain(wanted: Mapping[str, torch.Tensor]) -> None:
 
 
 def _with_matching_names(checkpoint: Checkpoint, wanted: Mapping[str, object]) -> Checkpoint:
-    """Return `checkpoint` in the namespace with the most matches: its own, transformers' or the Hub's."""
+    """Choose the namespace with the most matches: its own, transformers' or the Hub's."""
 
     def matches(one: Checkpoint) -> int:
         names = {fqn for fqn, _ in one.tensors} | one.ties.keys()
@@ -112,7 +112,7 @@ def _with_matching_names(checkpoint: Checkpoint, wanted: Mapping[str, object]) -
 
 
 def stored_for(checkpoint: Checkpoint, fqn: str, dtype: DType | None) -> Tensor | None:
-    """Return the tensor for `fqn`. If there are a weight and a master, `dtype` decides."""
+    """Let `dtype` decide between a weight and a master."""
     for name in (fqn, checkpoint.ties.get(fqn, fqn)):
         weight, master = checkpoint.get(name, WEIGHT), checkpoint.get(name, MASTER)
         if weight or master:

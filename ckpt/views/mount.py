@@ -1,6 +1,6 @@
 """`ckpt mount`: a checkpoint as a read-only folder in another format, computed on read.
 
-It uses mfusepy, the maintained library for FUSE's path-based interface, with libfuse 2 or 3.
+mfusepy is the maintained library for FUSE's path-based interface, with libfuse 2 or 3.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
 
 
 def check_free(conversion: Conversion, view: Path) -> None:
-    """Raise UsageError unless `view` is an empty or missing folder apart from the source."""
     conversion.check_destination(view)
     try:
         if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
@@ -71,7 +70,7 @@ def check_free(conversion: Conversion, view: Path) -> None:
 
 
 def library() -> Any:
-    """Return mfusepy. Raise NotFoundError if mfusepy, libfuse or the device is missing."""
+    """Raise NotFoundError if mfusepy, libfuse or the device is missing."""
     try:
         import mfusepy
     except ImportError:
@@ -92,7 +91,7 @@ def library() -> Any:
 
 
 class _Served:
-    """FUSE callbacks for a tree of read-only files. Errors are OSErrors, because the kernel passes on their errno."""
+    """FUSE callbacks. Errors are OSErrors, because the kernel passes on their errno."""
 
     use_ns = True
 

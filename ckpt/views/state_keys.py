@@ -45,7 +45,7 @@ class StateKeys:
         return option == _PARAMS or any(option in options for options in self.groups)
 
     def find(self, key: str) -> Any:
-        """Return the meaning of an existing `key`: a tensor, or an example value."""
+        """Return a tensor, or an example value."""
         group, option = self._option(key)
         if group is None:
             return self.leaves[self._untied(key)]
@@ -54,8 +54,8 @@ class StateKeys:
     def value(self, key: str, requested: Mapping[str, Any]) -> Any:
         """Return the value for `key`. `requested` is the flattened state dict of the request.
 
-        A param group requested by number gets the options of its parameters in the checkpoint. Raise LossError if their
-        options differ, or if a parameter is in no param group.
+        A param group requested by number gets its parameters' options in the checkpoint. Raise LossError if the options
+        differ, or if a parameter is in no param group.
         """
         group, option = self._option(key)
         if group is None:
@@ -68,7 +68,7 @@ class StateKeys:
         return members if option == _PARAMS else self._group_option(option, members, key)
 
     def _option(self, key: str) -> tuple[str | None, str]:
-        """Split an option's key into its group or parameter, and the option. The group is None for other keys."""
+        """Return an option's group or parameter, and the option. The group is None for other keys."""
         if not key.startswith(self.groups_at):
             return None, ""
         rest = key.removeprefix(self.groups_at)
@@ -82,13 +82,13 @@ class StateKeys:
         return self.checkpoint.ties.get(fqn, fqn)
 
     def aliases_with_states(self, requested: Iterable[str]) -> list[str]:
-        """Return tied parameters with requested optimizer states of their own: the requesting model has no such tie."""
+        """Return tied parameters with requested states of their own: the requesting model has no such tie."""
         keys = set(requested)
         states = self.groups_at.replace("param_groups.", "state.")
         return [fqn for fqn in self.checkpoint.ties if any(key.startswith(f"{states}{fqn}.") for key in keys)]
 
     def _untied(self, key: str) -> str:
-        """Return `key`. For a tied parameter's state, return the key of its stored name."""
+        """Use the stored name for a tied parameter's state."""
         states = self.groups_at.replace("param_groups.", "state.")
         fqn, _, name = key.removeprefix(states).rpartition(".")
         return f"{states}{self._owner(fqn)}.{name}" if key.startswith(states) and key not in self.leaves else key
@@ -118,7 +118,7 @@ class StateKeys:
         return values[0] if values else None
 
     def left(self, requested: Iterable[str]) -> str:
-        """Describe the content that was not requested, or return an empty string."""
+        """Describe unrequested content, or return an empty string."""
         requested = set(requested)
         taken = {
             leaf.key[0] for key in requested if isinstance(leaf := self.find(key), SourceTensor) and _is_parameter(leaf)
@@ -144,7 +144,7 @@ def _is_parameter(leaf: SourceTensor) -> bool:
 
 
 def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
-    """Return the keys of `checkpoint`. `model=""` means no outer name."""
+    """Return the keys. `model=""` means no outer name."""
     state = services.state_dicts.state_dict(replace(checkpoint, namespace=OWN), None)
     outer = {"model": (model,) if model else (), "optimizer": (optimizer,) if optimizer else ()}
     leaves: dict[str, Any] = {}

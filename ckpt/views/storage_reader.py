@@ -2,9 +2,9 @@
 
     dcp.load({"model": model, "optimizer": optimizer}, storage_reader=ckpt.StorageReader("outputs"))
 
-It offers the content that `ckpt convert auto dcp` would write, with the names of `get_model_state_dict` and
-`get_optimizer_state_dict`, nested or flattened (torch 2.13, `distributed/checkpoint/state_dict.py`). Each rank reads
-only its own shards' bytes, and a sample of everything to check that all ranks opened the same checkpoint.
+It offers the content that `ckpt convert auto dcp` would write, with the names of torch's own functions, nested or
+flattened (2.13, `distributed/checkpoint/state_dict.py`). Each rank reads only its own shards' bytes, and a sample of
+everything to check that all ranks opened the same checkpoint.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return Path(checkpoint_id).exists()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a load, from the checkpoint at `checkpoint_id` if given."""
         if checkpoint_id is not None:
             options: dict[str, Any] = {"tag": self._tag, "config": self._config, "replica": self._replica}
             checkpoint = open_checkpoint(os.fspath(checkpoint_id), self._format, **options)
@@ -98,7 +97,6 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self.bytes_read = 0
 
     def read_metadata(self) -> Any:
-        """Return the content in torch's description."""
         self._opened().missing.clear()
         return described.Metadata(_Described(self._opened()), self._opened().first.paths)
 
@@ -129,7 +127,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read this rank's parts, directly into its tensors if they are in CPU memory."""
+        """Read parts directly into tensors in CPU memory."""
         assert self._keys is not None
         with _RankReading(self._keys, planner) as reading:
             for item in plan.items:
@@ -158,8 +156,6 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
 
 class _Contents:
-    """A checkpoint in each namespace that a request may use."""
-
     def __init__(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         self.checkpoint = checkpoint
         self.speaks = False  # only one rank warns
@@ -261,7 +257,7 @@ class _Described(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's message to the first: the checkpoint it opened, the kinds of items found, the missing names."""
+    """A rank's message to the first."""
 
     name: str
     contents: str
@@ -277,7 +273,6 @@ def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _description(leaf: Any) -> Any:
-    """Return torch's description of a leaf: a tensor in one chunk, or a value."""
     if not isinstance(leaf, SourceTensor | NewTensor | StoredTensor):
         return described.BytesStorageMetadata()
     shape = torch.Size(leaf.shape)
@@ -287,7 +282,6 @@ def _description(leaf: Any) -> Any:
 
 
 def _torch_bytes(value: Any) -> bytes:
-    """Return bytes that `torch.load` reads as `value`."""
     item = torch_item(value)
     content = bytearray(item.size)
     for offset, data in item.literals:
@@ -296,8 +290,6 @@ def _torch_bytes(value: Any) -> bytes:
 
 
 class _Sources(OpenFiles):
-    """Open source files, with a record of the ones used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.used: set[str] = set()
@@ -371,7 +363,7 @@ class _RankReading:
         return found
 
     def casts(self) -> Iterator[str]:
-        """Yield a line for each kind of rounding that no framework does by itself."""
+        """Yield roundings that no framework does by itself."""
         for (kind, stored, requested), keys in self._casts.items():
             yield f"{pluralize(len(keys), kind)} rounded: stored in {stored}, and asked for in {requested}"
 

@@ -194,7 +194,6 @@ def build_mesh(config: Config) -> DeviceMesh | None:
 
 
 def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[nn.Parameter]) -> nn.Module:
-    """Return the wrapped model (DDP, FSDP1), or the same model with its parameters sharded in place."""
     dtype = models.DTYPES[config.dtype] if config.precision == "mixed" and config.dtype != "fp32" else None
     layers = {type(layer) for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group}
     if config.strategy == "ddp":
@@ -236,7 +235,7 @@ def silence_unused_parameters() -> None:
 
 
 def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
-    """Return the parallel style for every projection that heads or columns divide. Other layers stay whole."""
+    """Split projections that heads or columns divide."""
     plan = {
         name: TENSOR_PARALLEL[name.rpartition(".")[2]]()
         for name, module in model.named_modules()

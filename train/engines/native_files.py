@@ -50,7 +50,6 @@ def save(engine: Any, folder: Path) -> None:
 
 
 def load(engine: Any, folder: Path) -> None:
-    """Resume from files written by `save`, for any --save and --keys."""
     if (folder / ".metadata").is_file():
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         keys = "flat" if f"optimizer.param_groups.{engine.group_names[0][0]}.lr" in saved else "nested"
@@ -73,7 +72,7 @@ def load(engine: Any, folder: Path) -> None:
 
 
 def _whole_state(folder: Path) -> dict[str, Any]:
-    """Load the state from --save full, or from a conversion to it (Accelerate's files and training_state.pt)."""
+    """Load --save full, or a conversion to it (Accelerate's files and training_state.pt)."""
     if (folder / "model.pt").is_file():
         state: dict[str, Any] = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
         return state
@@ -123,7 +122,6 @@ def _options(keys: str, full: bool) -> StateDictOptions:
 
 
 def _scattered(sharded: Any, whole: Any) -> Any:
-    """Cut every tensor in `whole` to this rank's shard, following `sharded`."""
     if isinstance(sharded, dict):
         return {key: _scattered(sharded[key], value) if key in sharded else value for key, value in whole.items()}
     if not isinstance(sharded, DTensor):
@@ -170,7 +168,6 @@ def _load_ranks(engine: Any, folder: Path) -> None:
     if engine.scheduler and extra["lr_scheduler"]:
         engine.scheduler.load_state_dict(extra["lr_scheduler"])
     randomness.restore(extra["rng"])
-    # Like verl, these files keep the step only in the folder's name.
     step = re.search(r"(\d+)$", folder.name)
     if step is None:
         raise ValueError(f"{folder.name} does not end in the step number")

@@ -67,13 +67,13 @@ class PipelineRun(DeepSpeedEngine):
         return int(self.place.data), self.dp
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """Take one optimizer step and return the batch's mean loss, equal on every rank."""
+        """Return the batch's mean loss, equal on every rank."""
         loss: torch.Tensor = self.engine.train_batch(iter([(batch, batch) for batch in micro_batches]))
         return loss.detach().float().clone()
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the live model's logits for the unpadded vocabulary, in the model's dtype."""
+        """Return the unpadded vocabulary's logits, in the model's dtype."""
         self.engine.reset_activation_shape()
         _, found = self.engine.eval_batch(
             iter([(input_ids, input_ids)]), return_logits=True, bcast_loss=False, num_micro_batches=1
@@ -88,7 +88,7 @@ class PipelineRun(DeepSpeedEngine):
         return logits[..., :VOCABULARY].to(DTYPES[self.config.dtype])
 
     def save(self, folder: Path) -> str:
-        """Save like Megatron-DeepSpeed: the engine's files with the run's arguments, and Megatron's tracker file."""
+        """Save like Megatron-DeepSpeed, with the run's arguments and Megatron's tracker file."""
         tag = f"global_step{self.step}"
         self.engine.save_checkpoint(
             str(folder),

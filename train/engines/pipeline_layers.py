@@ -1,8 +1,7 @@
 """Decoder like Megatron-DeepSpeed's: layers for DeepSpeed's PipelineModule, sharded over tensor-parallel ranks.
 
 Module names, layer order and shards follow Megatron-DeepSpeed's GPTModelPipe (docs/pipelines.md names the commits).
-Layer 0 is a function, layer 1 the embedding. Each weight's generator is seeded with the tensor's full name, so every
-layout has the same weights.
+Each weight's generator is seeded with the tensor's name, so every layout has the same weights.
 """
 
 import zlib
@@ -48,7 +47,7 @@ class Sizes:
 
 
 def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
-    """Return the model's sizes. Raise UserError if the layout does not fit."""
+    """Raise UserError if the layout does not fit."""
     architecture = config.model.removesuffix("_wide").removesuffix("_even")
     if architecture not in ARCHITECTURES:
         raise UserError(
@@ -157,7 +156,7 @@ def output_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(logits: torch.Tensor, of: Sizes) -> torch.Tensor:
-    """Gather the whole vocabulary's logits on every rank. Each rank keeps its own part's gradient."""
+    """Gather the vocabulary's logits. Each rank keeps its own part's gradient."""
     return GatherFromTensorParallelRegion.apply(of.group, logits, (logits.shape[-1],) * of.tp)
 
 

@@ -40,7 +40,7 @@ from deepspeed.utils import (
 _LINEAR = nn.functional.linear
 
 logger.setLevel(logging.ERROR)
-# DeepSpeed calls deprecated torch functions, once per rank.
+# Once per rank.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # The search for compiled extensions runs a compiler in every process.
 vars(deepspeed.ops)["__compatible_ops__"] = {}
@@ -57,7 +57,6 @@ Init._zero_init_param = _partition_unsent
 
 
 def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a run's generated DeepSpeed config, merged with the user's --ds-config."""
     generated: dict[str, Any] = {
         "train_batch_size": config.batch,
         "gradient_accumulation_steps": config.accumulate,
@@ -120,7 +119,6 @@ class DeepSpeedEngine(Engine):
         return None if norm is None else float(norm)
 
     def load(self, folder: Path, tag: str) -> None:
-        """Load a checkpoint written at this world size, or a universal checkpoint if the config asks for it."""
         if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
             raise ValueError("DeepSpeed found nothing to load")
 
@@ -134,8 +132,6 @@ class DeepSpeedEngine(Engine):
 
 
 class ZeroEngine(DeepSpeedEngine):
-    """Model whose optimizer states (stage 1), gradients (2) and weights (3) are sharded over ranks."""
-
     def __init__(self, model: nn.Module, config: Config) -> None:
         groups = param_groups(model, config)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
@@ -168,7 +164,6 @@ class ZeroEngine(DeepSpeedEngine):
 
     @classmethod
     def around(cls, engine: Any, groups: list[dict[str, Any]]) -> "ZeroEngine":
-        """Return the Engine for a DeepSpeed engine made elsewhere. `groups` maps names to parameters."""
         self = cls.__new__(cls)
         self.engine, self.optimizer, self.stage = engine, engine.optimizer, engine.zero_optimization_stage()
         self.groups = groups
@@ -209,7 +204,7 @@ class ZeroEngine(DeepSpeedEngine):
         return tensors, facts
 
     def _gather_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return every master and optimizer state, assembled from the ranks' pieces and checked against DeepSpeed.
+        """Return every master and optimizer state, from the ranks' pieces.
 
         safe_get_full_* are not exact enough for the truth. Below stage 3 they add pieces to zeros, so -0.0 becomes 0.0.
         They also use the masters' dtype for every state.
@@ -236,7 +231,7 @@ class ZeroEngine(DeepSpeedEngine):
         return tensors
 
     def _piece(self, key: str, parameter: Any, state: str | None) -> Piece | None:
-        """Return this rank's piece from a master (state None) or optimizer state, or None if it has no elements."""
+        """Return None for a piece without elements. The master's state is None."""
         role, _, name = key.partition("/")
         if self.stage == 3:
             slot = safe_get_local_optimizer_state(parameter, state) if state else safe_get_local_fp32_param(parameter)
@@ -252,7 +247,7 @@ _MOMENTUM = "momentum_buffer"
 
 
 def state_names(engine: Any) -> list[str]:
-    """Return the names of optimizer states shaped like their parameters; these are sharded."""
+    """Return optimizer states shaped like their parameters; these are sharded."""
     # All ranks must gather in one order, and load_universal leaves a set's order.
     return sorted(
         {
@@ -265,7 +260,7 @@ def state_names(engine: Any) -> list[str]:
 
 
 def relink(optimizer: Any) -> None:
-    """Repair DeepSpeed's map from parameters to master and state fragments (see docs/training.md)."""
+    """Repair DeepSpeed's map to master and state fragments (see docs/training.md)."""
     if getattr(optimizer, "round_robin_gradients", False):
         with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
             optimizer._link_all_hp_params()
@@ -274,7 +269,7 @@ def relink(optimizer: Any) -> None:
 
 
 def fragment(parameter: Any, place: Place, state: str | None) -> Piece | None:
-    """Return this rank's fragment from a parameter's state, or from its master (state None). Below stage 3 only."""
+    """Return a state's fragment, or the master's (state None). Below stage 3 only."""
     mapping = parameter._hp_mapping
     if mapping is None:  # not in this rank's partition
         return None
@@ -283,7 +278,7 @@ def fragment(parameter: Any, place: Place, state: str | None) -> Piece | None:
 
 
 def adam_step(engine: Any) -> int | None:
-    """Return the number of Adam steps, or None before the first. Steps that overflowed don't count."""
+    """Return None before the first step. Steps that overflowed don't count."""
     steps = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
     return int(steps[0]) if steps else None
 

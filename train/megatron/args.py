@@ -29,7 +29,6 @@ _NONE = (
 
 
 def arguments(sizes: Any, config: Config) -> Namespace:
-    """Return the namespace of a run. `sizes` is the model's transformers config."""
     if sizes.model_type not in _ARCHITECTURES:
         raise UserError(f"--strategy megatron: no {sizes.model_type} model")
     values = _common(sizes, config) | _ARCHITECTURES[sizes.model_type](sizes)
@@ -331,7 +330,7 @@ def _require_division(config: Config, values: dict[str, Any]) -> None:
 
 
 def _require_stages(config: Config, layers: int) -> None:
-    """Raise UserError if the layers don't divide by the stages, or a stage's layers by its chunks."""
+    """Check that stages divide the layers, and chunks a stage's layers."""
     given = [number for number in (config.first_stage_layers, config.last_stage_layers) if number]
     rest, stages = layers + config.count_embedding + config.count_loss - sum(given), config.pp - len(given)
     fits = rest >= stages > 0 and rest % (stages * config.vpp) == 0 if stages else rest == 0

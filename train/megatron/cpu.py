@@ -1,7 +1,6 @@
 """Patches to run megatron-core 0.16.1 without a GPU, Transformer Engine or Apex.
 
-docs/training.md lists the patches with reasons. The transport is then gloo, and gloo has every collective used by
-megatron-core.
+docs/training.md lists the patches with reasons.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def on_this_machine() -> Iterator[None]:
-    """Patch megatron-core while open, and redirect CUDA to the CPU if there is no GPU."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import layers, random
@@ -66,7 +64,7 @@ def numbered_device() -> contextlib.AbstractContextManager[Any]:
 
 
 def _has_gpu() -> bool:
-    """Separate, so that tests can fake a GPU while megatron-core uses the CPU."""
+    """Return True with a GPU. Tests can fake it here while megatron-core uses the CPU."""
     return torch.cuda.is_available()
 
 

@@ -19,7 +19,7 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 from train.truth.pieces import collect
 
-# megatron-core warns about every missing GPU package.
+# About every missing GPU package.
 warnings.filterwarnings("ignore", module="megatron")
 # It calls deprecated torch functions.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -82,7 +82,6 @@ class MegatronEngine(Engine):
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """Take one optimizer step with megatron-core's pipeline schedule."""
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.train()
@@ -101,7 +100,7 @@ class MegatronEngine(Engine):
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the live model's logits in eval mode, without the padded vocabulary."""
+        """Return logits without the padded vocabulary."""
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.eval()
@@ -264,8 +263,7 @@ def _gpt_model(args: Any, transformer: Any, vp_stage: int | None, **given: Any) 
 def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
     """Return Megatron's optimizer, chained with a second one for experts on other ranks.
 
-    It has the groups from `optimizers.param_groups`, but 2-dim biases, used only by experts, are in the matrix group
-    here.
+    2-dim biases, used only by experts, are in the matrix group.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -337,7 +335,7 @@ def _inputs(batches: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Run a micro batch through one chunk. Return the output and the last stage's loss function."""
+    """Return the output and the last stage's loss function."""
     input_ids, inputs = _inputs(batches)
     # The last token has no target.
     labels = input_ids.roll(-1, 1)
@@ -352,7 +350,7 @@ def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _logits_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Run a micro batch without labels. The second result gathers all tensor-parallel ranks' logits."""
+    """Return the output, and a function that gathers all tensor-parallel ranks' logits."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     _, inputs = _inputs(batches)

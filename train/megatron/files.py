@@ -129,7 +129,7 @@ def _load_torch(engine: Any, folder: Path) -> None:
 
 
 def _load_rest(engine: Any, state: dict[str, Any]) -> None:
-    """Load the scheduler, the data position and, if the checkpoint has them, this rank's random states."""
+    """Load the scheduler, the data position and any random states."""
     for one in engine.optimizer.chained_optimizers:
         for values in one.optimizer.state.values():
             if "step" in values:  # loading leaves one tensor for all; torch's Adam would step it for each
@@ -145,7 +145,7 @@ def _load_rest(engine: Any, state: dict[str, Any]) -> None:
 
 
 def _metadata(engine: Any) -> dict[str, Any]:
-    """Return the metadata that chooses megatron-core's sharded form. Everything but the group is saved."""
+    """Choose megatron-core's sharded form. Everything but the group is saved."""
     metadata: dict[str, Any] = {}
     if engine.args.use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = engine.config.optimizer_format

@@ -1,1 +1,0 @@
-"""Trainer's work besides training: log, trackers, loss spikes and checkpoint records."""

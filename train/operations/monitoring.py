@@ -1,4 +1,4 @@
-"""Work in the training loop besides training: heartbeats, log, trackers, spikes and records.
+"""Work in the training loop besides training.
 
 OUTPUT/metrics.jsonl     one line per step: loss, grad norm, learning rate, tokens per second, the batch with a
                          digest of its tokens, and each rank's step time, peak memory and own loss
@@ -61,7 +61,7 @@ class Operations:
         self.heart.__exit__(*reason)
 
     def steps_to_take(self, done: int) -> int:
-        """Return the number of steps left. Print a note if --until leaves 0."""
+        """Print a note if --until leaves 0."""
         config = self.config
         if config.until and config.until <= done:
             _say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
@@ -75,7 +75,7 @@ class Operations:
         self.heart.enter(phase, self.engine.step if self.engine else self.heart.facts["step"])
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
-        """Start with the engine, and with its checkpoint's record if it resumed one."""
+        """Take up the record of a resumed checkpoint."""
         self.engine = engine
         if resumed:
             self._take_up(Path(*resumed))
@@ -89,7 +89,7 @@ class Operations:
             torch.cuda.reset_peak_memory_stats()
 
     def next_batch(self) -> torch.Tensor:
-        """Return the next global batch as token ids, with shape (sequences, tokens)."""
+        """Return token ids with shape (sequences, tokens)."""
         self.enter("data")
         config, begin = self.config, time.perf_counter()
         first = data.position(self.engine.sequences, self.skipped)
@@ -126,7 +126,7 @@ class Operations:
             self._look_for_spike(line)
 
     def saved(self, checkpoint: Path) -> None:
-        """Record a checkpoint saved by every rank, and delete old checkpoints beyond --keep."""
+        """Record a checkpoint, and delete old checkpoints beyond --keep."""
         ranks = launch.gather_objects(state.live(self.engine))
         if self.rank == 0:
             layout = {name: getattr(self.config, name) for name in ("strategy", "tp", "pp", "vpp", "ep", "etp")}
@@ -147,7 +147,7 @@ class Operations:
                     _say(f"deleted {deleted}: --keep {self.config.keep}")
 
     def _take_up(self, checkpoint: Path) -> None:
-        """Restore the checkpoint's record. For a converted checkpoint, use --output's record for the same step."""
+        """Use --output's record for a converted checkpoint."""
         home, step = checkpoint.parent, self.engine.step
         homes = [home.parent if home.name.startswith("checkpoint-") else home, self.output]
         found = next((record for home in homes if (record := records.read(home, step))), None)
@@ -199,7 +199,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _peak_memory() -> int:
-    """Return the peak in bytes: tensors on the GPU, or this process on the CPU."""
+    """Return bytes: tensors on the GPU, or this process on the CPU."""
     if launch.on_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

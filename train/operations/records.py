@@ -1,7 +1,6 @@
 """Records of complete checkpoints: OUTPUT/records/step-N.json.
 
-A record has the files with their sizes, the run's settings, each rank's live state, the recent losses and the skipped
-sequences. `ckpt verify --run` compares settings and live states.
+`ckpt verify --run` compares settings and live states.
 """
 
 import json
@@ -33,7 +32,7 @@ def file_of(output: Path, step: int) -> Path:
 
 
 def read(output: Path, step: int) -> Record | None:
-    """Read a step's record. None if it is missing or unreadable."""
+    """Return None for a missing or unreadable record."""
     try:
         facts = json.loads(file_of(output, step).read_text())
     except (OSError, ValueError):
@@ -58,19 +57,19 @@ def write(output: Path, checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def last_good(output: Path) -> Record | None:
-    """Return the newest record saved before any spike, or None."""
+    """Return the newest record saved before any spike."""
     calm = [record for record in read_all(output) if record.facts["calm"]]
     return calm[-1] if calm else None
 
 
 def keep(output: Path, number: int) -> list[Path]:
-    """Delete all recorded checkpoints but the newest `number` and the last good one; return the deleted folders."""
+    """Delete all recorded checkpoints but the newest `number` and the last good one."""
     good = last_good(output)
     deleted = []
     for record in read_all(output)[:-number]:
         if good and record.step == good.step:
             continue
-        # Delete the record first, so a half-deleted checkpoint is never taken for a complete one.
+        # A half-deleted checkpoint must not look complete.
         file_of(output, record.step).unlink()
         doomed = record.checkpoint.with_name(f".deleted-{record.checkpoint.name}")
         record.checkpoint.rename(doomed)
@@ -81,7 +80,7 @@ def keep(output: Path, number: int) -> list[Path]:
 
 
 def abandon_after(output: Path, step: int) -> list[Path]:
-    """Rename the records after `step`, and return their checkpoints. The checkpoints stay."""
+    """Rename the records after `step`. Their checkpoints stay."""
     later = [record for record in read_all(output) if record.step > step]
     for record in later:
         file = file_of(output, record.step)

@@ -8,12 +8,10 @@ import torch
 from train import randomness
 from train.config import Config, read_ds_config
 
-#: Options that affect the result.
 SETTINGS = (
     *("model", "dtype", "precision", "dropout", "batch", "length", "seed", "optimizer", "scheduler", "schedule_steps"),
     *("lr", "weight_decay", "freeze", "lora", "vocab", "layers", "mtp_layers"),
 )
-#: DeepSpeed config keys that affect the result.
 _DS_CONFIG = ("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "data_types", "train_batch_size")
 
 
@@ -24,7 +22,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def live(engine: Any) -> dict[str, Any]:
-    """Return this rank's live engine state, read from its objects and not from the options."""
+    """Read the state from the engine's objects and not from the options."""
     inner = getattr(engine, "engine", None)  # DeepSpeed's
     modules = getattr(engine, "chunks", None) or [engine.model if inner is None else inner.module]
     optimizers = getattr(engine, "optimizers", [engine.optimizer])
@@ -51,7 +49,6 @@ def live(engine: Any) -> dict[str, Any]:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return state tensors without the per-parameter step counters."""
     return [
         value
         for state in optimizer.state.values()
@@ -61,7 +58,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def dropout(modules: list[Any]) -> dict[str, list[float]]:
-    """Return the dropout probabilities in use by attribute name: modules' `p`, `attention_dropout`, ..."""
+    """Return probabilities by attribute name: modules' `p`, `attention_dropout`, ..."""
     found: dict[str, set[float]] = {}
     for module in (inner for outer in modules for inner in outer.modules()):
         for name, value in vars(module).items():
@@ -80,7 +77,6 @@ def _state(scaler: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value's JSON-compatible part."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items() if _is_plain(entry)}
     if isinstance(value, (list, tuple)):

@@ -28,7 +28,7 @@ def require(name: str) -> None:
 
 
 def open_tracker(config: Config) -> Any:
-    """Return the run's --track tracker, with log(metrics, step) and finish(), or None."""
+    """Return a tracker with log(metrics, step) and finish(), or None."""
     output = Path(config.output)
     if config.track == "wandb":
         import wandb
@@ -49,7 +49,7 @@ def open_tracker(config: Config) -> Any:
 
 
 def flat(line: dict[str, Any]) -> dict[str, float]:
-    """Flatten a log line to names and numbers. A rank's values become `rank_R/name`."""
+    """Name a rank's values `rank_R/name`."""
     named = ("loss", "grad_norm", "lr", "tokens_per_second")
     found = {name: float(line[name]) for name in named if line[name] is not None}
     for name, values in line["ranks"].items():

@@ -30,7 +30,7 @@ from train.engine import Engine
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Map each alias to its owner, the first name of a shared parameter in the model."""
+    """Map each alias to its owner, the first name."""
     owner = {parameter: name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name: owner[parameter] for name, parameter in named if owner[parameter] != name}
@@ -43,7 +43,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
-    """Return the live param groups in JSON-compatible form, with parameter names."""
     return [
         {"names": group_names} | {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
         for group, group_names in zip(groups, names, strict=True)
@@ -51,12 +50,11 @@ def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> lis
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the facts known from the plain model alone: ties and frozen names."""
     return {"ties": ties(model), "frozen": [name for name, one in model.named_parameters() if not one.requires_grad]}
 
 
 def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]], Any]) -> list[dict[str, Any]]:
-    """Merge all ranks' described groups by `key`. Each rank only knows its own parameters' groups."""
+    """Merge all ranks' described groups: each rank only knows its own parameters' groups."""
     merged: dict[Any, dict[str, Any]] = {}
     for number, group in (numbered for groups in launch.gather_objects(mine) for numbered in enumerate(groups)):
         known = merged.setdefault(key(number, group), group)
@@ -65,7 +63,7 @@ def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]
 
 
 def record(engine: Engine, config: Config, tag: str) -> None:
-    """Write the engine's truth and logits files. All ranks call it together."""
+    """Write truth and logits files. All ranks call it together."""
     tensors, facts = engine.gather()
     # Far beyond any training step.
     input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())

@@ -121,7 +121,6 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> list[Piece]:
-    """Return this rank's pieces."""
     return [
         Piece("weight" if is_parameter else "buffer", place, 0, _elements(tensor))
         for chunk in chunks
@@ -146,7 +145,7 @@ def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor's elements, flattened. Gather all shards if it uses torch's FSDP2."""
+    """Gather all shards if the tensor uses torch's FSDP2."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu().reshape(-1).clone()
 

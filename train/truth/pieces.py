@@ -1,4 +1,4 @@
-"""Whole tensors assembled from the pieces on each rank's live engine."""
+"""Whole tensors assembled from the ranks' pieces."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,6 @@ def _unpickled(role: str, place: Place, start: int, dtype: torch.dtype, data: An
 
 
 def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """Assemble all ranks' pieces into whole tensors named `<role>/<name>`, on every rank."""
     return assemble([piece for of_rank in launch.gather_objects(pieces) for piece in of_rank])
 
 
@@ -105,5 +104,5 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, to distinguish -0.0 from 0.0 and one NaN from another."""
+    """Return bytes, to distinguish -0.0 from 0.0 and one NaN from another."""
     return tensor.contiguous().view(torch.uint8)

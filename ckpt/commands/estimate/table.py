@@ -133,7 +133,7 @@ def _config_subject(where: str, config: Mapping[str, Any]) -> Subject:
 
 
 def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
-    """Prefer the config if the number of elements agrees, to the checkpoint's tensors."""
+    """Use the config if the number of elements agrees, else the checkpoint's tensors."""
     found: dict[str, Parameter] = {}
     notes = list(checkpoint.notes)
     if is_adapter(fqn for fqn, _ in checkpoint.tensors):

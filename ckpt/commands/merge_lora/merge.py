@@ -234,7 +234,7 @@ class _Merge:
         return next((rows for part in config_parts(self.base.config) if (rows := part.get(_ROWS))), None)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Change tied embeddings and vocabulary size in `config`."""
+        """Return `config` with the merge's tied embeddings and vocabulary size."""
         changed = {**config, **self.entries}
         if self.untied:
             changed = services.ties.untied_config(changed, self.untied) or {**changed, _TIE: False}
