@@ -176,7 +176,7 @@ def _boxes(
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError],
 ) -> tuple[Box, ...]:
-    """Return a rank's pieces as boxes. They must lie end to end in the rank's shard."""
+    """Return a rank's pieces as boxes: they must lie end to end."""
     found, at, strides = [], 0, contiguous_strides(shape)
     for piece in pieces:
         sizes, (start, steps) = tuple(piece["shape"]), piece["source"]

@@ -70,7 +70,6 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
-    """Join the groups that another `ep_size` split."""
     found: list[ParamGroup] = []
     seen: dict[str, int] = {}
     for group in model.groups:
@@ -132,7 +131,6 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:
-    """Return the number of experts by the layer's name prefix."""
     numbers: dict[str, int] = {}
     for fqn in names:
         if match := EXPERT.fullmatch(fqn):
@@ -141,7 +139,7 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
 
 
 def _recorded_sizes(model: DeepSpeedModel) -> set[int]:
-    """Return the source's `ep_size` values. Raise LossError for groups that mix experts with other parameters."""
+    """Raise LossError for groups that mix experts with other parameters."""
     sizes = set()
     for group in model.groups:
         experts = [fqn for fqn in group.fqns if EXPERT.fullmatch(fqn)]

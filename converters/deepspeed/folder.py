@@ -182,7 +182,7 @@ def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | No
 
 
 def _is_requested_rank(tp_rank: int | None, found: int, path: str) -> bool:
-    """Return True if files of tensor-parallel rank `found` are wanted. Any rank but 0 needs a `tp_rank`."""
+    """Raise NotFoundError for any rank but 0 without a `tp_rank`."""
     if tp_rank is None and found != 0:
         raise tensor_parallel(path)
     return found == (tp_rank or 0)

@@ -206,7 +206,7 @@ def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
-    """Return the config's dtype for a model trained with float32 weights, like FSDP's."""
+    """Return the config's dtype for a model trained with float32 weights."""
     config = checkpoint.config or {}
     named = BY_NAME.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
     stored = {tensor.dtype for tensor in checkpoint.with_role(WEIGHT)}
@@ -227,9 +227,9 @@ def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | 
 def _kept_as_stored(
     checkpoint: Checkpoint, weights: Mapping[str, Choice], masters: Mapping[str, Tensor], resumable: bool
 ) -> dict[str, Choice]:
-    """Return buffers and frozen parameters, uncast, if the source mixes them.
+    """Don't cast tensors outside the optimizer if the source mixes buffers and frozen parameters.
 
-    An engine rounds frozen parameters on loading, but keeps buffers, so these must not be rounded.
+    An engine rounds frozen parameters on loading, but keeps buffers.
     """
     if _is_deepspeed(checkpoint) or not resumable or any(True for _ in checkpoint.with_role(BUFFER)):
         return {}
@@ -251,7 +251,7 @@ def _ties(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _is_buffer(tensor: Tensor) -> bool:
-    """Return True for a buffer. If the source has no roles, this includes dtypes that no optimizer takes."""
+    """Count dtypes that no optimizer takes if the source has no roles."""
     return tensor.role == BUFFER or (tensor.role == WEIGHT and tensor.dtype not in CAST_SOURCES)
 
 
@@ -259,7 +259,6 @@ def _is_buffer(tensor: Tensor) -> bool:
 
 
 def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
-    """Return the groups, and True if they have hyperparameters."""
     known = _known_groups(checkpoint, weights)
     if known and all(group.options for group in known):
         return known, True
@@ -268,7 +267,6 @@ def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tupl
 
 
 def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
-    """Return the groups of a ZeRO run without hyperparameters if all have the same states."""
     known = _known_groups(checkpoint, weights) if _is_deepspeed(checkpoint) else []
     roles: dict[str, set[str]] = {}
     for fqn, role in checkpoint.tensors:
@@ -279,7 +277,7 @@ def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> li
 
 
 def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
-    """Return the recorded groups, with each parameter once under its own name, without empty parameters."""
+    """Rename parameters to their own names, each once, without empty ones."""
     found: list[ParamGroup] = []
     taken: set[str] = set()
     for group in checkpoint.state.param_groups:
@@ -300,7 +298,6 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
 
 
 def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) -> ParamGroup:
-    """Add the options that DeepSpeed's Adam requires."""
     roles = {role for fqn in group.fqns for role in states.get(fqn, ())}
     if not adam.is_adam(group.options, roles):
         return group
@@ -308,7 +305,6 @@ def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) ->
 
 
 def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:
-    """Return the parameters with masters, else with states, else all non-empty ones."""
     others = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}
     for names in ({fqn for fqn, role in checkpoint.tensors if role == MASTER}, others):
         if found := [fqn for fqn in weights if fqn in names]:
@@ -374,7 +370,7 @@ def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Ite
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
-    """Note parameters without states. They never had a gradient; DeepSpeed fills in zeros."""
+    """Note parameters that never had a gradient; DeepSpeed fills in zeros."""
     gaps: dict[str, list[str]] = {}
     for group in groups:
         for role in dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ())):

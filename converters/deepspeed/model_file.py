@@ -67,7 +67,7 @@ def _state_dict(model: RankFile, num_tensor_parallel: int) -> dict[str, StoredTe
 
 
 def _is_component(name: str, value: Any) -> bool:
-    """Return True if a module dict entry holds parameters. `_extra_state` may be any dict."""
+    """Accept any dict as `_extra_state`."""
     if not isinstance(value, Mapping) or name.endswith("_extra_state"):
         return False
     return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())

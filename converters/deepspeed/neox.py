@@ -94,7 +94,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
 
 
 def _are_added(folders: Sequence[Path]) -> bool | None:
-    """Return True if ranks' biases in row-parallel layers are summed. None without a config."""
+    """Return True if ranks' biases in row-parallel layers are summed."""
     config = read_config(folders) or {}
     told = config.get("use_parallel_residual") if config.get("model_type") == "gpt_neox" else None
     return told if isinstance(told, bool) else None
@@ -103,7 +103,7 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
 def _neox_cut(
     fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile
 ) -> Cut:
-    """Return the cut of a tensor. The first MLP tensor adds the MLP's size to `sizes`."""
+    """Return a tensor's cut. The first MLP tensor adds the MLP's size to `sizes`."""
     shape = full_shape(split, local, size)
     dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()
     if "f" in dims and len(shape) == len(dims):

@@ -88,7 +88,6 @@ ZERO0 = Stage0()
 
 
 def _is_step(folder: Path) -> bool:
-    """Return True for tensor-parallel model files alone, unless they belong to a universal checkpoint."""
     names = [name for name in names_in(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
     names = [name for name in names if not is_of_experts(name)]
     return bool(names) and all(map(is_model_file, names)) and not is_universal(folder)
@@ -119,7 +118,7 @@ def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
 class _RankContent:
     """One tensor-parallel rank's module tensors and optimizer.
 
-    `optimizers` belong to expert-parallel ranks. `named` is None if their names can't be proven.
+    `optimizers` belong to expert-parallel ranks. `named` is None without proof.
     """
 
     path: Path
@@ -227,7 +226,6 @@ def _read_states(optimizer: Optimizer, rank: int, held: _RankContent, states: Op
 
 
 def _optimizer(file: RankFile) -> Optimizer:
-    """Return the optimizer in a file, with masters among its parameters' states."""
     optimizer = file.content.get("optimizer") or {}
     if not isinstance(optimizer, Mapping):
         raise CorruptError("this is not an optimizer state", path=file.path, found=type(optimizer).__name__)
@@ -254,7 +252,7 @@ def _is_of_experts(group: ParamGroup) -> bool:
 
 
 def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing: Sharing) -> list[Optimizer] | None:
-    """Return the `optimizers` with names, or None without proof or if ranks share experts in several ways."""
+    """Return None without proof, or if ranks share experts in several ways."""
     if _expert_parallel_sizes(optimizers[0]) - {len(optimizers)}:
         return None
     found = []

@@ -107,8 +107,6 @@ _STEPS = Steps(_is_universal, record=LATEST_UNIVERSAL, owns_record=True)
 
 @dataclass
 class _UniversalReading:
-    """Parts of one folder read so far."""
-
     path: Path
     sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
@@ -178,7 +176,6 @@ def _read_folder(path: Path) -> Checkpoint:
 
 
 def _stage_of(models: Sequence[RankFile]) -> int:
-    """Return the stage: 3 has a model file per rank; for 1 and 2 the engine's config tells."""
     if is_data_parallel_file(models[0].path):
         return 3
     config = models[0].content.get("ds_config")
@@ -188,7 +185,6 @@ def _stage_of(models: Sequence[RankFile]) -> int:
 
 
 def _model_files(reading: _UniversalReading) -> list[RankFile]:
-    """Return the single model file of stages 1 and 2, or else all ranks' files of stage 3."""
     check_has_model(reading.path)
     folder = list_step_folder(reading.path)
     single = [reading.load(folder.model)] if folder.model is not None else []
@@ -256,7 +252,7 @@ def _stage3_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _add_stage3_steps(
     reading: _UniversalReading, state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
 ) -> None:
-    """Add the steps in stage 3's form: per sub-group, in rank 0's optimizer state."""
+    """Add stage 3's steps: per sub-group, in rank 0's optimizer state."""
     states = _stage3_optimizer(state).get("state") or {}
     for number, shapes in enumerate(groups):
         step = (states.get(number) or {}).get(STEP)
@@ -286,7 +282,7 @@ def _missing_error(reading: _UniversalReading, fqn: str, expected: str) -> Corru
 
 
 def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """Return the groups by fqn. Stage 3 lists sub-groups in place of parameters."""
+    """Return the groups by fqn. Stage 3 lists sub-groups."""
     if optimizer := _stage3_optimizer(state.content):
         return in_sub_groups(groups_of(optimizer, state.path), shapes)
     groups = groups_of(state.content, state.path)
@@ -320,7 +316,7 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target
 
 
 def _written_stage(checkpoint: Checkpoint) -> int | None:
-    """Return the source's stage, or its config's. None means the form for all stages."""
+    """Return the source's stage. None means the form for all stages."""
     if checkpoint.state.zero_stage is not None:
         return checkpoint.state.zero_stage
     recorded = zero_model.zero_options(checkpoint).get("stage")
@@ -343,7 +339,7 @@ def _files(
 
 
 def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
-    """Yield a parameter's files. States without a gradient are zeros."""
+    """Write zeros for states without a gradient."""
     master, states = model.masters[fqn], model.states.get(fqn, {})
     for role in roles:
         if role not in states:
@@ -367,7 +363,7 @@ def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, b
 def _optimizer_state(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int | None
 ) -> dict[str, Any]:
-    """Return rank 0's optimizer file entries. Stages 1 and 2 look for groups at the top, stage 3 inside."""
+    """Put groups at the top for stages 1 and 2, inside for stage 3."""
     if stage in (1, 2):
         groups = zero_writer.flat_groups(model, config, num_ranks)
         paddings = {

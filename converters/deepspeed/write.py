@@ -88,7 +88,6 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
 
 
 def _check_has_elements(model: DeepSpeedModel) -> None:
-    """Raise LossError for an empty parameter, because stage 3 does not record it."""
     if empty := next((fqn for fqn, choice in model.weights.items() if not choice.tensor.numel), None):
         raise LossError(
             "empty parameters cannot be written to ZeRO-3",
@@ -229,7 +228,7 @@ def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
 def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
     """Return shapes and elements of parameters outside the optimizer, whole or as this rank's slots.
 
-    Return None, None if the source leaves them out, like PEFT: the loader accepts no incomplete dict.
+    The loader accepts None, None if the source leaves them out, like PEFT, but no incomplete dict.
     """
     if not model.frozen and (model.state.frozen_saved is False or is_adapter(model.weights)):
         return None, None
@@ -272,7 +271,7 @@ def _flat(
     local: Sequence[LocalParameter | None] = (),
     **options: Any,
 ) -> NewTensor:
-    """Return a rank's 1-dim tensor, with zeros in the gaps and for missing tensors."""
+    """Fill gaps and missing tensors with zeros."""
     fill: list[FromSource] = []
     for place in places:
         tensor = tensors[place.index]
@@ -388,7 +387,7 @@ def _stage12_files(
 def _rank_groups(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, experts: Sharing, expert_rank: int
 ) -> list[FlattenedGroup]:
-    """Return an expert-parallel rank's groups. Expert groups use the rank's own names."""
+    """Use the rank's own names for expert groups."""
     groups = []
     for group in dealt_experts.groups(model, experts, expert_rank):
         shapes = {fqn: model.masters[fqn].shape for fqn in group.fqns if experts.is_shared(fqn)}
@@ -452,7 +451,7 @@ def partitions(model: DeepSpeedModel, groups: Sequence[FlattenedGroup], ranks: S
 
 
 def _elastic(model: DeepSpeedModel, states: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the elastic form: stage_1_and_2.py, `_get_base_optimizer_state`. Its loader sets every group's step."""
+    """Follow stage_1_and_2.py, `_get_base_optimizer_state`. Its loader sets every group's step."""
     step = next((model.numbers(group.fqns).get("step") for group in model.groups), None)
     taken = step.value if isinstance(step, OneElement) else step
     return {
@@ -480,8 +479,6 @@ def _slice_mapping(group: FlattenedGroup, rank: int) -> StoredDict:
 
 @dataclass(frozen=True, slots=True)
 class _SubGroups:
-    """All groups' sub-groups in a row, and each group's sub-group numbers."""
-
     fqns: list[tuple[str, ...]]
     layouts: list[SlotLayout]
     members: list[list[int]]

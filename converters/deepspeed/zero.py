@@ -109,8 +109,6 @@ ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
 
 @dataclass
 class _ZeroReading:
-    """Parts of one step folder read so far."""
-
     folder: StepFolder
     num_tensor_parallel: int = 1
     sources: Sources = field(default_factory=Sources)
@@ -133,7 +131,7 @@ def _framework(reading: _ZeroReading) -> str:
 
 
 def _stage(inner: RankFile) -> int:
-    """Return 1, 2 or 3. BF16_Optimizer records no stage, but partitions like stage 1."""
+    """Return 1 for BF16_Optimizer: it records no stage, but partitions like stage 1."""
     stage = inner.content.get("zero_stage")
     if isinstance(stage, Record):
         stage = stage.args[0] if stage.args else None
@@ -163,7 +161,7 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
 
 
 def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> RankSlice:
-    """Describe one tensor-parallel rank's files. `every` collects the storages of all ranks' files."""
+    """Describe one tensor-parallel rank's files. `every` collects all ranks' storages."""
     sources = Sources() if every is None else Sources(storages=every.storages)
     reading = _ZeroReading(list_step_folder(path, tp_rank), num_ranks, sources)
     with known_structure(path, lambda: _framework(reading)):
@@ -371,7 +369,7 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
 
 
 def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str]) -> None:
-    """Add the buffers. They are not partitioned: every rank wrote a copy."""
+    """Compare the buffers: every rank wrote a copy."""
     copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
         tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
@@ -391,7 +389,7 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
 
 
 def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:
-    """Add whole tensors from the module dict that are neither recorded parameters nor buffers."""
+    """Add whole tensors that are neither recorded parameters nor buffers."""
     found = {fqn for fqn, _ in reading.tensors} | reading.ties.keys()
     file = reading.models[0]
     for fqn, stored in module.items():
@@ -448,7 +446,7 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
 
 
 def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """Return the param groups by fqn. Groups list sub-groups in place of parameters."""
+    """Return the groups by fqn. The file lists sub-groups."""
     groups = base_groups(inner)
     members: list[Sequence[Any]] = [group.fqns for group in groups]
     if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):

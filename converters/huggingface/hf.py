@@ -153,7 +153,6 @@ HF = HuggingFace()
 
 
 def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list[tuple[str, dict[str, Choice]]]:
-    """Return the model's tensors, and the tensors of each module beside it under its own names."""
     places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
     return [
         (
@@ -185,7 +184,6 @@ def _weights(folder: Path) -> list[str] | str | None:
 
 
 def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], list[str]]:
-    """Return the index, the file names, and notes."""
     found = path.name if path.is_file() else _weights(folder)
     if found is None:
         raise NotFoundError("found no safetensors model weights", path=path)
@@ -237,7 +235,7 @@ def _proof(
     beside: Iterable[TargetFile],
     parts: Collection[str],
 ) -> tuple[list[str], LoadCheck]:
-    """Return notes on how the names were checked, and whether `from_pretrained` can load the folder.
+    """Return notes, and whether `from_pretrained` can load the folder.
 
     Raise LossError or UsageError if the config's architecture has other names.
     """
@@ -274,7 +272,6 @@ def _proof(
 def _not_compared(
     checkpoint: Checkpoint, layout: Layout, loads: LoadCheck, why: str = "", hint: str = ""
 ) -> tuple[list[str], LoadCheck]:
-    """Return a note and `loads`. Raise UsageError if the user wants a comparison."""
     if layout.read(ProofOptions).strict and layout.read(NameOptions).names != OWN_NAMES:
         raise UsageError(
             "--strict: the names can't be compared with the model's architecture",
@@ -286,7 +283,6 @@ def _not_compared(
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
-    """Note tensors that the config expects but the output lacks."""
     if checkpoint.config is None:
         return []
     from converters.names.hub.expected_tensors import missing_parts
@@ -297,10 +293,7 @@ def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]
 
 
 def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:
-    """Note a PEFT-wrapped model. Raise UsageError unless its own names are requested.
-
-    from_pretrained finds neither a model nor an adapter in it.
-    """
+    """Note a PEFT-wrapped model: from_pretrained finds neither a model nor an adapter in it."""
     if not any(fqn.startswith("base_model.model.") for fqn in chosen):
         return []
     if layout.read(NameOptions).names != OWN_NAMES:

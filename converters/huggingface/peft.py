@@ -172,7 +172,6 @@ def prove_names(folder: Path) -> None:
 
 
 def _model_type(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> str | None:
-    """Return the base's model type, from the config beside the adapter or in the base's folder."""
     found = checkpoint.config or read_model_config(map(Path, checkpoint.folders))
     base = raw.get("base_model_name_or_path")
     if found is None and isinstance(base, str) and (Path(base) / CONFIG).is_file():
@@ -181,14 +180,13 @@ def _model_type(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> str | None:
 
 
 def _weights(folder: Path) -> str | None:
-    """Return the weights file, in PEFT's search order. None without an adapter config."""
+    """Return the weights file, in PEFT's search order."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
     return next((name for name in (SAFETENSORS, TORCH, MLX) if (folder / name).is_file()), None)
 
 
 def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
-    """Return a file's tensors without wrappers' names, and the names that contain them."""
     stored = _torch(file) if file.name == TORCH else _safetensors(file)
     if file.name == MLX:
         stored = dict(_as_peft_names(fqn, extent, file) for fqn, extent in stored.items())
@@ -197,7 +195,7 @@ def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
 
 
 def _trained_in_full(file: Path, known: Mapping[str, Extent]) -> dict[str, Extent]:
-    """Return the tensors trained in full, under PEFT's file names, without those in `known`.
+    """Return the tensors under PEFT's file names, without those in `known`.
 
     Raise CorruptError if a tensor is in both files with other values.
     """
@@ -223,7 +221,7 @@ def _safetensors(path: Path) -> dict[str, Extent]:
 
 
 def _as_peft_names(fqn: str, extent: Extent, path: Path) -> tuple[str, Extent]:
-    """Return an mlx-lm factor's name in PEFT, and its extent as a transposed view."""
+    """Return PEFT's name, and the extent as a transposed view."""
     match = _MLX_NAME.fullmatch(fqn)
     if match is None or len(extent.shape) != 2:
         raise UsageError(

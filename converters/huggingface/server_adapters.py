@@ -158,7 +158,7 @@ def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[s
 
 
 def _gaps(one: ServedTensor, extent: Extent) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a tensor outside all boxes: lora_A's last rows, lora_B's row ends."""
+    """Yield the ranges outside all boxes: lora_A's last rows, lora_B's row ends."""
     (rows, columns), item = one.shape, extent.dtype.itemsize
     filled = one.boxes[0][0].sizes if len(one.boxes) == 1 else one.shape
     if filled[0] < rows:
@@ -191,8 +191,6 @@ def _check_kind(chosen: Mapping[str, Choice], config: AdapterConfig, server: str
 
 @dataclass(frozen=True)
 class _Stacked:
-    """Adapter of a stacked parameter: its factors, the number of experts, and lora_B's packing."""
-
     fqn: str
     a: str
     b: str
@@ -215,7 +213,7 @@ class _Stacked:
 def _parameters(
     chosen: Mapping[str, Choice], config: AdapterConfig, experts: str, wrappers: list[dict[str, str]]
 ) -> list[_Stacked]:
-    """Return the adapters of a layer's stacked expert parameters. `wrappers` has the innermost first."""
+    """Return the stacked adapters. `wrappers` has the innermost first."""
     targeted = [one for one in _PARAMETERS if config.targets_parameter(f"{experts}.{one}")]
     if len(targeted) != len(wrappers):
         raise CorruptError(
@@ -270,7 +268,7 @@ def _odd_factors(config: AdapterConfig, fqn: str, expected: str, found: str) -> 
 
 
 def _taken_apart(experts: str, both: list[_Stacked]) -> Iterator[_Layer]:
-    """Yield each expert's layers. Gate and up share lora_A, and each has half of lora_B's rows."""
+    """Share lora_A between gate and up. Each has half of lora_B's rows."""
     for one in both:
         half = one.num_out // 2
         parts = {"gate_proj": (0, half), "up_proj": (half, one.num_out)}
@@ -285,7 +283,6 @@ def _taken_apart(experts: str, both: list[_Stacked]) -> Iterator[_Layer]:
 def _repacked(
     chosen: Mapping[str, Choice], experts: str, both: list[_Stacked], config: AdapterConfig
 ) -> Iterator[ServedTensor]:
-    """Yield stacked factors under their own names, in PEFT's packing."""
     if len(both) != 2:
         raise LossError(
             "vLLM needs LoRA on both stacked parameters of a layer, or on neither",
@@ -369,7 +366,7 @@ _Written = tuple[int | None, dict[str, Any], tuple[str, ...]]
 
 
 def _vllm_adapter(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> _Written:
-    """Return None (no padding), the config, and vLLM's command line options as a note."""
+    """Return None (no padding), the config, and vLLM's options as a note."""
     ranks = {re.escape(one.module): one.rank for one in layers if one.rank != config.rank}
     alphas = {re.escape(one.module): a for one in layers if (a := config.alpha_of(one.key)) != config.alpha}
     if stacked:
@@ -411,7 +408,6 @@ def _sglang_adapter(layers: list[_Layer], _: list[ServedTensor], config: Adapter
 
 
 def _plain(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> dict[str, Any]:
-    """Return the config with its target layers by last name, without stacked parameters."""
     leaves = {layer.module.rpartition(".")[2] for layer in layers} | ({"experts"} if stacked else set())
     raw = {key: value for key, value in config.raw.items() if key not in _RECORDS}
     mapping = raw.get("auto_mapping")

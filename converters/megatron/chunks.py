@@ -365,7 +365,7 @@ def refuse_encoder(model: MegatronModel, form: str) -> None:
 def _check_packed(
     args: Mapping[str, Any], grid: Grid, stages: Stages, chosen: Mapping[str, Choice], local: bool
 ) -> None:
-    """Raise an error for layouts of packed layers that megatron-core does not build."""
+    """Raise an error for layouts that megatron-core does not build."""
     hybrid = next(filter(packed, chosen), None)
     if hybrid is None:
         return
@@ -422,7 +422,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
 
 
 def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
-    """Return the requested pipeline stages, or the source's if they fit, or even ones."""
+    """Return the requested stages, or the source's if they fit, or even ones."""
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
     requested = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
     if requested:

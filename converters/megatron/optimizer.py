@@ -267,7 +267,7 @@ class MegatronOptimizer:
                 )
 
     def _groups(self) -> list[Group]:
-        """Return Megatron's own groups. Options come from a source group with a parameter of this kind."""
+        """Take options from a source group with a parameter of this kind."""
         option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
         found: dict[Kind, Group] = {}
         for fqn, master in self.masters.items():

@@ -101,10 +101,10 @@ class _RankOptimizers:
         return inner, outer
 
     def _members(self) -> list[list[Trained]]:
-        """Return the parameters of each of a rank's optimizers, in its order.
+        """Return each optimizer's parameters, in its order.
 
         Experts sharded over ranks have their own optimizer (a parameter's `allreduce`). With
-        `overlap_param_gather_with_optimizer_step`, the first chunk has its own optimizer, too.
+        `overlap_param_gather_with_optimizer_step`, the first chunk has its own, too.
         """
         chunks = enumerate(self.file.chunks)
         everything = [Trained(local, vp) for vp, chunk in chunks for local in chunk if not local.is_buffer]
@@ -188,7 +188,7 @@ class _RankOptimizers:
                 self._note_tensor(one, MASTER, value)
 
     def _distributed(self) -> list[Any]:
-        """Return `distrib_optim.pt`'s entries. An entry is None if another rank gathered it."""
+        """Return None for an optimizer gathered by another rank."""
         path = Path(self.file.path).with_name(DISTRIBUTED)
         if not path.is_file():
             raise CorruptError(

@@ -45,7 +45,7 @@ class RankOptimizers(MegatronOptimizer):
         return contents[0] if len(contents) == 1 else contents
 
     def _plain(self, groups: Sequence[Group], placed: Sequence[ChunkTensor]) -> dict[str, Any]:
-        """Return the entry like `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
+        """Follow `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
         state: dict[int, dict[str, Any]] = {}
         masters: list[list[Any]] = []
         listed = []
@@ -92,7 +92,7 @@ class RankOptimizers(MegatronOptimizer):
     def _buffers(
         self, rank: Rank, chunks: Sequence[Chunk], members: Sequence[tuple[int, ChunkTensor]]
     ) -> dict[Any, Any]:
-        """Return the gathered buffers like distrib_optimizer.py, `get_parameter_state_dp_zero`."""
+        """Follow distrib_optimizer.py, `get_parameter_state_dp_zero`."""
         content: dict[Any, Any] = {"buckets_coalesced": True}
         buffers = by_buffer((vp, self.model.chosen[placed.fqn].dtype, placed) for vp, placed in members)
         for index, (vp, dtype, ones) in enumerate(buffers):

@@ -418,7 +418,7 @@ def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys:
 
 
 def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a chunk's entries under megatron-core's names, without wrappers' prefixes."""
+    """Remove wrappers' prefixes, and return megatron-core's names."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
     return {bare(_WRAPPERS.sub("", str(name))): value for name, value in state.items()}
@@ -426,8 +426,6 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Model chunk in a rank's file, with entries in megatron-core's spelling."""
-
     reading: MegatronReading
     rank: Rank
     vp: int
@@ -452,7 +450,6 @@ class _Chunk:
         return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
     def tensors(self) -> Iterator[LocalTensor]:
-        """Yield the chunk's tensors. Raise LossError for an unknown one."""
         self._check_layers()
         for name, value in self.state.items():
             if name.endswith("_extra_state"):
@@ -500,7 +497,7 @@ class _Chunk:
         self.reading.extra[canonical] = None
 
     def _shared(self, name: str) -> tuple[str, bool]:
-        """Return the embedding's name for its copies, and True if two stages keep them equal.
+        """Return the embedding's name, and True if two stages keep the copies equal.
 
         models/common/language_module/language_module.py, `setup_embeddings_and_output_layer`.
         """
@@ -528,8 +525,8 @@ class _Chunk:
     def _grouped_gemm(self, match: re.Match[str], value: StoredTensor) -> Iterator[LocalPart]:
         """Yield the experts in a legacy grouped GEMM tensor.
 
-        `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts, columns, h). Each expert's
-        matrix is transposed (transformer/moe/experts.py, `GroupedMLP`).
+        `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts, columns, h). Each matrix is
+        transposed (transformer/moe/experts.py, `GroupedMLP`).
         """
         first, count, numel = match["number"] == "1", self.num_experts, value.extent.numel
         other = self.state.get(f"{match['layer']}weight{'2' if first else '1'}")

@@ -108,7 +108,7 @@ class ModelFiles:
 
 
 def _per_rank(model: MegatronModel) -> Mapping[str, Mapping[str, Any]]:
-    """Return the ranks' own entries by key and folder, if the target has the same ranks."""
+    """Return the ranks' own entries, if the target has the same ranks."""
     state, names = model.checkpoint.state, {folder_name(rank, model.grid) for rank in model.grid.ranks()}
     is_same = state.engine == "megatron" and Grid.of_args(state.args or {}) == model.grid
     return state.per_rank if is_same and all(values.keys() <= names for values in state.per_rank.values()) else {}

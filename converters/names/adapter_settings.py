@@ -67,7 +67,6 @@ def _missing_modules(checkpoint: Checkpoint, config: AdapterConfig) -> list[str]
 
 
 def _adapted(checkpoint: Checkpoint, config: AdapterConfig) -> set[str]:
-    """Return the adapted layers, as `target_modules` names them."""
     if config.target_parameters or config.kind not in KINDS:
         return set()
     if config.kind == LORA:

@@ -89,11 +89,11 @@ def megatron_stages(
 
 
 def _deal(num_layers: int, pp: int) -> Stages:
-    """Divide layers into nearly equal stages. Count the embedding and the loss as layers if that helps.
+    """Divide layers into nearly equal stages.
 
-    These are Megatron-LM's `--account-for-{embedding,loss}-in-pipeline-split` (Megatron-DeepSpeed's
-    `--pp-partition-method type:transformer|embedding`). If they do not divide either, use a smaller last stage
-    (`--decoder-last-pipeline-num-layers`), and then `--pipeline-model-parallel-layout`.
+    Megatron-LM's options: `--account-for-{embedding,loss}-in-pipeline-split` (Megatron-DeepSpeed's
+    `--pp-partition-method type:transformer|embedding`), then a smaller last stage
+    (`--decoder-last-pipeline-num-layers`), then `--pipeline-model-parallel-layout`.
     """
     last = num_layers - (pp - 1) * -(-num_layers // pp)
     if not num_layers % pp:
@@ -198,7 +198,7 @@ _ADAPTED = re.compile(r"\.(self_attn|linear_attn|shared_expert_gate)\.")
 
 
 def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
-    """Return the multiple of the rank used for a matrix by PEFT's `target_modules="all-linear"`.
+    """Return the multiple of the rank for `target_modules="all-linear"`.
 
     PEFT 0.21 under transformers 5: if a model's files hold every expert separately, it adapts attention, routers and
     experts (with twice the rank if gate and up are one matrix), but no dense MLP.
@@ -236,7 +236,7 @@ def _kind_of_parameter(name: str, ndim: int) -> str:
 
 
 def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
-    """Yield the sizes that activations depend on, layer by layer."""
+    """Yield the sizes that activations depend on."""
     config, dims, names = sizes.config, sizes.dims, {row.megatron for row in table.rows}
     fc1 = next((row for row in table.rows if row.megatron.endswith("}.mlp.linear_fc1.weight")), None)
     gated = fc1 is None or len(fc1.hubs) == 2

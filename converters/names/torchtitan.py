@@ -103,7 +103,7 @@ def _saved(checkpoint: Checkpoint) -> Saved:
 
 
 def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) -> Relation:
-    """Return the relation from the Hub's tensors to torchtitan's, with the names in `present`, or else the newest."""
+    """Use the names in `present`, or else the newest."""
     config = Config(checkpoint.config or {})
     permuted = _PERMUTED[str(config.get("model_type"))]
     heads = config.size("num_attention_heads")
@@ -131,7 +131,6 @@ def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) ->
 
 
 def _spelled(name: str, present: Collection[str]) -> tuple[str, int | None]:
-    """Return torchtitan's name, and the expert's number."""
     layer, expert = _LAYER.match(name), _EXPERT.search(name)
     names = _NAMES.get(_EXPERT.sub("*", _LAYER.sub("", name)))
     if names is None:

@@ -52,7 +52,7 @@ def check_same_options(ranks: Sequence[tuple[RankFile, Sequence[ParamGroup]]]) -
 
 
 def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Return hyperparameters with plain values. A tensor `lr` is an extent, without its value."""
+    """Return plain values. A tensor `lr` is an extent, without its value."""
     return {
         f"{name} of group {number}": value
         for number, group in enumerate(groups)

@@ -74,12 +74,11 @@ def misshapen(
 
 
 def _is_proof(tensor: Tensor) -> bool:
-    """Return True if a state with its parameter's shape proves that it has a value per element."""
     return len(tensor.shape) == 1 or (len(set(tensor.shape)) > 1 and 1 not in tensor.shape)
 
 
 def _may_have(shape: Shape, parameter: Shape) -> bool:
-    """Return True for the parameter's sums that keep their dimensions, and for a single number."""
+    """Accept sums that keep their dimensions, and single numbers."""
     is_sum = len(shape) == len(parameter) and all(size in (1, own) for size, own in zip(shape, parameter, strict=True))
     return is_sum or prod(shape) == 1
 

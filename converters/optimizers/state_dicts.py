@@ -88,7 +88,7 @@ class Optimizer:
     def _without_misfits(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
     ) -> list[list[Shape | None]]:
-        """Replace a damaged shape, one that no parameter has, with None, so an error can name its parameter."""
+        """Replace damaged shapes with None, so an error can name their parameter."""
         known = set(parameters.values())
         odd = {
             key
@@ -106,7 +106,7 @@ class Optimizer:
     def _single_parameters(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
     ) -> list[tuple[str, ...]] | None:
-        """Return the names of one-parameter groups (Adam-mini's) if their element counts fit."""
+        """Return the names of one-parameter groups (Adam-mini's)."""
         names = [name for g in self.groups if isinstance(name := g.options.get("name"), str) and name in parameters]
         if len(set(names)) < len(self.groups) or any(len(held) != 1 for held in shapes):
             return None
@@ -146,7 +146,7 @@ def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
 
 
 def _key(key: Any) -> Any:
-    """Return a parameter's name, or its number. DCP turns numbers into text."""
+    """Return a name or a number. DCP turns numbers into text."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _LONGEST else key
 
 
@@ -183,7 +183,7 @@ def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGr
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Compare two sets of options. Numbers of different types are not equal."""
+    """Compare options. Numbers of different types are not equal."""
     return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
 
 
@@ -197,7 +197,6 @@ def _split(text: str, fqns: Collection[str]) -> tuple[str, str]:
 
 
 def _shape(states: Mapping[str, Any]) -> Shape | None:
-    """Infer a parameter's shape from its states."""
     stored = {name: value for name, value in understood(states).items() if isinstance(value, Quantized | StoredTensor)}
     if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's sums
         return (*stored["exp_avg_sq_row"].shape, *stored["exp_avg_sq_col"].shape[-1:])

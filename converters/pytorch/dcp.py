@@ -109,7 +109,7 @@ DCP = DistributedCheckpoint()
 
 
 def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
-    """Yield entries under their path in the source. torchtitan's model has an empty path."""
+    """Move entries to their path in the source. torchtitan's model has an empty path."""
     from ckpt.containers.dcp.write import Alias
 
     for path, value in entries:
@@ -134,8 +134,6 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 @dataclass
 class _DcpReading:
-    """Parts of one checkpoint read so far."""
-
     data: DataFiles = field(default_factory=DataFiles)
     leaves: list[tuple[Path_, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -169,7 +167,7 @@ class _DcpReading:
     # -- safetensors ---------------------------------------------------------------------------------------------
 
     def shards(self, folder: Path, names: tuple[str, ...]) -> None:
-        """Add the contents of files written by `HuggingFaceStorageWriter`.
+        """Read files written by `HuggingFaceStorageWriter`.
 
         A rank skips a file of the index if it has nothing in it, but some rank writes each file.
         """
@@ -266,7 +264,7 @@ class _DcpReading:
         )
 
     def _states(self, found: Understood, tensors: dict[Key, Tensor]) -> dict[str, Any]:
-        """Add the optimizer's states. Return states that are neither tensors nor numbers.
+        """Return states that are neither tensors nor numbers.
 
         A state with only 0-dim tensors is a number (`step`), even for a 0-dim parameter.
         """
@@ -356,7 +354,7 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
 
 
 def _recorded_shapes(known: Understood) -> dict[str, Shape]:
-    """Return the shapes of parameters whose states agree on a shape, in param group order."""
+    """Return shapes, in param group order, if a parameter's states agree."""
     shapes: dict[str, set[Shape]] = {}
     for (fqn, _), value in known.states.items():
         if isinstance(value, Leaf) and value.shape:
@@ -366,7 +364,7 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
 
 
 def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
-    """Map model tensors to the key of an earlier tensor stored in the same bytes.
+    """Map tensors to the key of an earlier tensor stored in the same bytes.
 
     The metadata alone does not show this: all tensors in a safetensors file have the file's place.
     """
@@ -441,8 +439,8 @@ def _missing_state_error(
 ) -> _Error | None:
     """Return the error for a parameter that lacks a state of its group.
 
-    A parameter with fewer dimensions may have fewer states, unless every optimizer has them per element: SM3 and
-    Shampoo have a state for each dimension.
+    It may have fewer dimensions and so fewer states, unless every optimizer has them per element: SM3 and Shampoo have
+    a state for each dimension.
     """
     for group in groups:
         kinds: dict[tuple[frozenset[str], int], str] = {}
@@ -464,7 +462,7 @@ def _missing_state_error(
 
 
 def _check_can_be_read(checkpoint: Checkpoint) -> None:
-    """Raise LossError if some states of a parameter are unreadable: readers would take the output for damaged."""
+    """Raise LossError for unreadable states: readers would take the output for damaged."""
     if not checkpoint.unread:
         return
     states: dict[str, dict[str, Any]] = {}
@@ -493,7 +491,7 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
 
 
 def _refuse_flat(metadata: Metadata) -> None:
-    """Raise CorruptError without recorded paths: the parameter name in `optimizer.state.<fqn>.exp_avg` is ambiguous."""
+    """Raise CorruptError without recorded paths: `optimizer.state.<fqn>.exp_avg` is ambiguous."""
     if metadata.is_nested:
         return
     if any(GROUPS in key.split(".") for key in metadata.keys):

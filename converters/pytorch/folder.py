@@ -68,7 +68,6 @@ def find_folder(path: Path, tag: str | None) -> Path | None:
 
 
 def _holds_model(folder: Path, key: str) -> bool:
-    """Return True if the state dict in `folder` has a dict at `key`: `actor` or `actor.model`."""
     if not is_dcp(folder) or not (folder / METADATA).is_file() or key in OPTIMIZER_NAMES:
         return False
     at = tuple(key.split("."))
@@ -85,7 +84,7 @@ def is_local(folder: Path) -> bool:
 
 
 def _local(folder: Path, number: int = 0) -> tuple[tuple[int, str], ...]:
-    """Return ranks and names of a model's LOCAL_STATE_DICT files, unless a DCP folder holds the model."""
+    """Return ranks and names, unless a DCP folder holds the model."""
     if not folder.is_dir() or is_dcp(folder / MODEL_0):
         return ()
     found = ((match, name) for name in names_in(folder) if (match := LOCAL.fullmatch(name)))
@@ -110,7 +109,7 @@ def parts(path: Path) -> Parts:
 
 
 def _optimizer_of(path: Path) -> list[Path]:
-    """Return the optimizer's folder for the model in `path`.
+    """Return the model's optimizer folder.
 
     Accelerate numbers both. `model` pairs with `optim`. transformers' optimizer has any name inside the model's folder.
     """

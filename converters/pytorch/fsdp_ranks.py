@@ -150,7 +150,7 @@ FSDP_RANKS = FsdpRanks()
 
 
 def _inside(folder: Path) -> Path | None:
-    """Return `folder`, or verl's `actor` or `critic` in it, if it has rank files."""
+    """Return `folder`, or verl's `actor` or `critic` in it."""
     for one in (folder, folder / "actor", folder / "critic"):
         if one.is_dir() and any((file := _match(name)) and file[0] != "extra" for name in names_in(one)):
             return one
@@ -170,7 +170,6 @@ def _match(name: str, number: int | None = 0) -> tuple[str, re.Match[str]] | Non
 
 
 def _list(folder: Path, number: int) -> dict[str, dict[int, str]]:
-    """Return a model's files by kind and rank. Raise CorruptError if ranks are missing."""
     found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
     stated: dict[int, str] = {}
     for name in names_in(folder):
@@ -233,7 +232,6 @@ def _part(shape: Shape, region: Region, extent: Extent, file: RankFile) -> _Part
 
 
 def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
-    """Return the parts in one entry. An empty one has no elements."""
     what = f"this {getattr(value, 'name', 'value')} matches no known version of torch"
     try:
         with structure(what, file.path, rank=file.rank, fqn=fqn):
@@ -249,7 +247,7 @@ def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
 
 
 def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
-    """Yield a ShardedTensor's (FSDP1) parts: `(local shards, metadata, process group, spec, ...)`.
+    """Yield the parts of FSDP1's `(local shards, metadata, process group, spec, ...)`.
 
     Ranks without elements have no shard.
     """
@@ -266,7 +264,7 @@ def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
 
 
 def _placed(value: Record) -> tuple[Shape, Box, Any]:
-    """Return a DTensor's (FSDP2) whole shape, the rank's box in it, and the rank's local tensor."""
+    """Return FSDP2's whole shape, the rank's box, and its local tensor."""
     content = value.attributes
     spec = content["_spec"].attributes
     shape = tuple(spec["tensor_meta"].attributes["shape"])
@@ -311,7 +309,7 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Record]) -> Box:
-    """Return the box of the rank at `coordinate`, cutting axis by axis like `torch.chunk`.
+    """Cut axis by axis, like `torch.chunk`.
 
     With FSDP2 over tensor parallelism, FSDP's axis comes first in the mesh but is cut last. It is marked
     `_StridedShard`, with the number of earlier cuts.
@@ -356,7 +354,7 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
 
 
 def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
-    """Add the model's tensors and ties. Return the shapes of sharded tensors; buffers are never sharded."""
+    """Return the shapes of sharded tensors; buffers are never sharded."""
     first = models[0]
     names = clean_names(first.content, first.path)
     for model in models[1:]:
@@ -393,7 +391,6 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
 
 
 def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mapping[str, Shape]) -> Units:
-    """Add the optimizer's states. Return its flat parameters."""
     owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
     if (flat := read_flat(files, owned)) is not None:
         reading.sources.check_distinct((file.rank, file.path) for file in files)  # flat ranges record no ranks
@@ -452,7 +449,7 @@ def _left_out(path: str) -> str:
 
 
 def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankFile) -> bool:
-    """Return True if the states' shapes fit the parameters assigned to their numbers.
+    """Return True if the shapes fit the parameters assigned to their numbers.
 
     At least one sharded state must have the parameter's shape. A slice must not be longer than the parameter.
     """
@@ -479,7 +476,7 @@ def _is_wrapped(value: Any) -> bool:
 
 
 def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Record | Extent, int, str]]:
-    """Return a DTensor's whole shape and the rank's part, maybe a tensor subclass object."""
+    """Return the whole shape and the rank's part, maybe a tensor subclass object."""
     what = "this state matches no known version of torch and torchao"
     with structure(what, file.path, rank=file.rank, fqn=fqn):
         shape, box, local = _placed(value)

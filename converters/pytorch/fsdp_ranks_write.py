@@ -94,7 +94,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 
 def _step_folder(checkpoint: Checkpoint) -> str:
-    """Return verl's folder for the step and role, with a trailing slash, or "" if the step is unknown."""
+    """Return verl's folder with a trailing slash, or "" if the step is unknown."""
     if checkpoint.state.step is None:
         return ""
     own = Path(checkpoint.path).name
@@ -126,7 +126,7 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
 
 
 def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[str]]:
-    """Return the LR scheduler, the random states by rank, and notes on state that these files can't hold."""
+    """Return the LR scheduler, the random states by rank, and notes."""
     state = checkpoint.state
     dropped = []
     schedule = state.lr_scheduler
@@ -146,7 +146,7 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
 def _rank_model(
     checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtensors: DTensors, num_ranks: int, rank: int
 ) -> StoredDict:
-    """Return a rank's state dict. Tied names share one tensor, and buffers are whole on every rank."""
+    """Share one tensor between tied names. Buffers are whole on every rank."""
     state = StoredDict("OrderedDict")
     for fqn, choice in chosen.items():
         state[fqn] = _part(choice.tensor, choice.dtype, dtensors, num_ranks, rank)
@@ -209,7 +209,7 @@ class _States:
         return options | (adam.missing_for_torch(options, None) if adam.is_adam(options, roles) else {})
 
     def sharded(self, dtensors: DTensors, num_ranks: int, rank: int) -> dict[str, Any]:
-        """Return FSDP2's form: states by number, with a DTensor per tensor."""
+        """Return states by number, with a DTensor per tensor."""
         states: dict[int, dict[str, Any]] = {}
         groups, count = [], 0
         for group in self.groups:
@@ -228,7 +228,7 @@ class _States:
         return {"state": states, "param_groups": groups}
 
     def flat(self, num_ranks: int, rank: int) -> dict[str, Any]:
-        """Return FSDP1's form: the rank's slice of each flat parameter, by its number."""
+        """Return the rank's slice of each flat parameter, by its number."""
         if len(self.groups) != 1:
             raise LossError("flat parameters support only one param group", found=str(len(self.groups)))
         states: dict[int, dict[str, Any]] = {}

@@ -237,7 +237,7 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
 
 
 def _weights_in(folder: Path) -> str | list[str] | None:
-    """Return the name of the torch file with weights, or of its index, or without an index the shards' names."""
+    """Return the torch file, its index, or without an index the shards' names."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names:
@@ -277,7 +277,6 @@ class _Reading(Reading):
 
 
 def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
-    """Read a state dict, or a dict with one next to an optimizer and other entries."""
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
         raise NotFoundError("this torch file has no state dict", path=path, found=type(root).__name__)
@@ -325,7 +324,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
 
 
 def _models_in(root: Mapping[str, Any]) -> list[str]:
-    """Return the keys of state dicts in a bundle. Prefer names with dots: models, not statistics."""
+    """Prefer state dicts with dots in their names: models, not statistics."""
     found = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in str(k)]
     return [k for k in found if k in _MODEL_KEYS or any("." in name for name in root[k])] or found
 
@@ -359,7 +358,7 @@ def _unbundled(
 
 
 def _bundles_in(root: Mapping[str, Any]) -> list[str]:
-    """Return the keys of bundles with a model: `actor`, `critic`, or an `ema` next to a model.
+    """Return the keys of bundles: `actor`, `critic`, or an `ema` next to a model.
 
     Next to a model, other dicts of tensors are statistics.
     """
@@ -380,7 +379,7 @@ def _has_model(value: Any) -> bool:
 
 
 def _has_named_model(value: Any) -> bool:
-    """Return True if a dict holds, at any depth, a state dict with a model's key or with dots in its names."""
+    """Search a dict, at any depth, for a state dict with a model's key or with dots in its names."""
     if not isinstance(value, Mapping) or is_state_dict(value) or is_optimizer(value):
         return False
     models = _models_in(value)
@@ -390,7 +389,6 @@ def _has_named_model(value: Any) -> bool:
 
 
 def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
-    """Return the bundle named by its key, or its model's path (`actor.model`)."""
     return next((key for key in bundles if f"{tag}.".startswith(f"{key}.")), None)
 
 
@@ -406,14 +404,14 @@ def _holds_model(folder: Path, key: str) -> bool:
 
 
 def _only(value: Any) -> Any:
-    """Return the only optimizer in a list, like Lightning's `optimizer_states`."""
+    """Return the only item of a list, like Lightning's `optimizer_states`."""
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else None
     return None if isinstance(value, str) else value or None
 
 
 def _is_entry(name: str, value: Any) -> bool:
-    """Return True if an entry beside a model's names is the trainer's: a dict or a number."""
+    """Return True for the trainer's own entry: a dict or a number."""
     return "." not in name and not isinstance(value, StoredTensor) and not is_part(value)
 
 
@@ -568,7 +566,7 @@ def _model(chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping
 def _weight_files(
     chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any], max_size: int
 ) -> list[TargetFile]:
-    """Return `pytorch_model.bin`, or shards and an index, filled greedily in the model's order."""
+    """Fill shards greedily in the model's order."""
     packs = shards(chosen, lambda fqn: chosen[fqn].tensor.numel * chosen[fqn].dtype.itemsize, max_size)
     if len(packs) == 1:
         return [torch_file(MODEL, _model(chosen, ties, extra))]

@@ -122,7 +122,7 @@ def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Un
 
 
 def _members(node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an optimizer's parameter names from states and param groups. Names may repeat."""
+    """Yield names from states and param groups. Names may repeat."""
     states, groups = node.get(STATE), node.get(GROUPS)
     if isinstance(states, Mapping):
         yield from map(str, states)
@@ -200,7 +200,7 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
 
 
 def _tagged(tag: str, models: Sequence[_Model], rest: Mapping[str, Any]) -> _Model | None:
-    """Return the model named by `tag`: its path, its enclosing dict if unique, or any dict of tensors."""
+    """Return the model named by its path, by its unique enclosing dict, or any dict of tensors."""
     found = [model for model in models if tag == model.called] or [model for model in models if tag == model.within]
     if found:
         return found[0] if len(found) == 1 else None
@@ -220,7 +220,7 @@ def _unnamed_models(rest: Mapping[str, Any], within: str | None = None) -> Itera
 
 
 def _leave_out_others(chosen: _Model, models: Sequence[_Model], optimizers: _Optimizers, found: Understood) -> None:
-    """Keep only the `chosen` model and its optimizer, and note what is dropped.
+    """Keep only the `chosen` model and its optimizer, with notes.
 
     An optimizer that fits several models belongs to the one called `model`.
     """
@@ -260,7 +260,7 @@ def _name_others(found: Understood) -> None:
 
 
 def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:
-    """Move other models' optimizers to training state. Raise SeveralModelsError if two optimizers share a name."""
+    """Move other models' optimizers to training state."""
     others = list(_unnamed_models(found.rest))
     for at in [*optimizers] if len(optimizers) > 1 else ():
         trained = [*_members(optimizers[at])]
@@ -274,7 +274,7 @@ def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, fo
 
 
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
-    """Move the models that are not `meant` back to training state, and note it."""
+    """Move models back to training state, with a note."""
     for other in others:
         found.notes.append(f"the model is {meant}: {other.called!r} is another model, kept as training state")
         found.others.append(other.called)
@@ -287,7 +287,7 @@ def _at_the_top(rest: Mapping[str, Any]) -> dict[str, Leaf]:
 
 
 def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequence[str], path: str) -> bool:
-    """Return True if the model is the tensors at the top, as in `{**model, "ema": {"model": ...}}`."""
+    """Return True for tensors at the top, as in `{**model, "ema": {"model": ...}}`."""
     top = _at_the_top(found.rest)
     if any(model.within is None or model.is_trained for model in models):
         return False
@@ -299,7 +299,6 @@ def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequenc
 
 
 def _has_some(model: Mapping[str, Any], trained: Sequence[str]) -> bool:
-    """Return True if some of the model's parameters, without wrappers' prefixes, are in `trained`."""
     return not {*map(stripper(model), model)}.isdisjoint(map(stripper(trained), trained))
 
 
@@ -339,7 +338,7 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
 def _model_without_name(found: Understood, trained: Sequence[str], path: str) -> Mapping[str, Any]:
     """Return the tensors at the top, or else the only dict of tensors.
 
-    Among several dicts, use the one with `trained` parameters. Raise SeveralModelsError if several have some.
+    Among several dicts, use the one with `trained` parameters.
     """
     top = _at_the_top(found.rest)
     if top:
@@ -398,7 +397,7 @@ def _read_optimizer(
     weights: Mapping[str, Leaf],
     path: str,
 ) -> None:
-    """Add one optimizer's states and groups. Its other entries stay training state under `optimizer`."""
+    """Keep other entries as training state under `optimizer`."""
     optimizer = take_apart(node, path, weights)
     names = optimizer.names()
     if names is None:

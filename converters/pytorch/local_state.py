@@ -98,7 +98,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
-    """Return the ranks' slices of a flat parameter, in order and complete, and its length without padding."""
+    """Return the ranks' slices, in order and complete, and the length without padding."""
     found, lengths = [], set()
     for file in files:
         what = "this flat parameter matches no known version of torch"

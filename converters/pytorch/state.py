@@ -114,14 +114,14 @@ def _optimizer_entries(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[
 
 
 def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options required by torch's Adam that another engine's Adam did not record."""
+    """Return options that only torch's Adam requires."""
     if checkpoint.facts_of(TorchFacts).is_state_dict or not adam.is_adam(options, checkpoint.optimizer_states):
         return {}
     return adam.missing_for_torch(options, checkpoint.state.ds_config)
 
 
 def _state_number(value: Any) -> Any:
-    """Return a state number in torch's form: a 0-dim fp32 tensor, or a wider type that holds it exactly."""
+    """Return a 0-dim fp32 tensor, or a wider type that holds the number exactly."""
     if isinstance(value, OneElement):
         return one_element(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -136,7 +136,7 @@ def _state_number(value: Any) -> Any:
 
 
 def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
-    """Return the training state, and notes on objects of framework classes, which can't be written."""
+    """Return the training state, and notes on framework objects, which can't be written."""
     own, state = checkpoint.facts_of(TorchFacts).is_state_dict, checkpoint.state
     entries = replace(state, extra_state=None).entries()
     if not own and state.step is not None and "train_state" not in entries:

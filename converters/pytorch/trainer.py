@@ -185,7 +185,7 @@ def _read_weights(reading: Reading, single: str) -> None:
 
 
 def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
-    """Add the optimizer's states under in-memory names, if these are known.
+    """Add states under in-memory names, if known.
 
     One of the optimizer's tensors may be several tensors on the Hub.
     """
@@ -214,7 +214,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -
 
 
 def _order(checkpoint: Checkpoint) -> list[str]:
-    """Return the model's parameters in registration order. Raise LossError if the order is unknown."""
+    """Return the parameters in registration order. Raise LossError if it is unknown."""
     from converters.names.module_order import in_order
     from converters.names.transformers.relation import to_hub
 
@@ -236,7 +236,7 @@ def _order(checkpoint: Checkpoint) -> list[str]:
 
 
 def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
-    """Use the master as weight if a parameter has only a master."""
+    """Use a master without a weight as the weight."""
     masters = {(t.fqn, WEIGHT): replace(t, role=WEIGHT) for t in checkpoint.with_role(MASTER)}
     return replace(checkpoint, tensors={**masters, **checkpoint.tensors})
 

@@ -63,7 +63,7 @@ class Fault:
 
 
 class _Fit(NamedTuple):
-    """Scheme that fits a weight best, the weight's faults under it, and all schemes without fault."""
+    """Best-fitting scheme, the weight's faults under it, and all schemes without fault."""
 
     scheme: Scheme | None
     faults: Sequence[Fault]
@@ -131,12 +131,12 @@ class QuantizedWeights:
         return name in self.tensors and self.tensors[name].dtype.name in PACKED
 
     def _counts(self, tensor: Tensor, word: str) -> bool:
-        """Return True if a tensor with a common name is a part, although its module has no packed weight."""
+        """Return True for a part, although its module has no packed weight."""
         packed = f"{tensor.fqn.removesuffix(word)}qweight"
         return tensor.dtype.name in PACKED or packed in self.tensors or (word != "scale" and self._method is not None)
 
     def _belongs(self, name: str, suffix: str) -> bool:
-        """Return True if a tensor with this suffix is a part, not just a parameter with such a name."""
+        """Return True for a part, not just a parameter with such a name."""
         owner = name.removesuffix(suffix)
         last = owner.rpartition(".")[2]
         return last.endswith(_WEIGHT) or self._is_packed(owner) or self._is_packed(name) or ".experts." in owner
@@ -205,7 +205,6 @@ class QuantizedWeights:
         return self.tensors[parts[scheme.packed]].nbytes * 8 // scheme.bits
 
     def _with_template(self, *suffixes: str) -> Iterator[tuple[str, str, Scheme]]:
-        """Yield owner, name and scheme of each part whose template ends in one of `suffixes`."""
         for owner, parts in self.owners.items():
             scheme, faults, _ = self._fitted[owner]
             if scheme is not None and not faults:
@@ -270,7 +269,7 @@ class QuantizedWeights:
         return sorted([*(name for name, parts in self.owners.items() if len(parts) > 1), *self._unclaimed()])
 
     def _replaces_weight(self, name: str) -> bool:
-        """Return True if a tensor's module should have a weight, but the checkpoint lacks it."""
+        """Return True if the checkpoint lacks the module's weight."""
         module = name.rpartition(".")[0].removesuffix(f".{_WEIGHT}")
         weight = f"{module}.{_WEIGHT}"
         return weight in self.expected and weight not in self.tensors
@@ -354,7 +353,7 @@ class QuantizedWeights:
         return {owner: name for owner, parts in self.owners.items() for name in parts.values() if STATE.fullmatch(name)}
 
     def _state_faults(self, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
-        """Yield a 4-bit weight's parts that contradict its recorded state."""
+        """Yield parts that contradict the recorded state."""
         state, name = self._states.get(owner), self._recorded_states.get(owner, owner)
         if state is None:
             return
@@ -461,7 +460,7 @@ class QuantizedWeights:
                         )
 
     def _unexpected(self) -> Iterator[Fault]:
-        """Yield tensors next to a quantized weight that only another method uses."""
+        """Yield tensors that only another method uses."""
         modules = {owner.rpartition(".")[0] for owner in self.owners if _is_weight(owner)}
         stacks = tuple(f"{owner}_" for owner in self.owners if not _is_weight(owner))
         for name in self.tensors.keys() - self.parts:
@@ -534,7 +533,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _is_listed(module: str, entries: Iterable[str]) -> bool:
-    """Return True if an entry matches the module in any way: as name, prefix, suffix, pattern or regex."""
+    """Match an entry in any way: as name, prefix, suffix, pattern or regex."""
     for entry in entries:
         entry = entry.removeprefix("re:")
         if entry in module or fnmatchcase(module, entry):
@@ -548,7 +547,7 @@ def _is_listed(module: str, entries: Iterable[str]) -> bool:
 
 
 def _is_padded(found: Shape, wanted: Shape) -> bool:
-    """Return True if the last dim of `found` is padded to whole packed elements, with at most 32 values."""
+    """Allow padding to whole packed elements, with at most 32 values."""
     return found[:-1] == wanted[:-1] and 0 <= found[-1] - wanted[-1] < 32
 
 

@@ -36,7 +36,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements `start` to `stop` of the parameter, in row-major order, stored together as part `number`."""
+    """Elements `start` to `stop` of the parameter, in row-major order, stored as part `number`."""
 
     number: int
     start: int
@@ -117,7 +117,6 @@ def _pieces(stored: Stored) -> list[_Piece] | None:
 
 
 def _kind_of_part(part: Quantized | None) -> Any:
-    """Return the properties that a state's parts must share."""
     return part and (part.method, part.num_bits, part.block_size, part.values and _read_values(part.values))
 
 
@@ -127,7 +126,7 @@ def _read_values(extent: Extent) -> bytes:
 
 
 def _from(key: Key, name: str, one: _Piece, whole: FlatRange, per: int) -> FromSource:
-    """Return the overlap of `whole` with a piece's tensor `name`, with `per` state elements per stored element."""
+    """Return the overlap of `whole` with a piece, with `per` state elements per stored element."""
     low, high = max(one.start, whole.start), min(one.stop, whole.stop)
     region = FlatRange((low - one.start) // per, -(-(high - one.start) // per))
     return FromSource(_part_key(key, name, one.number), region, (low - whole.start) // per)

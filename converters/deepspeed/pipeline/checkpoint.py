@@ -71,8 +71,7 @@ def _entries(
 ) -> dict[str, Any]:
     """Return the run's training state by key.
 
-    The client's entries are one item. `args` are also under Megatron-LM's current names. `pipeline` has the facts for
-    writing the same layout again.
+    `args` are also under Megatron-LM's current names. `pipeline` has the facts for writing the same layout again.
     """
     first = slices[0].content
     items = {name: first[name] for name in (*MODEL_STATE, "ds_config") if first.get(name) is not None}

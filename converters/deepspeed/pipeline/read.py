@@ -50,8 +50,6 @@ OTHER_ORDER = "the pipeline's parameter order differs from Megatron-DeepSpeed an
 
 @dataclass(frozen=True, slots=True)
 class _LayerPart:
-    """One rank's part of a tensor. `layer` is None for partitions."""
-
     slice: int
     tp: int
     split: Split
@@ -134,7 +132,7 @@ class PipelineReading:
         """Return the run's ranks that have a part, by data-parallel rank.
 
         runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, and the last axis has
-        consecutive ranks. All data-parallel ranks have a layer, and the first one writes the file.
+        consecutive ranks. The first data-parallel rank writes a layer's file.
         """
         tp = self.folder.tp
         stage = held.slice // tp if held.layer is None else self.stages.get(held.layer)
@@ -181,7 +179,7 @@ def _note_weight(reading: PipelineReading, layer: int, rank: int, file: RankFile
 
 
 def _note_gated(reading: PipelineReading, layer: int, entries: Mapping[str, Any]) -> None:
-    """Record if an MLP's first matrix has gate and up, judging by the second matrix's shape."""
+    """Compare an MLP's matrices to record if the first has gate and up."""
     shapes = {
         reading.layers.canonical(layer, name): value.shape
         for name, value in entries.items()
@@ -297,7 +295,7 @@ def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
 
 
 def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
-    """Yield a slice's parameter names with their layer number, or None for tied parameters."""
+    """Yield names with their layer number, or None for tied parameters."""
     for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
         for name in shapes:
             number = name.partition(".")[0]
@@ -305,7 +303,7 @@ def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
 
 
 def _stages_by_layer(reading: PipelineReading, files: Sequence[RankFile]) -> dict[int, int]:
-    """Return each layer's pipeline stage. Tied layers are on the first and the last."""
+    """Return each layer's stage. Tied layers are on the first and the last."""
     found: dict[int, int] = {}
     tied: list[int] = []
     for file in files:

@@ -80,8 +80,6 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """Source in DeepSpeed's terms, with the target layout."""
-
     model: DeepSpeedModel
     layers: Layers
     grid: Grid
@@ -97,7 +95,6 @@ class _Pipeline:
 
     @cached_property
     def tensors(self) -> dict[str, Choice]:
-        """Contents of the layer files, in module order."""
         buffers = {fqn: Choice(tensor, tensor.dtype) for fqn, tensor in self.model.buffers.items()}
         found = {**self.model.weights, **buffers}
         return {fqn: found[fqn] for fqn in sorted(found, key=self.layers.order)}
@@ -172,7 +169,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
 
 
 def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str, Any]) -> Layers:
-    """Return the source's layer numbering, or Megatron-DeepSpeed's, or GPT-NeoX's if only it supports the model."""
+    """Use GPT-NeoX's numbering only if Megatron-DeepSpeed's does not fit."""
     names = (*model.weights, *model.buffers)
     if record:
         layers = Layers({number: Kind(kind) for number, kind in record["kinds"].items()}, record["neox"])
@@ -216,7 +213,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
 
 
 def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
-    """Return the requested pipeline stages, or the source's if their number fits, or balanced ones."""
+    """Return the requested stages, or the source's if their number fits, or balanced ones."""
     if num_layers < grid.pp:
         what, hint = "the model has fewer layers than pipeline stages", "a smaller --pp"
         raise UsageError(what, expected=f"--pp {num_layers} or less", hint=hint)
@@ -277,7 +274,7 @@ _File = tuple[str, dict[Any, Any]]
 
 
 def _layer_files(pipeline: _Pipeline) -> Iterator[_File]:
-    """Yield the layer files: runtime/pipe/module.py, `save_state_dict`."""
+    """Follow runtime/pipe/module.py, `save_state_dict`."""
     entries: dict[int, list[tuple[str, str]]] = {number: [] for number in pipeline.layers.kinds}
     for fqn in pipeline.tensors:
         place = pipeline.layers.place(fqn)
@@ -328,10 +325,7 @@ def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> I
 
 
 def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
-    """Return Megatron-DeepSpeed's client entries, and notes.
-
-    From other formats, only entries with a place in DeepSpeed's files are kept.
-    """
+    """Keep other formats' entries only if they have a place in DeepSpeed's files."""
     model, checkpoint = pipeline.model, pipeline.checkpoint
     sizes = _sizes(pipeline)
     if model.is_deepspeed:

@@ -179,7 +179,7 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _run_of_class(
     path: Path, sections: Mapping[str, Mapping[str, Any]], package: str, kinds: Sequence[str], base: object
 ) -> AdapterRun:
-    """Return the adapter described by `sections`: the adapter's, then the model's."""
+    """Describe the adapter by `sections`: its own, then the model's."""
     (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
     classes = CLASSES | {MULTI: MULTIS_CLASS}
@@ -289,7 +289,7 @@ def read_swifts_run(path: Path) -> _Read:
 
 
 def _refuse_blocks(path: Path, model: Mapping[str, Any]) -> None:
-    """Raise LossError for an adapter of a model whose gate and up rows alternate in blocks."""
+    """Raise LossError if gate and up rows alternate in blocks."""
     blocks = GateBlocks.of_args(model)
     sizes = ((ROUTED_BLOCK, blocks.routed), (SHARED_BLOCK, blocks.shared))
     if found := ", ".join(f"{name} {size}" for name, size in sizes if size):
@@ -303,8 +303,6 @@ def _refuse_blocks(path: Path, model: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Sections:
-    """Sections of a foreign config, read with type checks."""
-
     path: Path
     sections: Mapping[str, Mapping[str, Any]]
 
@@ -386,7 +384,7 @@ def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 
 def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: AdapterRun) -> int:
-    """Return the number of row parts. Raise CorruptError unless it is `expected`."""
+    """Return the number of row parts."""
     cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
     if len(cuts) not in expected:
         raise CorruptError(
@@ -440,8 +438,6 @@ def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """Trainer that saves adapters, with its row reordering."""
-
     name: str
     config_of: Callable[[Path], Path]
     read: Callable[[Path], _Read]

@@ -126,7 +126,7 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
 
 
 def _axis(fqn: str) -> int:
-    """Return the dim of a factor that counts ranks."""
+    """Return the dim that counts ranks."""
     return 1 if fqn.endswith(OUT) else 0
 
 
@@ -138,7 +138,7 @@ def _ranks(fqn: str, shape: Shape, start: int, stop: int) -> Box:
 
 
 def _factors(checkpoint: Checkpoint, number: int) -> list[Tensor]:
-    """Return both factors of one layer in a slot. All layers of a slot have its rank."""
+    """Return both factors of one layer. All layers of a slot have its rank."""
     of_slot = [one for one in checkpoint.parameters.values() if slots_in([one.fqn]) == [number]]
     first = of_slot[0].fqn.partition(".linear_in.")[0].partition(".linear_out.")[0]
     return [one for one in of_slot if one.fqn.startswith(f"{first}.")]
@@ -155,7 +155,7 @@ def _described(number: int, factors: Iterable[Tensor]) -> str:
 
 
 def _last(factor: Tensor) -> int:
-    """Return the number of a factor's ranks up to the last nonzero one."""
+    """Return the number of ranks up to the last nonzero one."""
     import numpy as np  # late: only needed to read data
 
     from ckpt.move.reading import read_box

@@ -106,8 +106,6 @@ def _parsed(fqn: str) -> tuple[ModuleName, str]:
 
 @dataclass(frozen=True)
 class _Members:
-    """A key's tensors, by layer and expert number."""
-
     shape: Shape
     fqns: Mapping[Shape, str]
 
@@ -117,7 +115,7 @@ class _Members:
 
 
 def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
-    """Group the tensors by key. Raise LossError unless each key covers every layer and expert."""
+    """Raise LossError unless each key covers every layer and expert."""
     keys = KeyWriter(stacked=True, local_spec=False)
     found: dict[str, dict[Shape, str]] = {}
     for fqn in chosen:
@@ -175,7 +173,6 @@ def _config(run: AdapterRun, chosen: Mapping[str, Choice]) -> dict[str, Any]:
 
 
 def _target(name: ModuleName) -> str:
-    """Return the adapter class's name for the module, or for its part."""
     if name.part is None:
         return name.leaf
     return f"linear_{name.part}" if name.leaf == "linear_qkv" else f"{name.leaf}_{name.part}"

@@ -202,7 +202,6 @@ def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
-    """Return Megatron-LM's arguments for an activation, or its own name if they have none."""
     name = kind.rpartition(".")[2]
     if name not in _ACTIVATIONS or (gated and name == "gelu"):
         return {"activation_func": kind}
@@ -223,7 +222,7 @@ def _target(stated: Any) -> Any:
 
 
 def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
-    """Return Megatron-LM's pipeline layout. Recipes have a text, or a list of names per stage."""
+    """Accept a text, or a list of names per stage, like recipes have."""
     if stated is None or isinstance(stated, str):
         return stated
     if isinstance(stated, list) and all(isinstance(stage, list) for stage in stated):
@@ -242,7 +241,7 @@ def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in the form of arguments. The file stores a dtype as its constructor's name."""
+    """Return a dtype by its constructor's name, as stored."""
     if isinstance(value, Mapping):
         return str(value.get("_target_"))
     return value

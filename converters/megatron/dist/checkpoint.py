@@ -105,7 +105,6 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
 
 
 def _read_bridges(reading: DistReading) -> BridgeRun | None:
-    """Check Megatron-Bridge's files, if any, and add their settings to `reading`."""
     run = read_bridge_run(reading.folder)
     if run is not None:
         shapes = {fqn: shape for (fqn, role), (shape, _) in reading.shapes.items() if role == WEIGHT}

@@ -96,7 +96,6 @@ MEGATRON_DIST = MegatronDist()
 
 
 def _nemos(path: Path) -> Path | None:
-    """Return the weights in a NeMo 2 checkpoint, or in a run's only one."""
     known = [folder for folder in (path, path / WEIGHTS) if is_nemo(folder)]
     known += [folder for folder in (path, path / WEIGHTS_1) if is_nemo_1(folder)]
     found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]

@@ -87,8 +87,7 @@ class _SavedState:
     """Saved state dict.
 
     `found` has the stored values by number in `metadata`. `parts` maps the first name of a path, or the optimizer's
-    first two, to these numbers. `options` has the param group options by parameter. `masters` are stored as fp32
-    copies.
+    first two, to these numbers. `options` are by parameter.
     """
 
     reading: DistReading
@@ -146,7 +145,7 @@ class _SavedState:
 
 
 def _refuse_flat(metadata: Metadata) -> None:
-    """Refuse a flat state dict, written by Megatron-LM's tools/checkpoint/checkpoint_inspector.py."""
+    """Refuse a flat state dict from Megatron-LM's tools/checkpoint/checkpoint_inspector.py."""
     for path in metadata.steps:
         if len(path) == 1 and (key := str(path[0])).startswith(f"{_MODEL}."):
             raise NotFoundError(
@@ -192,7 +191,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
 
 
 def _note_model(stored: _SavedState) -> None:
-    """Add the parameters and buffers. In a 16-bit model, fp32 tensors are the optimizer's masters."""
+    """Treat fp32 tensors in a 16-bit model as masters."""
     reading = stored.reading
     found: dict[TensorKey, ChunkedTensor] = {}
     for key, path, tensor in stored.under(_MODEL):
@@ -229,7 +228,7 @@ def _note(stored: _SavedState, name: TensorKey, role: str, tensor: ChunkedTensor
 
 
 def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
-    """Return the number of ranks whose gated MLP rows are stacked in this tensor."""
+    """Return the number of ranks whose gated MLP rows are stacked."""
     second = second_linear(fqn)
     other = stored.shapes.get(TensorKey(second)) if second else None
     if other is None or len(other) != 2 or not shape or not is_gated(shape, other):
@@ -245,7 +244,6 @@ def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
 
 
 def _by_halves(stored: _SavedState, tensor: ChunkedTensor, size: int) -> Iterator[tuple[Box, Extent]]:
-    """Reorder rows stored as gate and up rank by rank."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
         raise stored.unexpected_entry(tensor.entry.key, f"rows divisible by twice {size} tensor parallel ranks")
@@ -267,7 +265,7 @@ def _recorded_number(reading: DistReading, name: str) -> int | None:
 
 
 def _are_all(found: set[int], number: int) -> bool:
-    """Return True if these are 0 to `number` - 1. The recorded number is arbitrary, so compare the count first."""
+    """Compare the count first, because the recorded number is arbitrary."""
     return len(found) == number and found == set(range(number))
 
 
@@ -313,7 +311,7 @@ def _check_experts(reading: DistReading) -> None:
 
 
 def _check_sinks(reading: DistReading) -> None:
-    """Raise LossError for attention sinks with fewer heads: megatron-core 0.16.1 leaves their sharding unmarked."""
+    """Raise LossError for sinks with fewer heads: megatron-core 0.16.1 leaves their sharding unmarked."""
     heads = reading.args.get("num_attention_heads")
     for (fqn, _), (shape, _) in reading.shapes.items():
         if fqn.endswith(_SINKS) and heads and shape != (heads,):
@@ -327,7 +325,7 @@ def _check_sinks(reading: DistReading) -> None:
 
 
 def _note_random_states(stored: _SavedState) -> None:
-    """Add the random states of pipeline and tensor ranks, under `torch_dist`'s places."""
+    """Add the random states under `torch_dist`'s places."""
     states = stored.rest.get(_RNG)
     if states is None:
         return

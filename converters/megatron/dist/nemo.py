@@ -112,7 +112,7 @@ def _refuse_others(model: MegatronModel, folder: Path) -> None:
 
 
 def _copied(folder: Path) -> Iterator[TargetFile]:
-    """Yield all context files, except weights, which may be in the tokenizer's folder."""
+    """Skip weights, which may be in the tokenizer's folder."""
     with translate_os_errors(folder):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix not in (".safetensors", ".bin"):

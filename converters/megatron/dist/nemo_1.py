@@ -64,7 +64,6 @@ def model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(value: Any, config: Mapping[str, Any]) -> Any:
-    """Return `value`, or the setting that it refers to."""
     if isinstance(value, str) and (found := _REFERENCE.fullmatch(value)):
         return config.get(found[1])
     return value

@@ -130,7 +130,7 @@ def is_optimizers(key: str) -> bool:
 
 
 def _refuse_transposed(reading: DistReading) -> None:
-    """Refuse the legacy grouped GEMM's transposed weights in `fully_sharded_model_space`."""
+    """Refuse the legacy grouped GEMM's transposed weights."""
     args = reading.args
     legacy = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
     if args.get("moe_grouped_gemm") and legacy and reading.sharding == "fully_sharded_model_space":
@@ -154,7 +154,6 @@ def _trained(reading: DistReading) -> dict[str, str]:
 
 
 def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimizers, inner: Mapping[Any, Any]) -> None:
-    """Add each param group's parameters by Megatron's grouping rule."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
         raise CorruptError("a param group is not a dict", path=reading.folder)
@@ -204,8 +203,6 @@ class _StoredBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Buffer of a rank's model chunk, with its parameters in module order."""
-
     name: _Name
     pp: int
     vp: int
@@ -213,7 +210,7 @@ class _Buffer:
     members: tuple[ChunkTensor, ...]
 
     def places(self, stored: _StoredBuffer, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
-        """Return each parameter's (bucket, first element), or None if they do not fit."""
+        """Return each parameter's (bucket, first element)."""
         numels = [one.numel for one in self.members]
         if stored.apart:
             return bucket_places(numels, stored.lengths)
@@ -300,7 +297,7 @@ def _gathered(reading: DistReading) -> Iterator[tuple[_Name, _StoredBuffer]]:
 def _buffers(model: MegatronModel) -> Iterator[_Buffer]:
     """Yield every buffer once. Data-parallel ranks share it, and for dense parameters expert-parallel ranks, too.
 
-    The layer-wise matrix optimizer comes first and has no buffers; the second optimizer has all other parameters.
+    The layer-wise matrix optimizer comes first and has no buffers.
     """
     is_partly = is_partly_distributed(model.args)
     apart = model.has_expert_optimizer and not is_partly
@@ -406,7 +403,7 @@ def _drop_shifted(reading: DistReading) -> bool:
 
 
 def _drop_unknown(reading: DistReading, contents: Sequence[Mapping[Any, Any]]) -> bool:
-    """Drop the optimizer's state, with a note, if its parameters are unknown.
+    """Drop the optimizer's state, with a note.
 
     Before 0.18 the groups of parameters that Muon does not step have no optimizer name.
     """
@@ -425,13 +422,12 @@ def _leave_out(reading: DistReading, why: str) -> None:
 
 
 def _has_buckets(args: Mapping[str, Any]) -> bool:
-    """Return True if a rank may have had several buckets."""
     shared = not args.get("untie_embeddings_and_output_weights") or bool(args.get("mtp_num_layers"))
     return not args or args.get("overlap_grad_reduce") is not False or (shared and Grid.of_args(args).pp > 1)
 
 
 def _is_rounded(reading: DistReading, fqn: str) -> bool:
-    """Return True if a weight's first elements equal its master's, rounded."""
+    """Compare the first elements of weight and rounded master."""
     weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
     if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
         return True

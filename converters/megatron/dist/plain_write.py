@@ -105,8 +105,6 @@ def _random_states(model: MegatronModel) -> Any:
 
 
 class _WholeOptimizer(RankOptimizers):
-    """Optimizer of a model's only rank, with tensors cut among the ranks that share it."""
-
     def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
         return _source(self.model, key, dtype, one.shape)
 
@@ -122,7 +120,7 @@ def _with_all_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
-    """Yield the state dict's leaves. Raise LossError if a required entry is missing."""
+    """Yield the state dict's leaves."""
     if not model.has_optimizer or random is None:
         raise LossError(
             "Megatron-LM always needs optimizer and random states to load torch_dcp",
@@ -196,7 +194,7 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
 def _halves(
     model: MegatronModel, one: ChunkTensor, path: Path_, leaves: Mapping[Path_, Any]
 ) -> Iterator[tuple[Path_, Any]]:
-    """Yield a parameter's `leaves`. A SwiGLU MLP's first layer has gate and up rows, each with a copy."""
+    """Copy the `leaves` for gate and up rows of a SwiGLU MLP's first layer."""
     is_gated = model.args.get("swiglu") and (_FC1.fullmatch(one.name) or _GROUPED_FC1.fullmatch(one.name))
     for half, ending in enumerate(_HALF if is_gated else ("",)):
         for rest, leaf in leaves.items():

@@ -220,7 +220,7 @@ class DistReading:
             )
 
     def _unflattened(self, found: ChunkedTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
-        """Yield the boxes of a tensor, perhaps an optimizer's, for a parameter with this `shape`.
+        """Yield the boxes for a parameter with this `shape`.
 
         `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts [x, y] of a parameter [X, Y], a
         tensor [X / x, Y / y, x * y].

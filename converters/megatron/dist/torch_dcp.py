@@ -82,7 +82,7 @@ def _add_tensor(reading: DistReading, fqn: str, role: str, tensor: ChunkedTensor
 def _read_optimizer(
     reading: DistReading, outer: Mapping[Any, Any], tensors: Mapping[str, ChunkedTensor], names: Mapping[str, str]
 ) -> Optimizers:
-    """Add masters and states. Raise CorruptError if they don't match the model's parameters in order."""
+    """Add masters and states. They must match the model's parameters in order."""
     found = Optimizers(grad_scaler=outer.get("grad_scaler"))
     inner = outer.get(_OPTIMIZER, outer)
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None

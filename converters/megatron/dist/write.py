@@ -138,7 +138,7 @@ class ModelTensors:
         self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
-        """Add `key` with all layers and experts, stacked. A packed layer has a key per row section."""
+        """Stack all layers and experts. A packed layer has a key per row section."""
         shapes = {self.model.checkpoint.tensors[member].shape for member in members.values()}
         sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
         (dtype, *others), (shape, *other_shapes) = dtypes, shapes
@@ -166,7 +166,6 @@ class ModelTensors:
             first += rows
 
     def _sections(self, key: str, fqn: str, shape: Shape) -> Iterator[tuple[str, int]]:
-        """Yield a tensor's keys with their numbers of rows."""
         names = packed(fqn)
         if not names:
             yield key, shape[0] if shape else 1
@@ -180,10 +179,7 @@ def _moved(box: Box, rows: int) -> Box:
 
 
 def _is_stacked(model: MegatronModel) -> bool:
-    """Return True if an engine expects all layers in one tensor: they are alike, and no option forbids it.
-
-    transformer_block.py, `sharded_state_dict`.
-    """
+    """Return True if an engine expects all layers in one tensor (transformer_block.py, `sharded_state_dict`)."""
     args = model.args
     known = model.checkpoint.state.private.get("megatron", {}).get("content_metadata")
     metadata = known if isinstance(known, Mapping) else {}
@@ -207,7 +203,7 @@ def _is_stacked(model: MegatronModel) -> bool:
 
 
 def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield modules' extra states: the source's FP8 scales, or None."""
+    """Write the source's FP8 scales, or None."""
     names = dict.fromkeys(f"{module}.{EXTRA}" for module in modules_with_extra(model.chosen, model.spelling))
     # MambaModel and BertModel request their output layer's extra state; GPTModel drops it.
     if "decoder.final_norm.weight" in model.chosen or model.encodes:
@@ -234,7 +230,7 @@ def _common(
     items: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the common state of all ranks: training/checkpointing.py, `generate_state_dict`."""
+    """Follow training/checkpointing.py, `generate_state_dict`."""
     metadata = content_metadata(keys)
     if optimizer is None or optimizer.distributed or is_partly_distributed(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -268,7 +264,7 @@ def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, 
 
 
 def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
-    """Return the ranks' own entries by key and place, if the target's ranks have the same places.
+    """Return the ranks' own entries, if the target's ranks have the same places.
 
     Random states have one entry per stage and tensor rank, loaded by all data-parallel ranks.
     """

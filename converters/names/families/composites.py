@@ -589,7 +589,7 @@ def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, 
 
 
 def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
-    """Return a tensor's place in a tower's rows: its list's first row, its number in the list, its own row."""
+    """Return a tensor's place: its list's first row, its number in the list, its own row."""
     head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
     if name in rows or not numbered:
         return (rows.index(name), 0, 0) if name in rows else None

@@ -143,7 +143,7 @@ _BERT_LM = Head(_PREDICTIONS, _PREDICTIONS_TIED)
 
 
 def _plain_positions(config: Config) -> bool:
-    """Return False for layers with further tensors: cross attention, or relative positions (transformers 4)."""
+    """Return False for cross attention, or relative positions (transformers 4)."""
     return not config.flag("add_cross_attention") and config.get("position_embedding_type") in (None, "absolute")
 
 

@@ -140,7 +140,7 @@ def _behind_dense(config: Config, layer: int) -> Collection[str]:
 
 
 def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
-    """Return a layer's kind: from `mlp_layer_types`, or sparse after the first dense layers, by default one."""
+    """Return a layer's kind: sparse after the first dense layers, by default one."""
     types = config.get("mlp_layer_types")
     if types is None:
         return (SPARSE if layer >= config.number("first_k_dense_replace", 1) else DENSE,)
@@ -155,7 +155,6 @@ def _by_step(config: Config, layer: int) -> Collection[str]:
 
 
 def _linear_by_type(config: Config, layer: int, by_rule: bool) -> Collection[str]:
-    """Return "linear" for a layer with linear attention: from `layer_types`, or without it `by_rule`."""
     types = config.get("layer_types")
     if not types:
         return ("linear",) if by_rule else ()

@@ -208,7 +208,7 @@ def _is_known(key: str, value: Any, config: Mapping[str, Any]) -> bool:
 
 
 def _is_rope(value: Mapping[str, Any]) -> bool:
-    """Return True for the parameters of one rotary embedding, or of one per layer type."""
+    """Accept one rotary embedding's parameters, or one per layer type."""
     if value and all(isinstance(one, Mapping) for one in value.values()):
         return all(key in LAYER_TYPES and _is_rope(one) for key, one in value.items())
     name = value.get("rope_type", value.get("type", "default"))
@@ -219,14 +219,12 @@ def _is_rope(value: Mapping[str, Any]) -> bool:
 
 
 def _is_rope_flag(key: str, value: Any) -> bool:
-    """Return True for a legal rotary value that is not a number."""
     if key == "mrope_section":
         return _type_of(value) == INTS
     return key in ("truncate", "mrope_interleaved") and isinstance(value, bool)
 
 
 def _type_of(value: Any) -> str:
-    """Return a value's type, or "" if no entry is known to accept it."""
     if value is None:
         return NULL
     if isinstance(value, bool):

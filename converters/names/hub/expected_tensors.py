@@ -85,7 +85,7 @@ def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
 
 
 def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a sentence on missing tensors, except whole parts. `shapes` uses the Hub's names."""
+    """Describe missing tensors, except whole parts."""
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
     names, cls = missing(config, shapes)
@@ -112,7 +112,7 @@ def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
 
 
 def _is_predicted(name: str, num_layers: object) -> bool:
-    """Return True for a multi-token prediction tensor: by its name, or as a layer after the last one."""
+    """Return True by name, or for a layer after the last one."""
     layer = _LAYER.search(name)
     is_behind = layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers
     return is_behind or _PREDICTED.search(name) is not None

@@ -77,7 +77,7 @@ def with_files(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Col
 
 
 def _module_answer(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Collection[str]) -> LoadCheck:
-    """Return the answer for a sentence-transformers folder. Each module has files in its own folder."""
+    """Check each module's own folder."""
     call = "SentenceTransformer"
     try:
         modules = [(str(one["path"]), str(one["type"])) for one in json.loads(files[MODULES] or b"")]

@@ -43,8 +43,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
 def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
     """Return the prefix of whole modules that all `names` share, but no name of the architecture has.
 
-    Modules beside the model may lack it: a Sequential's other modules, like in sentence-transformers, and TRL's value
-    head.
+    A Sequential's other modules (sentence-transformers), and TRL's value head, may lack it.
     """
     parts = {name.partition(".")[0] for name in names}
     inside = {one for one in parts if one == "0"} if parts and all(map(str.isdecimal, parts)) else parts - {_VALUE_HEAD}
@@ -65,7 +64,7 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
 
 
 def _table_names(config: Mapping[str, Any]) -> Collection[str]:
-    """Return the architecture's names from its table, or else in memory. Only experts' names differ."""
+    """Return the architecture's names. Only experts' names differ in memory."""
     try:
         table = families.saved(config) or encoders.saved(config)
         return save_pretrained.names_in_memory(config) if table is None else table.required

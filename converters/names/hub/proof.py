@@ -107,7 +107,7 @@ def _classes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Return True if tensors have this class's names. Another class of the same model has them, too."""
+    """Return True if tensors have this class's names: another class of the same model has them, too."""
     return any(name in saved.required or f"{saved.base}.{name}" in saved.required for name in shapes)
 
 
@@ -190,7 +190,7 @@ def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 
 
 def _current_name(name: str) -> str:
-    """Return a name from an old release under its current name. Every `from_pretrained` renames these."""
+    """Rename a name from an old release, like every `from_pretrained`."""
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -200,7 +200,7 @@ def _current_name(name: str) -> str:
 def _renamed(
     shapes: Mapping[str, Shape], differences: Differences, config: Mapping[str, Any]
 ) -> Mapping[str, Shape] | None:
-    """Return `shapes` under current file names. None unless `from_pretrained` renames all differing ones.
+    """Return None unless `from_pretrained` renames all differing names.
 
     The Hub's files of Gemma 3 and LLaVA have `vision_tower.vision_model.`. transformers 5.6 and later write no
     `vision_model.` if the model was made from a config.
@@ -231,7 +231,7 @@ def _compare(saved: Saved, shapes: Mapping[str, Shape]) -> Differences:
 
 
 def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Return True for base model names, for example in old GPT-2 files. Every loader adds the prefix."""
+    """Return True for base model names, as in old GPT-2 files. Every loader adds the prefix."""
     prefix = f"{saved.base}."
     return (
         bool(saved.base)
@@ -278,7 +278,7 @@ def _described(config: Mapping[str, Any]) -> str:
 
 
 def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
-    """Return True if the config's class is known, but not for its `model_type`."""
+    """Return True if the class is known, but not for its `model_type`."""
     named = architectures(config)
     if not named or not config.get("model_type"):
         return False

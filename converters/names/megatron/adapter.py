@@ -244,7 +244,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
 def _by_module(
     checkpoint: Checkpoint, run: AdapterRun, num_experts: int
 ) -> Iterator[tuple[ModuleName, Mapping[str, str]]]:
-    """Yield each adapter's tensors by kind. An adapter shared by experts is repeated for each."""
+    """Repeat an adapter shared by experts for each."""
     found: dict[ModuleName, dict[str, str]] = {}
     for fqn, _ in checkpoint.tensors:
         parsed = parse_name(fqn)
@@ -358,7 +358,7 @@ class _Pefts:
         }
 
     def _targets(self) -> list[str]:
-        """Return the modules' last name parts if every module with such a part is adapted, else their full names."""
+        """Return last name parts if every module with such a part is adapted, else full names."""
         leaves = {hub.rpartition(".")[2] for hub in self.ranks}
         others = {one.name for hubs in self.modules.hubs.values() for one in hubs} - self.ranks.keys()
         return sorted(self.ranks if any(hub.rpartition(".")[2] in leaves for hub in others) else leaves)

@@ -43,7 +43,7 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
 
 
 def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memoryview]]) -> memoryview:
-    """Return the elements plus `by`, rounded in fp32 (or fp64) and then to the dtype, like torch."""
+    """Round in fp32 (or fp64) and then to the dtype, like torch."""
     from ckpt.move.casts import cast_bits  # late: these import numpy
     from ckpt.move.reading import read_box
     from ckpt.plan.dtypes import FLOAT32, FLOAT64

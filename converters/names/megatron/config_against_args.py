@@ -281,7 +281,7 @@ def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
 def _normalized_defaults(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return recorded and expected values for arguments with the default None.
 
-    An attention window as wide as the run's sequences means none, and so do expert groups if all are chosen.
+    A window as wide as the run's sequences means none, and so do expert groups if all are chosen.
     """
     length, layers = recorded.get("seq_length"), recorded.get("num_layers") or 0
     both = recorded, expected
@@ -332,7 +332,7 @@ def _normalized_defaults(recorded: Mapping[str, Any], expected: Mapping[str, Any
 
 
 def _window(args: Mapping[str, Any], length: Any) -> Any:
-    """Return how many earlier tokens a token sees. None if sequences of this `length` have no more."""
+    """Return how many earlier tokens a token sees. None means all."""
     size = args.get("window_size")
     if size is not None and not isinstance(size, list | tuple):
         return size  # not megatron-core's form
@@ -371,7 +371,6 @@ def _sections(args: Mapping[str, Any]) -> Any:
 
 
 def _pattern(name: str, args: Mapping[str, Any]) -> Any:
-    """Return a hybrid model's letters under either name, without stage separators."""
     found = args.get(name) or next((args[other] for other in _PATTERNS if args.get(other)), None)
     return found.replace("|", "") if isinstance(found, str) else found
 
@@ -395,7 +394,7 @@ def _effective_arg(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
 
 
 def _groups(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return how many expert groups there are, and how many a token uses. None if it may use all."""
+    """Return how many expert groups there are, and how many a token uses. None means all."""
     groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
     if not isinstance(groups, int | None) or not isinstance(chosen, int | None):
         return groups, chosen

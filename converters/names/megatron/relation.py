@@ -167,10 +167,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """Join experts' groups with groups of equal options, like other engines.
-
-    DeepSpeed only loads its optimizer's own number of groups.
-    """
+    """Join experts' groups with groups of equal options: DeepSpeed only loads its optimizer's own number of groups."""
     joined: list[ParamGroup] = []
     for group in groups:
         options = {name: value for name, value in group.options.items() if name != _EXPERTS}
@@ -184,14 +181,14 @@ def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _with_peak(group: ParamGroup) -> ParamGroup:
-    """Add the peak of the learning rate under the name used by torch's schedules."""
+    """Add the peak learning rate under the name used by torch's schedules."""
     if "max_lr" not in group.options or "initial_lr" in group.options:
         return group
     return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
 
 
 def _data_position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schedule's position as a training state field, and the data's position as an argument."""
+    """Return the schedule's position as a field, and the data's position as an argument."""
     sequences = sequences_seen(checkpoint.state)
     if sequences is None or not checkpoint.optimizer_states:
         return {}, {}
@@ -274,7 +271,7 @@ def _rows_behind(vocabulary: int, shape: Shape) -> Box:
 
 
 def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:
-    """Give the vocabulary's tensors `padded` rows, keeping the first rows."""
+    """Keep the first rows."""
     links, after = [], dict(shapes)
     before_padding: dict[str, tuple[Box, ...]] = {}
     after_padding: dict[str, tuple[Box, ...]] = {}
@@ -292,7 +289,6 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary's size without padding."""
     config = checkpoint.config or {}
     config = config_parts(config)[-1] or config
     if config.get("vocab_size") is not None:
@@ -338,7 +334,7 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Return shapes by fqn. Optimizer states only count for names without a model tensor."""
+    """Return shapes by fqn. States only count for names without a model tensor."""
     shapes: dict[str, Shape] = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role in MODEL_ROLES or fqn not in shapes:
@@ -347,7 +343,6 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
 
 
 def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
-    """Add a prefix omitted in files of a base model."""
     if not prefix or any(fqn.startswith(prefix) for fqn, _ in checkpoint.tensors):
         return checkpoint
     shapes = _shapes(checkpoint)
@@ -365,10 +360,7 @@ def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
 
 
 def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:
-    """Convert a Hub checkpoint to transformers' current names and dims of stacked experts.
-
-    Releases of models with images have other names.
-    """
+    """Convert a Hub checkpoint to transformers' current names and dims of stacked experts."""
     family = table.family
     if not isinstance(family, Composite):
         return checkpoint
@@ -399,7 +391,7 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
 
 
 def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
-    """Rename modules that peers name differently.
+    """Rename peers' modules.
 
     mcore-bridge puts them inside `visual`; mbridge calls transformers' `visual` `vision_model`.
     """
@@ -446,7 +438,7 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
 
 
 def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) -> tuple[Sizes, list[str]]:
-    """Drop multi-token prediction layers that only the config has: transformers does not save them."""
+    """Drop layers that only the config has: transformers does not save them."""
     if not sizes.predicted:
         return sizes, []
     prefix = table.family.predicted_prefix(0, sizes.num_layers)
@@ -478,7 +470,6 @@ def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
 
 
 def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
-    """Note settings that alternate gate and up rows in blocks, and engines that ignore them."""
     args, blocks = checkpoint.state.args or {}, checkpoint.facts_of(MegatronFacts).blocks
     sizes = ((ROUTED_BLOCK, blocks.routed, GROUPED), (SHARED_BLOCK, blocks.shared, SHARED_GROUPED))
     found = [(name, size, needed) for name, size, needed in sizes if size]

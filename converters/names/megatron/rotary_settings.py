@@ -104,7 +104,7 @@ def contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _same_settings(recorded: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield a setting's name with its default, which is no statement, and other names of the setting."""
+    """Yield a setting's name with its default, which is no statement, and its other names."""
     scaling, is_latent = recorded.get("rope_scaling"), bool(recorded.get("multi_latent_attention"))
     scaling = scaling if isinstance(scaling, Mapping) else {}
     kind = rope_type(scaling)

@@ -136,7 +136,7 @@ def _positions(args: Mapping[str, Any]) -> int | None:
 
 
 def _sparse(args: Mapping[str, Any]) -> list[bool]:
-    """Flag the layers with experts. Empty if they are not given in Megatron-LM's form."""
+    """Return [] if the layers with experts are not given in Megatron-LM's form."""
     often, count = args.get("moe_layer_freq", 1), args["num_layers"]
     if not args.get("num_experts"):
         return [False] * count

@@ -106,7 +106,6 @@ class Table:
         return [place.megatron for place in self.places(sizes) if place.row.kind == CENTRED]
 
     def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
-        """Yield rows with the layers that may have them."""
         layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
         behind = self.family.predicted_prefix
         predicted = [(n, behind(n, sizes.num_layers), held) for n, held in enumerate(sizes.predicted)]

@@ -92,7 +92,7 @@ def as_registered(names: Iterable[str], model_type: str) -> list[str]:
 
 
 def _around_text(names: list[str], model_type: str, text: Family) -> list[str]:
-    """Sort the modules around an inner text model first, the output layer last."""
+    """Sort the surrounding modules first, the output layer last."""
     around = composites.registered(names, model_type)
     inside = {name.replace("model.language_model.", "model.", 1): name for name in names if name not in around}
     return sorted(around, key=around.__getitem__) + [inside[name] for name in _in_modules(inside, text)]

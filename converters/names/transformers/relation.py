@@ -78,7 +78,7 @@ def relation(
 
 
 def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all possible keys of a conversion in transformers: model types and class names."""
+    """Yield all possible keys of a conversion: model types and class names."""
     yield from architectures(config)
     for model_type in model_types(config):
         yield model_type
@@ -86,9 +86,9 @@ def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _loads_as_it_is(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
-    """Return True if `from_pretrained` renames nothing in the files of a model without own conversions.
+    """Return True if `from_pretrained` renames nothing.
 
-    It renames names from old releases, and adds or removes the base model's prefix.
+    Without own conversions, it renames names from old releases, and adds or removes the base model's prefix.
     """
     if any(_LEGACY.search(name) for name in shapes):
         return False
@@ -113,7 +113,7 @@ def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> N
 
 
 def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Direction) -> dict[str, Traced] | None:
-    """Return the converted tensors, by new name. None if transformers does not know the model."""
+    """Return the converted tensors, by new name."""
     from converters.names.transformers.tracing import Traced
 
     # In memory the class with the most matching names is right, whatever `architectures` says. Hub names tell nothing.
@@ -199,7 +199,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
-    """Rename and merge like `save_pretrained` with `save_original_format=True`, its default."""
+    """Follow `save_pretrained` with `save_original_format=True`, its default."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -224,7 +224,7 @@ def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
 
 
 def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]) -> tuple[dict[str, Traced], set[str]]:
-    """Return the tensors converted like in `convert_and_load_state_dict_in_model`, and the unused names."""
+    """Follow `convert_and_load_state_dict_in_model`. Return the unused names, too."""
     from copy import deepcopy
 
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -237,7 +237,7 @@ def config_mismatch(name: str, expected: object, found: object) -> CorruptError:
 
 @functools.cache  # all layers have equal shapes
 def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
-    """Return the boxes of each expert's parts in an in-memory tensor, a whole part's box, and the kept dims."""
+    """Return the boxes of each expert's parts, a whole part's box, and the kept dims."""
     dims: tuple[int | None, ...] = tuple(range(len(shape)))
     sizes = list(shape)
     sizes[rule.dim] //= len(rule.hub)
@@ -268,16 +268,10 @@ def _taken_apart(rule: NameRule, name: str, shape: Shape, parts: list[str]) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """In-memory tensor joined from several Hub tensors, by expert and part number."""
-
     rule: NameRule
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def shape(self, name: str, shapes: Mapping[str, Shape], num_experts: int | None) -> Shape:
-        """Return the shape.
-
-        Raise CorruptError if a part is missing, LossError if the parts' shapes differ.
-        """
         rule, number = self.rule, max(expert for expert, _ in self.parts) + 1
         expected = (num_experts if rule.is_stacked and num_experts else number) * len(rule.hub)
         if len(self.parts) != expected or number * len(rule.hub) != expected:

@@ -96,7 +96,6 @@ def _source(model_type: str, kind: str) -> str:
 
 @functools.cache
 def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return the bases and body text of every class in these files."""
     text = _source(model_type, kind)
     starts = list(_CLASS.finditer(text))
     ends = [m.start() for m in starts[1:]] + [len(text)] if starts else []

@@ -130,7 +130,7 @@ def _read_nested(stored: StoredWeights, owner: str, recorded: FourBitState) -> _
 
 
 def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: int, stop: int) -> memoryview:
-    """Compute elements `start` to `stop` of a flattened weight. `start` is at a block's start."""
+    """Compute elements `start` to `stop`. `start` is at a block's start."""
     numel, size = stop - start, state.block_size
     values = _pairs(state.kind)[_bytes(stored, owner, start // 2, -(-stop // 2))].reshape(-1)[:numel]
     factors = _factors(stored, owner, state, start // size, -(-stop // size))
@@ -141,7 +141,6 @@ def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: in
 
 
 def _bytes(stored: StoredWeights, owner: str, first: int, last: int) -> NDArray:
-    """Return the packed bytes, for any storage dtype."""
     item = stored.tensors[owner].dtype.itemsize
     raw = _elements(stored, owner, first // item, -(-last // item)).view(np.uint8)
     return raw[first % item :][: last - first]
@@ -159,7 +158,6 @@ def _factors(stored: StoredWeights, owner: str, state: _State, first: int, last:
 
 
 def _elements(stored: StoredWeights, fqn: str, start: int, stop: int) -> NDArray:
-    """Return elements from a vector, or from a matrix with one column."""
     return stored.read(fqn, _rows(stored, fqn, start, stop)).reshape(-1)
 
 
@@ -207,7 +205,7 @@ def _is_conv1d(stored: StoredWeights, owner: str) -> bool:
 
 
 def _oriented(weight: Weight, transposed: bool) -> Weight:
-    """Transpose the weight if needed. A transposed weight is a single block."""
+    """Make a transposed weight a single block."""
     if not transposed:
         return weight
     shape = weight.shape[::-1]
@@ -216,7 +214,6 @@ def _oriented(weight: Weight, transposed: bool) -> Weight:
 
 
 def _per_block(plain: Shape) -> list[Shape]:
-    """Return the shape for one scale per block, in all sizes supported by bitsandbytes."""
     return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
 
 

@@ -106,7 +106,6 @@ def _rounding(settings: Settings, bits: int) -> Rounding:
 
 
 def _added(settings: Settings) -> int:
-    """Return the number to add to stored zero points."""
     return int({str(settings[key]) for key in _FORMAT_KEYS if settings.get(key)} <= {NAME})
 
 

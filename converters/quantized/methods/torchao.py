@@ -74,7 +74,7 @@ class _RecordedWeight:
 def _record(
     stored: StoredWeights, owner: str, parts: Mapping[str, str]
 ) -> tuple[str, tuple[int, ...], DType, tuple[str, ...]]:
-    """Return a weight's class, block size, plain dtype and names of tensors, from its file's header."""
+    """Return class, block size, plain dtype and names of tensors."""
     found: Any = None
     try:
         found = json.loads(stored.header(parts[DATA])[owner])

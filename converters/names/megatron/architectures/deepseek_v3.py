@@ -115,7 +115,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _positions(config: Config) -> dict[str, Any]:
-    """Return rotary positions as MLATransformerConfig's fields (megatron-core, transformer/transformer_config.py)."""
+    """Return MLATransformerConfig's fields (megatron-core, transformer/transformer_config.py)."""
     rope = config.rope
     kind = rope["rope_type"]
     if kind not in ("default", "yarn"):

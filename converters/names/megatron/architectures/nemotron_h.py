@@ -81,7 +81,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Raise LossError for unsupported settings, other activations, and ties, which the Hub's class ignores."""
+    """Raise LossError for other settings and activations, and for ties, which the Hub's class ignores."""
     fixed = {"conv_kernel": 4, "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "mamba_hidden_act": "silu"}
     fixed |= {"mlp_hidden_act": "relu2"}
     found = {name: config.get(name) for name, value in fixed.items() if config.get(name) not in (None, value)}

@@ -17,7 +17,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def _without_positions(sizes: Sizes) -> list[int]:
-    """Return a 1 for each layer without rotary positions, marked 0 in the config's `no_rope_layers`."""
+    """Return a 1 for each layer marked 0 in the config's `no_rope_layers`."""
     interval = sizes.config.size("no_rope_layer_interval", default=4)
     by_interval = [int((number + 1) % interval != 0) for number in range(sizes.num_layers)]
     rotated = sizes.config.get("no_rope_layers") or by_interval

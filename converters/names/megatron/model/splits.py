@@ -143,7 +143,7 @@ def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bo
 
 
 def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tuple[int, ...]:
-    """Return the rows of each section in a packed layer, from nearby tensors.
+    """Infer the rows of each section from nearby tensors.
 
     The output layer has a column per value, the convolution two further sections of equal size, and `A_log` a number
     per head.
@@ -204,7 +204,7 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
 
 
 def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box]:
-    """Yield row blocks of each section in turn. Raise UsageError if the rows do not divide into blocks."""
+    """Yield row blocks of each section in turn."""
     rows = sections[0].sizes[0]
     if rows % block:
         raise UsageError(
