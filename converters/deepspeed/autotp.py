@@ -40,7 +40,7 @@ class RankSlice:
 
 
 def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
-    """Return how the `ranks` with files share tensors. GPT-NeoX's sharing depends on the Hub's config in `folders`."""
+    """Return how the `ranks` with files share tensors. GPT-NeoX needs the Hub's config in `folders`."""
     if "args" in file.content:  # GPT-NeoX's, or a user's entry
         from converters.deepspeed.neox import known_by_name  # late: needs pipelines and Megatron's names
 
@@ -56,7 +56,7 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
         _check_alike(slices[0], other)
     check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
     dp = first.world_size or 1
-    # One tensor-parallel rank's data-parallel ranks are tp apart in the engine's mesh.
+    # In the engine's mesh these ranks are tp apart.
     ranks = [range(tp, dp * len(slices), len(slices)) for tp in range(len(slices))]
     computed: dict[str, Callable[[], memoryview]] = {}
     unread = Unread()

@@ -23,7 +23,7 @@ from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.steps import LATEST
 
 ALIASES = ("deepspeed", "ds")
-# Files from before DeepSpeed 0.3 have no underscore before "optim".
+# Before DeepSpeed 0.3 there was no underscore before "optim".
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -53,7 +53,7 @@ class StepFolder:
     def stages(self) -> tuple[int, ...]:
         """ZeRO stages that fit the file names: stage 3 has a model file per rank, stages 1 and 2 have one in total.
 
-        An earlier run may have left the other kind: then only the optimizer files tell.
+        An earlier run may have left the other kind.
         """
         if self.model is not None and not self.model_per_rank:
             return 1, 2
@@ -134,7 +134,7 @@ def tensor_parallel_rank(optimizer: str) -> int:
 
 
 def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
-    """Sort the files by kind. With `tp_rank`, keep only this tensor-parallel rank's files.
+    """Sort the files by kind. `tp_rank` selects a tensor-parallel rank's files.
 
     Raise NotFoundError for model-parallel layouts and for expert files from before DeepSpeed 0.5.
     """
@@ -209,7 +209,7 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
 def check_has_model(step: Path) -> None:
     """Raise HalfError if a step has no file with a part of the model.
 
-    DeepSpeed writes the model's files before the optimizer's, so an interrupted save has them.
+    DeepSpeed writes the model's files first, so an interrupted save has them.
     """
     if not any(name.endswith(_MODEL_SUFFIX) for name in names_in(step)):
         raise optimizer_alone(step, "the model's files, *_model_states.pt")

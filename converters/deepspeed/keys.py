@@ -10,28 +10,24 @@ from __future__ import annotations
 import re
 
 # fmt: off
-#: Training state in a model file.
 MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
-#: Training state in an optimizer file.
 OPTIMIZER_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-#: Key of the client's information for universal checkpoints.
 UNIVERSAL_INFO = "universal_checkpoint_info"
 AUTOEP = "ds_autoep_layers"
-#: DeepSpeed's own keys in a model file. All others are the user's client state.
+#: DeepSpeed's own. All others are the user's client state.
 MODEL_FILE = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", *MODEL_STATE, "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "num_experts", "ds_config", "ds_version", AUTOEP, UNIVERSAL_INFO,
 })
-#: Keys in an optimizer file, or a universal checkpoint's, that describe tensors or the schema. All others are training
-#: state.
+#: Tensors and the schema, also in a universal checkpoint. All others are training state.
 OPTIMIZER_FILE = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "single_partition_of_fp32_groups",
     "fp32_flat_groups", "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "ds_version",
     "param_slice_mappings", "param_groups", "ds_zero_partition_groups", UNIVERSAL_INFO,
 })
 # fmt: on
-#: Model file keys that differ per slice: random states of Megatron-DeepSpeed and GPT-NeoX.
+#: Differ per slice: random states of Megatron-DeepSpeed and GPT-NeoX.
 OF_SLICES = (
     "rng_state",
     "random_rng_state",

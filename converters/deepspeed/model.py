@@ -21,10 +21,9 @@ from ckpt.state.skipped_states import listed
 from converters.deepspeed.config import is_enabled, section
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, PIPELINE
 
-#: Version written for sources from other frameworks.
+#: Written for sources from other frameworks.
 VERSION = "0.19.8"
 
-#: Training state with a place in DeepSpeed's files.
 _FIELDS = (*MODEL_STATE, "loss_scaler", "ds_config", "client_state", "extra_state")
 
 
@@ -63,7 +62,7 @@ class DeepSpeedModel:
     def dtype(self) -> DType:
         """Dtype of most model elements.
 
-        For sources from other frameworks, only trained parameters count: frozen ones may be stored in another dtype.
+        Other frameworks may store frozen parameters in another dtype: these don't count.
         """
         counts: dict[DType, int] = {}
         trained = [self.weights[fqn] for fqn in self.masters] if not self.is_deepspeed else []
@@ -115,7 +114,7 @@ class DeepSpeedModel:
     def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
         """Return states that are one number for all these parameters.
 
-        Raise LossError if steps differ, because a flat buffer has only one.
+        Raise LossError if steps differ: a flat buffer has only one.
         """
         found: dict[str, Any] = {}
         for name, values in self.checkpoint.state.scalars.items():
@@ -392,7 +391,7 @@ def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def ds_config(model: DeepSpeedModel, stage: int, requested: DType | None) -> tuple[dict[str, Any], list[str]]:
     """Return the source's config with the written stage and precision, and notes.
 
-    It is only a record: the run that loads the checkpoint has its own config.
+    It is only a record: a run has its own config.
     """
     recorded = model.state.ds_config
     config = dict(recorded or {})
@@ -402,7 +401,7 @@ def ds_config(model: DeepSpeedModel, stage: int, requested: DType | None) -> tup
         options["elastic_checkpoint"] = False
         notes.append("ds_config: elastic_checkpoint is off, because ZeRO-3 does not support it")
     config["zero_optimization"] = options
-    if requested is not None or not recorded:  # otherwise the run's own config has the precision
+    if requested is not None or not recorded:  # else the run's own config decides
         config |= {
             "bf16": section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
             "fp16": section(config, "fp16") | {"enabled": model.dtype == FLOAT16},

@@ -35,7 +35,7 @@ def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dic
 
 
 def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> dict[str, DType]:
-    """Return the dtype of each entry in `module`. Trained parameters without an entry get the engine's dtype."""
+    """Return each entry's dtype. Trained parameters without an entry get the engine's."""
     found = {fqn: stored.dtype for fqn, stored in module.items()}
     lacking = [fqn for shapes in param_shapes(model) for fqn in shapes if fqn not in found]
     dtypes = {dtype for fqn, dtype in found.items() if fqn not in buffers}
@@ -129,7 +129,7 @@ def is_dealt(model: RankFile, inner: RankFile) -> bool:
     return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
 
 
-#: Message for a run saved with `save_checkpoint(exclude_frozen_parameters=True)`.
+#: From `save_checkpoint(exclude_frozen_parameters=True)`.
 FROZEN_LEFT_OUT = (
     "the run was saved without its frozen parameters (DeepSpeed's exclude_frozen_parameters, used by HF Trainer with "
     "PEFT)"
@@ -139,7 +139,7 @@ FROZEN_LEFT_OUT = (
 def frozen_saved(model: RankFile, stage: int) -> bool | None:
     """Return True if frozen parameters were saved, None if it is unknown.
 
-    Stages 2 and 3 then record a dict, maybe empty (deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`).
+    Stages 2 and 3 then record a dict (deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`).
     """
     if stage < 2 or "frozen_param_shapes" not in model.content:
         return None

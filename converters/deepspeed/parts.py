@@ -8,7 +8,7 @@ from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regi
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """One rank's part with its own `shape`. `boxes` lie end to end along the part's dim 0.
+    """One rank's part with its own `shape`. `boxes` lie end to end along dim 0.
 
     `ranks` maps `source`'s data-parallel ranks to the run's ranks.
     """
@@ -21,7 +21,7 @@ class RankPart:
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         for found in self.source.fragments(self.shape):
             fragment = found._replace(rank=self.ranks[found.rank or 0] if self.ranks else None)
-            if isinstance(fragment.region, Box):  # a whole tensor in a layer's file
+            if isinstance(fragment.region, Box):
                 at = 0
                 for box in self.boxes:
                     inner = Box((at, *(0,) * (len(box.sizes) - 1)), box.sizes) if box.sizes else box

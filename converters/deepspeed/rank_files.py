@@ -52,8 +52,7 @@ def partition_counts(inner: RankFile) -> tuple[int, ...]:
 def in_group_order(inner: RankFile, counts: Sequence[int]) -> RankFile:
     """Order a rank's param groups like `counts`, another rank's partition counts.
 
-    The order of expert groups differs per process (see `converters.deepspeed.dealt_experts`). Groups with equal counts
-    keep their order.
+    The order of expert groups differs per process. Groups with equal counts keep their order.
     """
     own = partition_counts(inner)
     if own == tuple(counts):

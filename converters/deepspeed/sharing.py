@@ -133,7 +133,7 @@ class Sharing:
     def sharers(
         self, shapes: Mapping[str, Shape], count: int, world_size: int
     ) -> Iterator[tuple[range, dict[str, Shape]]]:
-        """Yield the data-parallel ranks that share a param group's flat buffer, and its parameters by model name."""
+        """Yield the data-parallel ranks that share a group's flat buffer, and its parameters by model name."""
         if count == world_size and not any(map(self.is_shared, shapes)):
             yield range(world_size), dict(shapes)
             return

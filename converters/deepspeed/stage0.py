@@ -233,7 +233,7 @@ def _optimizer(file: RankFile) -> Optimizer:
         raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
     found = take_apart(optimizer.get("optimizer_state_dict", optimizer), file.path)
     found.check_members(file.path)
-    found = replace(found, groups=found.without_names())  # a rank's own names for experts
+    found = replace(found, groups=found.without_names())
     if (masters := optimizer.get("fp32_groups")) is None:
         return found
     every = dict(found.states)

@@ -23,7 +23,7 @@ _Parts = tuple[str, ...]
 class StateDictNames:
     """State dict names matched with recorded names.
 
-    `renamed` maps a dict name to the recorded name. `unmatched` may be recorded parameters without a visible relation.
+    `renamed` maps a dict name to the recorded name.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class StateDictNames:
 def match(module: Mapping[str, StoredTensor], recorded: Mapping[str, Shape | None]) -> StateDictNames:
     """Match entries of `module` with `recorded` names without an entry. Shape None fits every shape.
 
-    Two names match if one has extra parts in one place and the same last part. The place shared by most names wins.
+    Two names match if one has extra parts in one place and the same last part. The most common place wins.
     """
     lacking = {fqn for fqn in recorded if fqn not in module and not _is_expert(fqn)}
     unknown = {tuple(fqn.split(".")): fqn for fqn in module if fqn not in recorded}

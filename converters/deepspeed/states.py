@@ -27,8 +27,8 @@ Sizes = Collection[int]
 class GroupStates:
     """Optimizer states of one flat buffer, on all ranks.
 
-    `buffers` are the ranks' extents of elementwise states. For a buffer in `quantized`, they hold computed plain
-    values. `left` describes states of no kind.
+    `buffers` are the ranks' extents of elementwise states: computed plain values for a buffer in `quantized`. `left`
+    describes states of no kind.
     """
 
     buffers: dict[str, list[Extent]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ def added_up(tensors: Sequence[Tensor], path: str) -> tuple[Tensor, dict[str, Ca
 
 
 def _compute(tensors: Sequence[Tensor]) -> memoryview:
-    import numpy as np  # not needed to describe a checkpoint
+    import numpy as np  # late: numpy
 
     from ckpt.move.casts import cast_bits
     from ckpt.move.reading import read_box

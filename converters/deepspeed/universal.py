@@ -135,7 +135,7 @@ def _read_folder(path: Path) -> Checkpoint:
     trained = {fqn for group in groups for fqn in group}
     copies, natives = names.copies(trained), model_file.natives(model, module, buffers)
     frozen = {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
-    # The fp32 copies under `zero/` belong to these weights.
+    # `zero/` has fp32 copies of these weights.
     for fqn, stored in module.items():
         if fqn in ties or fqn in copies:
             continue

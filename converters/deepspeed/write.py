@@ -60,7 +60,7 @@ from converters.deepspeed.sharing import Sharing
 def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     """Lay out a ZeRO-`stage` run folder.
 
-    Raise UsageError if the number of ranks is unknown, LossError for content that ZeRO can't hold.
+    Raise UsageError for an unknown number of ranks, LossError for content that ZeRO can't hold.
     """
     num_ranks = layout.num_ranks(checkpoint)
     model = zero_model.describe(checkpoint, layout.dtype, may_be_elastic=stage < 3, may_have_experts=stage < 3)
@@ -136,7 +136,7 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
-#: File name in the step folder, and the object for torch.load.
+#: Name in the step folder, and the object for torch.load.
 File = tuple[str, Any]
 
 
@@ -165,7 +165,7 @@ def model_root(
     }
     client, _ = zero_model.client_state(model)
     root = common_root(model, config, num_ranks, param_shapes, own=own) | client
-    if not (model.resumable or any(model.states.values())):  # with only weights, frozen parameters are unknown
+    if not (model.resumable or any(model.states.values())):  # only weights: frozen parameters are unknown
         del root["frozen_param_shapes"], root["frozen_param_fragments"]
     return root
 
@@ -201,7 +201,7 @@ def common_root(
         "skipped_steps": 0 if state.skipped_steps is None else state.skipped_steps,
         "global_steps": model.checkpoint.state.step or 0,
     }
-    if model.samples is not None:  # otherwise DeepSpeed multiplies steps by the batch size
+    if model.samples is not None:  # else DeepSpeed multiplies steps by the batch size
         root["global_samples"] = model.samples
     return root | {
         "dp_world_size": num_ranks,
@@ -305,7 +305,7 @@ def _state(
 
 
 def scalar(value: Any) -> Any:
-    """Return a state number: torch's optimizers use a 0-dim float32 tensor, DeepSpeed's a Python int."""
+    """Return a 0-dim float32 tensor for torch's optimizers, a Python int for DeepSpeed's."""
     if isinstance(value, OneElement):
         return one_element(value)
     return number(value) if isinstance(value, float) else value

@@ -68,9 +68,9 @@ from converters.deepspeed.states import flat_group_states, group_states
 from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
-#: Maximum ranks and files listed in a message.
+#: Maximum listed in a message.
 _SHOWN = 16
-#: Ranks compared here for a parameter's numbers; ranks sharing a buffer are compared earlier.
+#: Compared here; ranks sharing a buffer are compared earlier.
 _EXPERT_RANKS = "expert parallel ranks"
 #: Default name of a step folder (engine.py, `save_checkpoint`).
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
@@ -99,7 +99,7 @@ class Zero(Format):
             return read(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        from converters.deepspeed.write import lay_out  # late, to start faster for reading
+        from converters.deepspeed.write import lay_out  # late: faster start
 
         return lay_out(checkpoint, layout, self.stage)
 
@@ -179,7 +179,7 @@ def _understand(reading: _ZeroReading) -> RankSlice:
     world_size = max(counts)
     there = sorted(rank for rank in folder.optimizer if rank < world_size)
     inners = [first if rank == first_rank else inner_file(reading.load(folder.optimizer[rank], rank)) for rank in there]
-    # Check this before missing files: another run's file must not make ranks look missing.
+    # Before missing files: another run's file must not make ranks look missing.
     for inner in inners:
         if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(

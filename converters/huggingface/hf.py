@@ -206,7 +206,7 @@ def natural_key(name: str) -> list[tuple[int, str, int]]:
     return [_natural_part(part) for part in name.split(".")]
 
 
-@cache  # tensor names have few distinct parts
+@cache  # few distinct parts
 def _natural_part(part: str) -> tuple[int, str, int]:
     text = part.rstrip("0123456789")
     digits = part[len(text) :]

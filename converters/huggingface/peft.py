@@ -58,8 +58,8 @@ TORCH = "adapter_model.bin"
 #: mlx-lm's file, with lora_a [in, r] and lora_b [r, out]: PEFT's factors, transposed.
 MLX = "adapters.safetensors"
 _MLX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[ab])")
-#: Parameters trained in full next to an adapter by LLaVA's scripts, and by the Qwen2-VL scripts based on them. Their
-#: names are PEFT's in training.
+#: Trained in full next to an adapter by LLaVA's scripts, and by the Qwen2-VL scripts based on them. Names are PEFT's in
+#: training.
 TRAINED_IN_FULL = ("non_lora_trainables.bin", "non_lora_state_dict.bin")
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes wrapped names under FSDP2 with `activation_checkpointing`.
@@ -78,7 +78,7 @@ class Peft(Format):
     namespace = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find a folder with an adapter's config and weights (`tag` names one in it), or the weights file."""
+        """Find a folder with an adapter (`tag` names one in it), or the weights file."""
         if path.is_file():
             return path if path.name in (SAFETENSORS, TORCH, MLX) else None
         return find_step(path, tag, Steps(lambda folder: _weights(folder) is not None))

@@ -40,7 +40,7 @@ STACKED = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 #: Maximum ranks accepted by vLLM at start (`MaxLoRARanks`).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PARAMETERS = ("gate_up_proj", "down_proj")
-#: Single expert's layer, and each expert's three layers under both namings. The first is the gate.
+#: Single expert's layer, and both namings of its three layers. The first is the gate.
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
 #: Without effect after training starts. Servers refuse other inits.
@@ -86,7 +86,7 @@ class _Layer:
 
 
 def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> ServerLayout:
-    """Return the `chosen` tensors, by PEFT's names, in the layout of `server`.
+    """Return the `chosen` tensors in the layout of `server`.
 
     Raise UsageError for an unsupported kind or for experts of an unknown model, LossError for a part that the server
     would skip.

@@ -44,13 +44,13 @@ def by_buffer(parameters: Iterable[tuple[int, DType, T]]) -> list[tuple[int, DTy
 def stored_buffer(
     numels: Sequence[int], shared: Sequence[bool], bucket_size: int | None, alignment: int = ALIGNMENT
 ) -> Buffer:
-    """Lay out the buffer for parameters with `numels` elements, in model order.
+    """Lay out the buffer for parameters in model order.
 
     `shared` marks an embedding on two pipeline stages; it has its own bucket. `bucket_size` None means one bucket for
     all others.
     """
     starts = [0] * len(numels)
-    stored = at = 0  # bucket's start in the file, and its filled length
+    stored = at = 0  # start in the file, and filled length
     for index in reversed(range(len(numels))):
         at += -at % alignment
         if shared[index] and at:
@@ -89,7 +89,7 @@ def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
 
 
 def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Iterator[int | None]:
-    """Yield the possible bucket sizes of a chunk, most likely first. `numel` counts the chunk's parameters.
+    """Yield the possible bucket sizes of a chunk, most likely first.
 
     Buckets only overlap communication with the backward pass, and only the first chunk of the first stage has several.
     """

@@ -45,7 +45,7 @@ from converters.names.megatron.model.splits import (
 )
 from converters.names.megatron.options import MegatronOptions
 
-#: Training state key for modules with their own state: Transformer Engine's FP8 scaling.
+#: Modules' own state: Transformer Engine's FP8 scaling.
 EXTRA = "_extra_state"
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

@@ -74,8 +74,8 @@ def to_write(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the entries that are equal on all ranks, and notes on dropped ones.
 
-    `per_rank` is written per rank; `own` are entries that the format rebuilds. `without_random` tells how to resume
-    without random states.
+    `per_rank` is written per rank; `own` are rebuilt by the format. `without_random` tells how to resume without random
+    states.
     """
     kept: dict[str, Any] = {}
     dropped = []

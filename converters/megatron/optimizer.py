@@ -123,8 +123,7 @@ class Optimizers:
     ) -> None:
         """Record a param group's options and `step`, which may be stored elsewhere.
 
-        Groups are identified by Megatron's rule, or with `by_all` by every option. Raise CorruptError if a parameter's
-        step changes.
+        Groups are identified by Megatron's rule, or with `by_all` by every option.
         """
         options = {name: value for name, value in group.items() if name != "params"}
         names = sorted(options) if by_all else (*IDENTITY, *_OVERRIDES)
@@ -287,7 +286,7 @@ class MegatronOptimizer:
                 "is_decoupled_lr": decoupled,
                 "default_config": not decoupled,
             }
-            # Without it Megatron uses --lr. The group's current rate can't replace it: it has already decayed.
+            # Else Megatron uses --lr. The current rate can't replace it: it has already decayed.
             if "initial_lr" in options:
                 options["max_lr"] = options["initial_lr"]
         step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)

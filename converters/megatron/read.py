@@ -286,7 +286,7 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
         )
 
 
-#: Arguments shared by all ranks that decide their files' meaning.
+#: Decide the files' meaning.
 _AGREED = (
     "num_layers",
     "hidden_size",

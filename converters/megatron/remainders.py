@@ -80,7 +80,7 @@ def _blocks(shape: Shape) -> Iterator[Box]:
 
 
 def _master(weight: Tensor, remainder: Tensor, box: Box) -> memoryview:
-    import numpy as np  # late: only needed to read data
+    import numpy as np  # late: numpy
 
     from ckpt.move.reading import read_box
 

@@ -30,10 +30,7 @@ from converters.names.megatron.model.axes import Grid
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer.
-
-    Raise UsageError if the layout does not fit the model, LossError for content that the format can't hold.
-    """
+    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer."""
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
     files: list[TargetFile] = []

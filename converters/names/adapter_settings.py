@@ -22,7 +22,7 @@ _HEADS = {"classifier", "score"}
 def adapter_settings(checkpoint: Checkpoint) -> AdapterConfig:
     """Return the settings recorded next to the adapter.
 
-    Raise CorruptError if PEFT could not load them, and LossError or UsageError if they are not merged here.
+    Raise CorruptError if PEFT could not load them.
     """
     layers = {name.module for name in map(adapter.parse_name, checkpoint.shapes) if name.kind == adapter.A}
     return checked_settings(checkpoint, *settings_of(checkpoint, layers=layers))
@@ -62,7 +62,7 @@ def _missing_modules(checkpoint: Checkpoint, config: AdapterConfig) -> list[str]
     modules = {name.module if name.kind == adapter.SAVED else name.module.rpartition(".")[0] for name in parsed}
     paths = {module[: match.start()] for module in modules for match in re.finditer(r"\.|$", module)}
     missing = {name for name in config.saved if not any(path.endswith(name) for path in paths)}
-    # PEFT adds every head name for the task, and a model has one of them
+    # PEFT adds every head name, and a model has one
     return sorted(missing - _HEADS if _HEADS & {*config.saved} - missing else missing)
 
 

@@ -22,7 +22,7 @@ from converters.names.transformers.transformers_source import package
 
 
 def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
-    """Return in-memory names of the model's parameters in registration order. None if the order is unknown.
+    """Return in-memory names in registration order. None if the order is unknown.
 
     `hub` has the files' names, `memory` in-memory names. The order is unknown without a config, for an unknown
     architecture, or if it has other tensors.

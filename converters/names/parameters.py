@@ -44,7 +44,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
 def in_memory(config: Mapping[str, Any]) -> Model:
     """Return the model as transformers holds it in memory.
 
-    Raise UsageError for a model type with neither a table nor a class in the installed transformers.
+    Raise UsageError without a table or a class in the installed transformers.
     """
     model_type = config.get("model_type")
     if model_type not in megatron.architectures() or model_type in COMPOSITES:
@@ -64,8 +64,8 @@ def megatron_stages(
 ) -> tuple[Stage, ...]:
     """Return a tensor-parallel rank's parameters in each pipeline stage. `ep` ranks divide the experts.
 
-    Raise UsageError if heads or experts do not divide, if there are more stages than layers, embedding and loss, or if
-    there is no table.
+    Raise UsageError if heads or experts do not divide, if there are more stages than layers, embedding and loss, or
+    without a table.
     """
     table, sizes = _table_of_config(config)
     heads, groups = sizes.dims["heads"], sizes.dims["groups"]
@@ -184,7 +184,7 @@ def _hub_tensors(place: RowPlace, sizes: Sizes, has_split_experts: bool) -> Iter
             yield Parameter(hub, shape, kind, layer, adapter=_adapter(kind, hub, has_split_experts))
         return
     hub, shapes = place.hubs[0], place.pattern.hub_shapes
-    rows = sum(shape[0] for shape in shapes)  # gate and up are one matrix
+    rows = sum(shape[0] for shape in shapes)
     adapter = 0
     if "{e}" in hub:
         single = "up_proj" if hub.endswith(".up_proj.weight") else "down_proj"
@@ -253,8 +253,8 @@ def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
         qk_norms=dims["heads"] + dims["groups"] if sizes.has("self_attn.q_norm.weight") else 0,
         layer_norm="decoder.final_layernorm.bias" in names,
         ffn=dims["f"],
-        # Gate, its activation, up, their product. Otherwise the activation's input and output, plus its parts if it is
-        # written in Python.
+        # Gate, its activation, up, their product. Else the activation's input and output, plus its parts if written in
+        # Python.
         ffn_saved=4 if gated else 2 if activation == "gelu" else 5,
         gated=gated,
         again=_SAVED_AGAIN.get(model_type, 0),

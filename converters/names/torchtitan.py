@@ -61,8 +61,7 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     """Rename torchtitan's names to the Hub's.
 
-    Raise UsageError for an unknown architecture, LossError for a tensor without a place, CorruptError if a tensor is
-    missing or contradicts the config.
+    Raise UsageError for an unknown architecture, LossError for a tensor without a place.
     """
     found, saved = checkpoint.shapes, _saved(checkpoint)
     check_run(checkpoint)
@@ -123,7 +122,7 @@ def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) ->
         else:
             links.append(Link.rename(name, new, shape))
     copies = {}
-    if "lm_head.weight" in saved.optional:  # a state dict has both, the Hub's files only one
+    if "lm_head.weight" in saved.optional:  # the Hub's files have only one
         both = [name for name in _NAMES["lm_head.weight"].split() if name in present]
         copies = dict.fromkeys(both, "tok_embeddings.weight")
         titan |= dict.fromkeys(both, titan["tok_embeddings.weight"])

@@ -48,7 +48,7 @@ _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_d
 def check_run(checkpoint: Checkpoint) -> None:
     """Raise CorruptError if the run's settings describe another model than the config.
 
-    If several files have settings, one that describes the config's model is enough.
+    One matching file is enough.
     """
     config, first = Config(checkpoint.config or {}), None
     for path, model in _settings(Path(checkpoint.path)):

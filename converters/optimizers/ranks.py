@@ -13,7 +13,6 @@ from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 
-#: Maximum files listed in a message.
 _SHOWN = 16
 
 

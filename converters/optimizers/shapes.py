@@ -22,7 +22,7 @@ from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape, Tensor
 from converters.quantized.states import understood
 
-#: States with a value per element in every known optimizer, except optimizers with a single number.
+#: A value per parameter element in every known optimizer, except optimizers with a single number.
 PER_ELEMENT = frozenset(
     {
         *(MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf"),
@@ -92,7 +92,7 @@ def check_shape(fqn: str, name: str, found: Shape, expected: Shape, path: str) -
 def check_has_elements(states: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Shape], path: str) -> None:
     """Raise CorruptError if more parameters have empty states than the model has empty parameters.
 
-    A script that saves `optimizer.state_dict()` under ZeRO-3 or FSDP leaves such states.
+    `optimizer.state_dict()` under ZeRO-3 or FSDP leaves such states.
     """
     empty = [key for key, values in states.items() if any(prod(shape) == 0 for shape in per_element(values).values())]
     if len(empty) > sum(prod(shape) == 0 for shape in parameters.values()):

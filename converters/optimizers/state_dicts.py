@@ -64,10 +64,9 @@ class Optimizer:
     def names(
         self, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
     ) -> dict[Any, str] | None:
-        """Return the fqn of each parameter. None if they are numbered and the names are unknown.
+        """Return the fqn of each parameter, or None if it is unknown.
 
-        `given` are the fqns by number, for a single param group. `proof` has the model's parameter shapes in
-        registration order.
+        `given` are the fqns by number, for a single param group. `proof` has the model's shapes in registration order.
         """
         members = self.members
         if all(isinstance(key, str) for key in (*members, *self.states)):

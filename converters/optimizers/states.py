@@ -31,7 +31,7 @@ from converters.quantized.states import (
 _UNFINISHED = (
     "FSDP had not gathered this state before the save, so its values are undefined; a sharded state dict has it"
 )
-#: States with a value per element in every optimizer. Under other names some store a single number.
+#: A value per element in every optimizer. Under other names some store a single number.
 _OF_ITS_SHAPE = (MASTER, "exp_avg")
 
 
@@ -48,7 +48,7 @@ class OptimizerStates:
     unread: Unread = field(default_factory=Unread)
     #: Parameters with an object or a dict among their states.
     objects: set[str] = field(default_factory=set)
-    #: Quantized states in an unknown form, by kind. One example: its parameter, name and file.
+    #: Unknown quantized states, by kind. One example: its parameter, name and file.
     odd: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     #: Quantized states with a known part, by kind. One example: its parameter and name.
     known: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class OptimizerStates:
         hidden = set(nested) if isinstance(nested, Mapping) else set()
         for name, value in understood(states).items():
             if isinstance(value, Quantized | StoredTensor) and name in hidden and value.shape[-len(shape) :] != shape:
-                # FSDP can't gather these, so they belong to the writing rank.
+                # FSDP can't gather these.
                 why = f"it has the shape {list(value.shape)}, not the parameter's: it may be one rank's part"
                 self.unread.add(name, why, [fqn])
             elif isinstance(value, Quantized):
@@ -96,7 +96,7 @@ class OptimizerStates:
     def agree(self, fqns: Iterable[str], name: str, value: Any, who: str = "ranks", **where: Any) -> None:
         """Add a number shared by these parameters. Raise CorruptError if it is known with another value.
 
-        `who` names its holders; `where` describes the file in errors.
+        `who` names its holders in the error.
         """
         known = self.scalars.setdefault(name, {})
         for fqn in fqns:

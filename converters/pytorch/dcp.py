@@ -241,7 +241,7 @@ class _DcpReading:
         tie_as_declared(tensors, ties, _config(request, folders))
         entries = self._entries(found, odd)
         step = _step(found.rest)
-        if step is None:  # Accelerate's folders hold only model and optimizer
+        if step is None:  # Accelerate's folders hold no training state
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
         self.states.groups = tuple(map(_plain_group, found.groups))
         state = TrainingState.of_entries("torch", entries, step=step, **self.states.recorded())
@@ -295,7 +295,7 @@ class _DcpReading:
         states.objects |= {fqn for (fqn, _), value in found.states.items() if not isinstance(value, Leaf | int | float)}
         weights = {fqn: tensor for (fqn, role), tensor in tensors.items() if role == WEIGHT}
         if any(one.fqn in weights and one.shape != weights[one.fqn].shape for one in states.tensors.values()):
-            # A damaged weight has its own error. Finding damage takes long with many ranks.
+            # A damaged weight has its own error. Finding damage is slow with many ranks.
             shapes = {fqn: weight.shape for fqn, weight in weights.items() if not any(faults_of(weight))}
             states.check_shapes(shapes, self.metadata)
         tensors |= states.tensors
@@ -423,7 +423,7 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
             fqn=strange[0],
             expected=next(iter(found.weights)),
         )
-    if strange and not is_all:  # then the optimizer uses its own names
+    if strange and not is_all:
         raise CorruptError("the optimizer has states for a parameter missing from the model", path=path, fqn=strange[0])
     dimensions = {fqn: len(leaf.shape) for fqn, leaf in found.weights.items()}
     if error := _missing_state_error(found.groups, states, dimensions, CorruptError, path):

@@ -35,8 +35,7 @@ def shard(shape: Shape, num_ranks: int, rank: int) -> Box:
 class DTensors:
     """Factory for one rank's DTensors, all on one mesh with `num_ranks` devices.
 
-    `like` is a DTensor from the source's files. `device` None means its device type. Raise LossError if the source's
-    form is unknown.
+    `like` is a DTensor from the source's files. `device` None means its device type.
     """
 
     def __init__(self, like: Record | None, device: str | None, num_ranks: int, rank: int) -> None:

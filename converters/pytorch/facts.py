@@ -15,7 +15,7 @@ class TorchFacts:
     #: Paths expected by the trainer: `("app", "model")`.
     model_at: Path_ = ("model",)
     optimizer_at: Path_ = ("optimizer",)
-    #: Sample part from a rank file, because each torch version pickles DTensors differently.
+    #: Each torch version pickles DTensors differently.
     dtensor: Record | None = None
     #: Fqns in each flat parameter, in FSDP1 optimizer order.
     flat_parameters: tuple[tuple[str, ...], ...] = ()

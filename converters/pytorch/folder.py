@@ -26,8 +26,8 @@ from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 from converters.pytorch.keys import OPTIMIZER_NAMES
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
-#: Accelerate's model files for LOCAL_STATE_DICT; the optimizer is in OPTIMIZER_0. Groups: model number in a save of
-#: several models, and rank.
+#: LOCAL_STATE_DICT's model files; the optimizer is in OPTIMIZER_0. Groups: model number in a save of several models,
+#: and rank.
 LOCAL = re.compile(r"pytorch_model_fsdp(?:_([1-9]\d*))?_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 

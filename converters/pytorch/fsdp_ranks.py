@@ -83,7 +83,7 @@ class FsdpRanks(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Find `path`, verl's `actor` in a step, or the step named by verl's tracker.
 
-        In a save of several models, also accept the first rank's file for one of them.
+        Also accept the first rank's file of one of several models.
         """
         if path.is_file():
             return path if _match(path.name, number_of(path)) and not is_local(path.parent) else None
@@ -107,7 +107,7 @@ class FsdpRanks(Format):
         folders = tuple(place for place in places if place and place.is_dir())
         config = read_config(folders)
         parameters = _read_models(reading, models)
-        # FSDP1 saves a tied parameter separately under each name.
+        # FSDP1 saves each name separately.
         tie_as_declared(reading.tensors, reading.ties, config)
         units: Units = ()
         if optimizers := of("optim"):
@@ -138,7 +138,7 @@ class FsdpRanks(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        from converters.pytorch.fsdp_ranks_write import lay_out  # late, to start faster for reading
+        from converters.pytorch.fsdp_ranks_write import lay_out  # late: faster start
 
         return lay_out(checkpoint, layout)
 
@@ -223,7 +223,7 @@ def _refuse_flat(models: list[RankFile]) -> None:
 # -- parts ---------------------------------------------------------------------------------------------------
 
 
-#: A rank's part of a tensor, with the whole tensor's shape.
+#: The part, with the whole tensor's shape.
 _Part = tuple[Shape, Fragment]
 
 
@@ -370,7 +370,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
             extra[fqn] = values[0]
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
-        # Two names are tied if they have the same elements in the same storages on every rank that has any.
+        # Tied names have the same elements in the same storages on every rank.
         elements = tuple(part.extent for _, part in parts if part.extent.numel)
         owner = owners.setdefault((elements, parts[0][0]), fqn) if elements else fqn
         if owner != fqn:

@@ -98,7 +98,7 @@ STATE = "training_state.pt"
 #: Names used by frameworks and scripts, in search order.
 _FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
 _SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
-#: Rank files; a torch file beside them is not part of a full checkpoint.
+#: Rank files are not part of a full checkpoint.
 _OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
 #: Torch files from other formats.
 _OTHERS = (
@@ -113,7 +113,7 @@ _OTHERS = (
     "*train_state.pt",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-#: Accelerate's sharded folder, and an adapter's files; a torch file beside either is not part of the checkpoint.
+#: A torch file beside Accelerate's sharded folder or an adapter is not part of the checkpoint.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -138,7 +138,7 @@ class Full(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Return a torch file, or a folder with one (`tag` names one in it).
 
-        Beside safetensors weights, `pytorch_model.bin` is only a copy, so such a folder is skipped.
+        Skip safetensors weights: `pytorch_model.bin` is only a copy beside them.
         """
         if path.is_file():
             return path if _is_weights_name(path.name) and _is_torch_file(path, or_large=True) else None
@@ -148,7 +148,7 @@ class Full(Format):
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the state dicts. Every tensor of the model has the role `weight`; files don't mark buffers.
 
-        Readers that need a master upcast the weight. This changes no bit of an fp32 weight with an optimizer.
+        Readers that need a master upcast the weight. This changes no bit of an fp32 weight.
         """
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights_in(folder)
@@ -232,7 +232,7 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
     if path.stat().st_size > _LARGE:
         return or_large or not path.name.endswith(".bin") or "pytorch_model" in path.name
     head = read_file(path, 16)
-    # Accept empty and zeroed files, left by a crash, to report them.
+    # Empty and zeroed files are reported as damaged.
     return head.startswith(b"PK\3\4") or b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19" in head or not head.strip(b"\0")
 
 
@@ -464,7 +464,7 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
         fqn = names[name]
         if is_part(value):
             # Under FSDP2 with FULL_STATE_DICT, Accelerate 1.13 (fsdp_utils.py, _get_model_state_dict) saves only rank
-            # 0's parts of an adapter. Trainer saves the whole adapter beside them.
+            # 0's parts of an adapter, but Trainer the whole.
             beside = (
                 f"adapter_model.safetensors is whole: use `ckpt merge-lora {reading.folder}` to merge it, or continue "
                 f"without its optimizer on any number of GPUs: `ckpt resume {reading.folder} --model-only`"

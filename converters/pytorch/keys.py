@@ -180,7 +180,7 @@ def _sort(
     for name, child in rest.copy().items() if within is None else ():
         if not isinstance(child, Mapping):
             continue
-        is_alone = not (optimizers or models)  # an optimizer saved without its model
+        is_alone = not (optimizers or models)  # an optimizer without its model
         if any(_is_model(*item) or (is_alone and _is_optimizer(*item)) for item in child.items()):
             inner_rest = _sort(child, optimizers, models, name)
             del rest[name]

@@ -43,8 +43,7 @@ class LocalState:
 def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> LocalState:
     """Assemble the ranks' slices, with shapes from either source, both in registration order.
 
-    `recorded` has the shapes of the optimizer's states, `built` the shapes of the config's model. Raise NotFoundError
-    if a shape is unknown.
+    `recorded` are the optimizer's states' shapes, `built` the config's. Raise NotFoundError if a shape is unknown.
     """
     names = clean_names(files[0].content, files[0].path)
     if odd := next((file for file in files if file.content.keys() != files[0].content.keys()), None):

@@ -35,7 +35,7 @@ from converters.pytorch.facts import TorchFacts
 from converters.pytorch.keys import MODEL_NAMES
 from converters.quantized.stored_states import carried_tensor
 
-#: Training state loaded entry by entry. Only these entries of other formats are flattened.
+#: Loaded entry by entry. Only these entries of other formats are flattened.
 _KNOWN = ("lr_scheduler", "train_state")
 
 

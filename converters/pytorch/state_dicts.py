@@ -44,7 +44,7 @@ class Reading:
     ) -> bool:
         """Add the states in an optimizer's file. `order` is the registration order of `model`'s parameters.
 
-        Return False, with a note, if the states are numbered and their parameters can't be proven.
+        Return False, with a note, for numbered states without proof.
         """
         shapes = {fqn: tensor.shape for (fqn, role), tensor in model.items() if role == WEIGHT}
         # Optimizers never hold integers. BatchNorm's count would fit a 0-dim parameter.
@@ -79,9 +79,9 @@ def tie_as_declared(
 ) -> None:
     """Join a parameter stored under two names, if the model's config ties them.
 
-    Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each name, and no file records the tie. The
-    second becomes a replica of the first, and is compared with it, unless it was trained separately: only the first may
-    be in `trained`, the names in the optimizer's groups.
+    Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each name, without a record. The second
+    becomes a replica of the first, unless it was trained separately: only the first may be in `trained`, the names in
+    the optimizer's groups.
     """
     for alias, owner in declared_ties(config or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))

@@ -254,8 +254,8 @@ def trainer_groups(
     """Return Trainer's param groups, with and without weight decay, in the model's order; and notes.
 
     A single group becomes two with its options. Other groupings raise LossError: the optimizer takes states by number
-    and would not notice. For `ambiguous_norms` (GPT-2's `ln_1.weight`) two source groups show the decay; one group does
-    not. torch's Muon is passed to Trainer, so its groups stay unchanged.
+    and would not notice. For `ambiguous_norms` (GPT-2's `ln_1.weight`) two source groups show the decay. torch's Muon
+    is passed to Trainer, so its groups stay unchanged.
     """
     if any("ns_steps" in group.options for group in groups):
         return list(groups), []

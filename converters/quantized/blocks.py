@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Elements computed at a time. Including temporaries, every thread stays within the default `--max-memory`.
+#: Elements computed at a time. Every thread's temporaries stay within the default `--max-memory`.
 BLOCK = 1 << 23
 
 

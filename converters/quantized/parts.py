@@ -23,7 +23,7 @@ from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Se
 
 _PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
-#: Also used by plain modules: they only count next to packed values, or if packed themselves.
+#: Also used by plain modules: only counted next to packed values, or if packed.
 _COMMON = ("scale", "scales", "biases")
 #: Config keys listing modules without quantization.
 _IGNORED = (

@@ -85,7 +85,7 @@ def _entries(
         "pipeline_model_parallel_size": reading.folder.pp,
         "untie_embeddings_and_output_weights": not reading.layers.tied,
     }
-    if reading.layers.neox:  # a recorded residual is compared with the config's
+    if reading.layers.neox:
         is_known = (config or {}).get("model_type") == "gpt_neox"
         residual = parallel_residual(Config(config or {})) if is_known else {}
         items["args"] = {"gpt_j_residual": None} | residual | items["args"]

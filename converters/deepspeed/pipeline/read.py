@@ -349,7 +349,7 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
 
 
 def stage_sizes(reading: PipelineReading, slices: Sequence[RankFile]) -> list[int] | None:
-    """Return the transformer layers per pipeline stage, or None if the files don't cover all layers."""
+    """Return the transformer layers per pipeline stage, or None if layers are missing."""
     transformers = set(reading.layers.transformers)
     stages = slices[:: reading.folder.tp]
     sizes = [len(transformers & {number for _, number in _parameters(file)}) for file in stages]

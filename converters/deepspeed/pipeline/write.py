@@ -53,10 +53,7 @@ _POSITIONS = "embedding.position_embeddings.weight"
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: a step folder, `latest`, Megatron's tracker, config and tokenizer.
-
-    Raise UsageError if the layout does not fit the model, LossError for content that the format can't hold.
-    """
+    """Lay out a run folder: a step folder, `latest`, Megatron's tracker, config and tokenizer."""
     pipeline = _describe(checkpoint, layout)
     model, step = pipeline.model, checkpoint.state.step
     folder = step_folder(checkpoint)
@@ -147,7 +144,6 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     record = checkpoint.state.private.get("megatron-deepspeed", {}).get(PIPELINE)
     record = record if isinstance(record, Mapping) else {}
     args = checkpoint.state.args or {}
-    # The pipeline's own entries are written here, not by ZeRO's code.
     others = {name: value for name, value in checkpoint.state.private.items() if name != "megatron-deepspeed"}
     model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, private=others)), layout.dtype)
     layers = _layers(model, record, args)
@@ -178,7 +174,7 @@ def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str,
         make = Layers.of_neox if args.get("gpt_j_residual") else Layers.of_model
         layers = make(len(numbers), tied=OUTPUT not in names)
     for fqn in names:
-        layers.order(fqn)  # raises LossError for a tensor without a place
+        layers.order(fqn)
     for fqn in (EMBEDDING, "decoder.final_layernorm.weight"):
         if fqn not in names:
             raise LossError("the source lacks a tensor every Megatron-DeepSpeed model has", fqn=fqn)
@@ -269,7 +265,7 @@ def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
 
 # -- files ---------------------------------------------------------------------------------------------------
 
-#: File name in the step folder, and the object for torch.load.
+#: Name in the step folder, and the object for torch.load.
 _File = tuple[str, dict[Any, Any]]
 
 

@@ -66,7 +66,7 @@ _KNOWN = {
     *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
     *("share_expert_adapters", OUTER),
 }
-#: An adapter, and its model's settings under Megatron-LM's names.
+#: The adapter, and its model's settings under Megatron-LM's names.
 _Read = tuple[AdapterRun, Mapping[str, Any]]
 _MARK = ".adapter."
 #: PEFT's names on Megatron's modules, used by ms-swift.
@@ -224,7 +224,7 @@ def _run_of_class(
     )
 
 
-#: Adapter settings among the training's own in ms-swift's `args.json`.
+#: Adapter settings in ms-swift's `args.json`.
 _OF_ADAPTERS = re.compile(r"lora|dora|adapter|tuner")
 #: Supported settings, and settings without effect on the adapter's result (ms-swift 3.5 to 4.5,
 #: megatron/arguments/megatron_args.py, arguments/tuner_args.py).
@@ -283,7 +283,7 @@ def read_swifts_run(path: Path) -> _Read:
         tp=fields.count("arguments", "tensor_model_parallel_size", 1),
         ep=fields.count("arguments", "expert_model_parallel_size", 1),
     )
-    # Most entries are ms-swift's own, and unknown ones say nothing of the model.
+    # Unknown entries are ms-swift's own.
     known = COMPARED | CHANGES.keys() | {"megatron_extra_kwargs"}
     return run, {name: value for name, value in content.items() if name in known}
 

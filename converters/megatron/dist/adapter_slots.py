@@ -56,7 +56,7 @@ def slots_in(fqns: Iterable[str]) -> list[int]:
 def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
     """Return the slot's tensors under a single adapter's names, and the slot.
 
-    Raise UsageError, with all slots and their ranks, if no slot is requested or it is missing.
+    Raise UsageError, listing all slots, if it is not requested or missing.
     """
     slot = None if requested is None else AdapterSlot.parse(requested)
     known = slots_in(fqn for fqn, _ in checkpoint.tensors)
@@ -87,7 +87,7 @@ def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> 
 def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> tuple[Checkpoint, AdapterRun]:
     """Cut a slot's adapter to its rank. Return it with the run's config for this adapter alone.
 
-    Raise UsageError if the rank is not the slot's, CorruptError if factors don't have the config's rank.
+    Raise UsageError if the rank is not the slot's.
     """
     if slot.rank > run.dim:
         raise UsageError(
@@ -156,7 +156,7 @@ def _described(number: int, factors: Iterable[Tensor]) -> str:
 
 def _last(factor: Tensor) -> int:
     """Return the number of ranks up to the last nonzero one."""
-    import numpy as np  # late: only needed to read data
+    import numpy as np  # late: numpy
 
     from ckpt.move.reading import read_box
 

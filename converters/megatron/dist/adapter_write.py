@@ -37,7 +37,7 @@ _BACKENDS = {
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: the iteration (or `release`) with adapter and config, and the tracker.
+    """Lay out a run folder: the iteration (or `release`) and the tracker.
 
     Raise LossError if layers are adapted differently, because one adapter class can't express it.
     """

@@ -36,7 +36,7 @@ from converters.names.megatron.facts import BridgeRun
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_of
 
-#: Fields for models whose layers differ in size.
+#: Layers of different sizes.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 #: Model fields by Megatron-LM argument, if it has another name, and sizes of axes.
 _MODEL_FIELDS: Mapping[str, str] = {
@@ -76,14 +76,14 @@ _ACTIVATIONS = ("silu", "gelu", "quick_gelu", "squared_relu")
 #: Model field for the code of a layer, and packages whose layers other settings determine.
 _LAYERS = "transformer_layer_spec"
 _LIBRARIES = ("functools.", "megatron.", "nemo.")
-#: Model fields with their own translation.
+#: With their own translation.
 _READ_APART = (
     *(_LAYERS, "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
     "pipeline_model_parallel_layout",
 )
 #: Pipeline layout elements.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-#: Fields required by Megatron-Bridge to load a run.
+#: Required by Megatron-Bridge to load a run.
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 #: Layers from megatron-core alone, and functions whose layers follow from their arguments.
 _LOCAL = "local_layer_spec"
@@ -183,7 +183,7 @@ def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
     for (
         field,
         arg,
-    ) in _MODEL_FIELDS.items():  # two values of one setting keep their names; the comparison refuses them
+    ) in _MODEL_FIELDS.items():  # two values keep their names; the comparison refuses them
         if field in args and args[field] == args.get(arg, args[field]):
             args[arg] = args.pop(field)
     layers = _target(model.get(_LAYERS))
@@ -275,7 +275,7 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
     if EMBEDDING in shapes:
         yield "hidden_size", shapes[EMBEDDING][1]
     if _layers(model) not in _USUAL or any(model.get(name) for name in _UNEQUAL):
-        return  # layers may differ in size, or have no tensors
+        return  # layers may differ, or have no tensors
     layers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
     yield "num_layers", len(layers)
     proj = shapes.get("decoder.layers.0.self_attention.linear_proj.weight")

@@ -10,8 +10,8 @@ from ckpt.move.source import read_file
 from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST
 
 COMMON, BACKENDS = MEGATRONS_COMMON, MEGATRONS_LAST
-#: Megatron-Bridge's files: the run's config, its counters, a copy of the last counters beside all iterations, the
-#: tokenizer's folder and, if requested, the model in the Hub's format.
+#: Megatron-Bridge: the run's config, its counters, a copy of the last counters beside all iterations, the tokenizer's
+#: folder and, if requested, the model in the Hub's format.
 RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
     "run_config.yaml",
     "train_state.pt",
@@ -23,7 +23,7 @@ RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 #: NeMo 1: an unpacked `.nemo` archive's content, and its key prefix.
 WEIGHTS_1, CONFIG_1, MODULE_1 = "model_weights", "model_config.yaml", "model."
-#: In the context: the model's class and arguments, for people.
+#: The model's class and arguments, for people.
 MODEL = "model.yaml"
 #: NeMo 2's key prefix: its wrapper module (nemo/lightning/megatron_parallel.py).
 MODULE = "module."

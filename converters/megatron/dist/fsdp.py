@@ -66,7 +66,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
     """Read one iteration's folder.
 
-    Raise LossError if it is not complete, NotFoundError for states in an unsupported form.
+    Raise LossError if parts are missing, NotFoundError for an unsupported form.
     """
     stored = _SavedState.of(folder, accepted)
     reading = stored.reading
@@ -397,7 +397,7 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
 
 
 def _note_groups(stored: _SavedState, found: Optimizers) -> None:
-    optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored item by item
+    optimizer = stored.rest.get(_OPTIMIZER, {})  # dicts are stored item by item
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})
         if not isinstance(nested, Mapping) or nested.keys() & options.keys():

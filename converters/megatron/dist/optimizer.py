@@ -431,7 +431,7 @@ def _is_rounded(reading: DistReading, fqn: str) -> bool:
     weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
     if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
         return True
-    import numpy as np  # late: only needed to read data
+    import numpy as np  # late: numpy
 
     from ckpt.move.casts import cast_bits, storage_dtype
 

@@ -51,10 +51,7 @@ _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer.
-
-    Raise UsageError if the layout does not fit the model, LossError for content that the format can't hold.
-    """
+    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer."""
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
@@ -152,7 +149,7 @@ class ModelTensors:
         first = 0
         for name, rows in self._sections(key, next(iter(members.values()))[0], shape):
             section = (rows, *shape[1:]) if shape else shape
-            # Matrices are cut for tensor-parallel ranks: an engine reads every box that it needs partly.
+            # Cut matrices for tensor-parallel ranks: an engine reads whole boxes.
             cut = dim0_boxes(section, self.model.grid.tp if len(shape) > 1 else 1)
             boxes = [  # equal sizes for all members
                 (box.offsets, (1,) * len(sizes) + box.sizes, _moved(box, first)) for box in cut

@@ -333,7 +333,7 @@ _TOWERS = {
     ),
 }
 
-#: Text model defaults for sizes missing from a config, for example in LLaVA's releases.
+#: For sizes missing from a config, for example in LLaVA's releases.
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **more}
     for name, more in {
@@ -347,7 +347,7 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
     }.items()
 }
-#: Whole model's module, with or without the path parts added by transformers 4 or in memory.
+#: With or without the path parts added by transformers 4 or in memory.
 _MODULE = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:vision_model\.)?(.*)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_model|model)\.(.*)")
 
@@ -356,9 +356,9 @@ _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_mod
 class Composite:
     """Vision-language `model_type`. In projector rows, `t` is the text model's hidden size and `w` the tower's.
 
-    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `towers` and
-    `texts` are the parts' model types; `texts` also has their tables. The tower's names begin with `tower`, the text
-    model's with `model`, its output layer's with `head`, all others with `base`.
+    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `texts` also has
+    the text models' tables. `tower`, `model`, `head` and `base` are name prefixes: of the tower, the text model, its
+    output layer, and all others.
     """
 
     cls: str

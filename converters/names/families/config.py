@@ -12,7 +12,7 @@ from ckpt.base.errors import CorruptError
 _MAX_SIZE = 1 << 40
 _MAX_COUNT = 1 << 20
 NO_SIZE = "the config does not state a size"
-#: Rotary parameters that older configs have outside the object of rotary parameters.
+#: Older configs have these outside the rotary object.
 _ROPE_BESIDE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
 #: Rotary positions that depend on the original sequence length.

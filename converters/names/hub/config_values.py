@@ -152,7 +152,7 @@ NULL_EXCEPT: Mapping[str, tuple[str, ...]] = {
     "summary_activation": ("electra",),
     "sliding_window": ("cwm", "exaone_moe", "flint"),
 }
-#: Entries only recorded by transformers, or compared by other code here.
+#: Only recorded by transformers, or compared elsewhere.
 _RECORDS = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 _PARTS = ("text_config", "vision_config")
 #: Numbers in older releases.

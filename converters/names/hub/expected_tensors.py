@@ -42,7 +42,7 @@ _TOWERS = {
 def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     """Return `missing_parts`, and sentences on single missing tensors.
 
-    In-memory names are converted to the Hub's if a table has them, without a slow import of transformers.
+    In-memory names are converted by a table, without a slow import of transformers.
     """
     is_in_memory = checkpoint.namespace in (OWN, TRANSFORMERS) and not checkpoint.is_adapter
     if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
@@ -75,9 +75,9 @@ def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
 
 
 def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a sentence for each part in the config without a tensor in `shapes`.
+    """Return a sentence for each part in the config without a tensor.
 
-    Adapters and models with adapters need no parts: their frozen weights are elsewhere.
+    Adapters need no parts: their frozen weights are elsewhere.
     """
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []

@@ -19,9 +19,9 @@ from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tabl
 from converters.names.hub.save_pretrained import is_available, refusal
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
-#: Files that turn text, images or sound into model inputs.
+#: Turn text, images or sound into model inputs.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
-#: sentence-transformers' modules without files, and modules with weights beside their config.
+#: sentence-transformers' modules without files, and with weights.
 _WITHOUT_FILES = ("Normalize",)
 _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 

@@ -18,7 +18,7 @@ from converters.names.families import tables as families
 from converters.names.hub import save_pretrained
 from converters.names.transformers import relation as transformers
 
-#: Module beside the model in TRL's models with a value head.
+#: Beside the model in TRL's models with a value head.
 _VALUE_HEAD = "v_head"
 
 
@@ -49,7 +49,7 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
     inside = {one for one in parts if one == "0"} if parts and all(map(str.isdecimal, parts)) else parts - {_VALUE_HEAD}
     if len(inside) == 1 < len(parts):
         names = [name for name in names if name.partition(".")[0] in inside]
-    # a prefix shared by the first and last name in order is shared by all names
+    # shared by all names, if by the first and last in order
     first, last = min(names, default="").split("."), max(names, default="").split(".")
     count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
     prefixes = [".".join((*first[:end], "")) for end in range(1, count + 1)]

@@ -65,7 +65,7 @@ def names_architecture(config: Mapping[str, Any]) -> bool:
 
 
 def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved | None:
-    """Return the tensors saved by the config's class, after proving that `shapes` has exactly these tensors.
+    """Prove that `shapes` has exactly the tensors saved by the config's class, and return these.
 
     None if the config names no class, and the names belong to another class than its model's default. `shapes` has
     quantized weights by their plain names (`QuantizedWeights.in_place`). Raise LossError if the tensors differ,

@@ -84,9 +84,9 @@ def knows_class(cls: str) -> bool:
 
 
 def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Return the shapes of tensors saved by a model's `save_pretrained`, and of all its other tensors.
+    """Return the shapes of tensors saved by `save_pretrained`, and of all others.
 
-    It leaves out all but one of a tied tensor's names, and tensors that the model computes (Marian's positions).
+    It leaves out all but one of a tied tensor's names, and computed tensors (Marian's positions).
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 

@@ -211,8 +211,8 @@ def _hub_module(name: str, shape: Shape, links: Sequence[Link]) -> HubModule:
 def to_peft(checkpoint: Checkpoint) -> Checkpoint:
     """Convert an adapter's names, tensors and config to PEFT's.
 
-    Raise LossError for an adapter of another model, or one that defines no single model. Raise CorruptError if a factor
-    is missing or its rank contradicts the run's config.
+    Raise LossError for another model's adapter, or one that defines no single model, CorruptError if a factor is
+    missing or has another rank.
     """
     run = checkpoint.facts_of(MegatronFacts).adapter
     assert run is not None
@@ -380,8 +380,7 @@ def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int)
 def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """Convert an adapter to Megatron-Bridge's canonical LoRA: two factors per module.
 
-    Raise LossError for DoRA, biases, modules trained as a whole, differing ranks, or modules that are neither a
-    Megatron module nor a whole part of one.
+    Raise LossError for DoRA, biases, modules trained as a whole, differing ranks, or parts of modules.
     """
     recorded = parse_config(*settings_of(checkpoint))
     config = recorded if recorded.is_of_peft else adapter_settings(checkpoint)

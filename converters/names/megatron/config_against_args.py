@@ -49,8 +49,8 @@ _OF_STATES = (
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 #: Latent attention's, only used with YaRN positions.
 _OF_LATENT_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
-#: Arguments for experts and attention, and the meaning of None or a missing entry. If an architecture has neither a
-#: fixed value nor an own entry, no config can express another value.
+#: Meaning of None or a missing entry. If an architecture has neither a fixed value nor an own entry, no config can
+#: express another value.
 _CONSTANT: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
@@ -65,7 +65,7 @@ _OVERRIDES = "megatron_extra_kwargs"
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
 #: Hybrid models' layer letters, under the newer and the older name.
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-#: Placeholder for a size missing from the config.
+#: For a size missing from the config.
 _PLACEHOLDER = 1 << 19
 #: YaRN's arguments without latent attention, and the meaning of None (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
@@ -87,8 +87,8 @@ _SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "la
 def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> list[str]:
     """Compare the run's recorded settings with the config, and return notes on uncompared ones.
 
-    Raise CorruptError if the config belongs to another model, LossError for settings that no config of this
-    architecture can express.
+    Raise CorruptError for another model's config, LossError for settings that no config of this architecture can
+    express.
     """
     args = {**checkpoint.facts_of(MegatronFacts).settings, **(checkpoint.state.args or {})}
     if _OVERRIDES not in checkpoint.accepted:
@@ -206,7 +206,7 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
                 return _args_from_sizes(sizes), [_partial_check_note(error)]
             missing[name] = _PLACEHOLDER
             notes.append(f"the config has no {name}, so it is not compared with the run")
-        except CkptError as error:  # names and shapes don't need every entry
+        except CkptError as error:
             return _args_from_sizes(sizes), [_partial_check_note(error)]
         else:
             return {name: value for name, value in first.items() if second.get(name) == value}, notes

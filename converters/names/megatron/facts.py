@@ -16,8 +16,8 @@ SWIFT = "ms-swift"
 class AdapterRun:
     """Adapter described by the config at `path`.
 
-    `kind` is the class's module in `megatron.bridge.peft`, or `SWIFT`. `expert_dim` is the rank for experts if it
-    differs from `dim`. `shares_outer`: experts share one factor of each layer and have their own other factor.
+    `kind` is the class's module in `megatron.bridge.peft`, or `SWIFT`. `expert_dim` is the experts' rank if it differs.
+    `shares_outer`: experts share one factor of each layer.
     """
 
     path: str
@@ -55,11 +55,10 @@ class BridgeRun:
 class MegatronFacts:
     #: True if modules are not in Megatron's order. Its optimizers identify parameters by order.
     own_module_order: bool = False
-    #: Adapter under Megatron's names, from its run's config.
     adapter: AdapterRun | None = None
-    #: Megatron-Bridge's records, in place of Megatron-LM's arguments.
+    #: In place of Megatron-LM's arguments.
     bridge: BridgeRun | None = None
-    #: Model settings missing from the run's arguments: NeMo's `model.yaml` or `model_config.yaml`, or an adapter's run.
+    #: Missing from the run's arguments: NeMo's `model.yaml` or `model_config.yaml`, or an adapter's run.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    #: Row blocks for gate and up on the run's ranks. Here all gate rows come first.
+    #: Row blocks on the run's ranks. Here all gate rows come first.
     blocks: GateBlocks = field(default_factory=GateBlocks)

@@ -79,8 +79,8 @@ def table_of(model_type: str) -> Table:
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """Rename the Hub's names to Megatron's, and add Megatron-LM's arguments.
 
-    Raise LossError for a tensor or property without a place in Megatron, CorruptError if a tensor is missing or
-    contradicts the config.
+    Raise LossError for a tensor or property without a place in Megatron, CorruptError if a tensor contradicts the
+    config.
     """
     table, sizes = table_of_checkpoint(checkpoint)
     args = table.args(sizes)
@@ -151,7 +151,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         )
     embedding, output = table.hub_name(EMBEDDING), table.hub_name(OUTPUT)
     copies = table.copies(sizes)
-    copies.pop(output, None)  # a Hub file stores a tied tensor once
+    copies.pop(output, None)
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)

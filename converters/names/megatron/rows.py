@@ -156,7 +156,7 @@ def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
     """Join queries, each head followed by its gate (together `shape`), keys and values.
 
-    Megatron groups them by query group, and puts a group's gates after its queries.
+    Megatron puts a group's gates after its queries.
     """
     head, groups = sizes.dims["d"], sizes.dims["groups"]
     each = sizes.dims["heads"] // groups
@@ -189,7 +189,7 @@ def delta(sizes: Sizes, shape: Shape) -> Pattern:
 def delta_by_head(sizes: Sizes, shape: Shape) -> Pattern:
     """Join a gated delta net's rows grouped by key head, with `shape`, and its betas and alphas.
 
-    Megatron has all queries, then all keys, and so on.
+    Megatron has all queries, then all keys.
     """
     heads, values = sizes.dims["lg"], sizes.dims["lh"]
     each = values // heads

@@ -490,7 +490,7 @@ _NEMO_1 = """
     post_process pre_process
 """
 
-#: Prefixes for programs running beside the training.
+#: Programs running beside the training.
 PREFIXES = (
     "sglang_",
     "vllm_",

@@ -45,7 +45,7 @@ COMPARED = names_in(
     """
 )
 #: Settings that change the model's output and that no Hub config can hold, with harmless values. None, False, 0 and
-#: empty values are always harmless. Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py),
+#: empty values are harmless, too. Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py),
 #: Megatron-DeepSpeed (megatron/arguments.py), Pai-Megatron-Patch, ms-swift.
 CHANGES: Mapping[str, tuple[Any, ...]] = {
     "softmax_scale": (),
@@ -132,7 +132,7 @@ ALIASES = (
 OPPOSITES = (("share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"),)
 #: Settings that only mean something if another one is on.
 _IF_ON = {"num_query_groups": "group_query_attention"}
-#: Settings that name layer code. If these packages build it, other settings and tensors determine the layer.
+#: Layer code. If these packages build it, other settings and tensors determine the layer.
 _CODE = ("spec", "transformer_layer_spec", "hybrid_stack_spec")
 _PACKAGES = ("megatron.core.", "megatron.bridge.")
 _OFF: tuple[Any, ...] = (None, False, "", [], (), {})

@@ -28,8 +28,8 @@ _MAY_LACK = (
     *("num_experts", "num_query_groups", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("padded_vocab_size", "max_position_embeddings"),
 )
-#: Arguments for models with other or mixed kinds of layers, or with their sizes elsewhere: examples/multimodal,
-#: `--yaml-cfg`, ModelOpt, MindSpeed-LLM, and Megatron-Bridge's own layers.
+#: Other or mixed kinds of layers, or sizes elsewhere: examples/multimodal, `--yaml-cfg`, ModelOpt, MindSpeed-LLM, and
+#: Megatron-Bridge's own layers.
 _OTHERWISE = (
     "attention_output_gate",
     "experimental_attention_variant",
@@ -56,7 +56,7 @@ _OTHERS = re.compile(
     r"decoder\.layers\.\d+\.(?:mixer|cross_attention|"
     r"self_attention\.(?!linear_qkv\.|linear_proj\.|[qk]_layernorm\.|core_attention\.))|.*_quantizer\."
 )
-#: Tensors that may have another number of rows: a reward model's or classifier's head, and norms over all heads.
+#: May have another number of rows: a reward model's or classifier's head, and norms over all heads.
 _ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*")
 
 

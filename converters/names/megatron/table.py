@@ -47,8 +47,8 @@ class RowPlace:
 class Table:
     """Architecture facts needed by Megatron's formats.
 
-    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer.
-    Rows for layers omit the layer's name prefix. `rows` describes how to read a row.
+    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer,
+    without its name prefix. `rows` describes how to read a row.
     """
 
     family: Family | Composite
@@ -58,10 +58,10 @@ class Table:
     layer: str
     dense: str = ""
     sparse: str = ""
-    #: Rows for layers with a given Hub tensor, for models with several kinds of layers.
+    #: For models with several kinds of layers: rows for layers with a given Hub tensor.
     beside: Mapping[str, str] = field(default_factory=dict)
-    #: Rows for a multi-token prediction layer, added to a sparse layer's, or to a dense layer's without experts.
-    #: Megatron's names are complete.
+    #: Rows for a multi-token prediction layer, added to a sparse layer's, or else a dense layer's. Megatron's names are
+    #: complete.
     prediction: str = ""
     #: Prefix in the Hub's names, which files may omit.
     prefix: str = ""

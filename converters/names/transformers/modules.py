@@ -20,7 +20,7 @@ LAYERS = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Module's class, as its nearest base in `LAYERS`, and other facts that shapes don't show.
+    """Module's class, as its nearest base in `LAYERS`.
 
     `is_transposed`: its stacked experts are [experts, in, out]. `is_interleaved`: their gate and up rows alternate.
     `parameters` are in registration order.

@@ -42,7 +42,7 @@ _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
 #: Names in old files only (the table `legacy` in `conversion_mapping.py`).
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
-#: Maximum counts in a real model's config. Larger ones would take minutes and gigabytes to lay out.
+#: Maximum in a real model. Larger ones would take minutes and gigabytes to lay out.
 _MAX_COUNTS = {"layers": 4096, "experts": 100_000}
 
 
@@ -51,11 +51,11 @@ def relation(
 ) -> Relation | None:
     """Return links from the tensors in `shapes` to the other side, or None if both sides are equal.
 
-    `to_hub` converts a model's state dict to the output of `save_pretrained`, `to_memory` a Hub file's tensors to the
-    result of `from_pretrained`. A name that the model's class does not have on the input side stays unchanged: it
-    already has the other form (a transformers 4 run), or is the user's own.
+    `to_hub` converts to the output of `save_pretrained`, `to_memory` to the result of `from_pretrained`. A name that
+    the model's class does not have on the input side stays unchanged: it already has the other form (a transformers 4
+    run), or is the user's own.
 
-    Raise LossError if transformers rearranges an existing tensor in a way that boxes can't describe.
+    Raise LossError if transformers rearranges a tensor in a way that boxes can't describe.
     """
     if config is None or next(model_types(config), None) is None:
         return None
@@ -116,7 +116,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
     """Return the converted tensors, by new name."""
     from converters.names.transformers.tracing import Traced
 
-    # In memory the class with the most matching names is right, whatever `architectures` says. Hub names tell nothing.
+    # In memory the class with the most matching names is right. Hub names tell nothing.
     model = build_model(config, shapes if direction == "to_hub" else {})
     if model is None:
         return None
@@ -209,7 +209,7 @@ def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
     except Exception as error:
         if len(traced) == 1:
             raise _not_converted(error, *traced.values()) from error
-        for name, tensor in traced.items():  # one at a time, to find the failing one
+        for name, tensor in traced.items():  # to find the failing one
             _revert(model, {name: tensor})
         raise
 

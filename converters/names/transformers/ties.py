@@ -75,7 +75,7 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
     """Map aliases left out of a Hub model's files to their owners, as declared by config and model class.
 
-    The class declares in-memory names. The files have other names if a text model is a part.
+    The files have other names than the class if a text model is a part.
     """
     from converters.names.families.composites import COMPOSITES
 
@@ -106,6 +106,6 @@ def untied_config(config: Mapping[str, Any], aliases: Collection[str]) -> dict[s
         names = [name for name, inner in apart.items() if inner == {**part, "architectures": inner["architectures"]}]
         inside = [alias.removeprefix(f"{name}.") for name in names for alias in aliases if alias.startswith(f"{name}.")]
         if names and not inside:
-            continue  # a model with ties of its own
+            continue
         changed[key] = {**part, _TIE: False}
     return None if not declared_ties(changed).keys().isdisjoint(aliases) else changed

@@ -61,7 +61,7 @@ def converted_identifiers() -> frozenset[str] | None:
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
     own = config.get("model_type")
-    if isinstance(own, str) and own:  # empty in inner configs for other parts, for example MPT's attention
+    if isinstance(own, str) and own:  # empty for other parts, for example MPT's attention
         yield own
     for value in config.values():
         if isinstance(value, Mapping):
@@ -184,7 +184,7 @@ def _tied_literal(match: re.Match[str] | None) -> dict[str, str | None] | None:
 
 
 def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return configs by attribute for inner models whose class transformers chooses by their own config.
+    """Return configs by attribute for inner models with a class chosen by their own config.
 
     Each config names the class from `AutoModelForCausalLM`, or else from `AutoModelForSeq2SeqLM`, for example in
     BLIP-2.

@@ -15,7 +15,7 @@ SINKS = gpt_oss.SINKS.replace("self_attn.sinks", "self_attn.softmax_offset")
 
 def args(sizes: Sizes) -> dict[str, Any]:
     deepseek_v3.normalised(sizes)
-    sizes.config.size("sliding_window")  # otherwise these layers have no rotary positions
+    sizes.config.size("sliding_window")  # else these layers have no rotary positions
     return (
         gated(sizes)
         | unrotated(sizes)

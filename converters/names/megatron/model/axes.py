@@ -127,8 +127,8 @@ STAGE_ARGS = (
 class Stages:
     """Division of `num_layers` decoder layers, and `num_mtp` layers after them, into pipeline ranks' chunks.
 
-    `first` and `last` are the first and the last rank's layers if they differ from the others. `embedding` and `loss`
-    count these as layers. `layout` lists the elements of every chunk, with pipeline ranks first, then chunks.
+    `first` and `last` are the first and the last rank's layers if they differ. `embedding` and `loss` count these as
+    layers. `layout` lists the elements of every chunk, with pipeline ranks first, then chunks.
     """
 
     num_layers: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-#: Cache size: a large model's names, repeated in every rank's file.
+#: A large model's names, repeated in every rank's file.
 _NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -265,8 +265,8 @@ def padded_vocab_size(size: int, divisible_by: int, tp: int) -> int:
 def has_qkv_in_blocks(args: Mapping[str, Any]) -> bool:
     """Return True for a Megatron-DeepSpeed version that divides a rank's query_key_value into three blocks.
 
-    Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) divides the rows into
-    all heads' queries, keys and values, instead of head by head. `checkpoint_version` stays 3.0, but an argument from
-    the same commit shows it.
+    Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) has all heads'
+    queries, then keys, then values, instead of head by head. `checkpoint_version` stays 3.0, but an argument from the
+    same commit shows it.
     """
     return "ds_sequence_parallel_fpdt" in args
