@@ -1,6 +1,6 @@
 """DeepSpeed's AutoEP: experts in a transformers model's MoE blocks, spread over expert-parallel ranks.
 
-layer_L_expert_E_mp_rank_00_model_states.pt
+    layer_L_expert_E_mp_rank_00_model_states.pt
 
 A rank holds a layer's experts in `{module}.experts.w1` to `w3`, with shape [experts, ...]. `ds_autoep_layers` in the
 model files records them in AutoTP's form (`converters.deepspeed.autotp`). Under stages 0 to 2 each expert has its own

@@ -1,6 +1,6 @@
 """DeepSpeed's AutoTP: tensor-parallel ranks without a pipeline, each with its own ZeRO files.
 
-mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
+    mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
     [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt, none without ZeRO
 
 Each rank writes its shards like a separate run. `universal_checkpoint_info.affine_map` in its model file records each

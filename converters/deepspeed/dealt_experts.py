@@ -32,7 +32,7 @@ def notes(sharing: Sharing) -> Iterator[str]:
 
 
 def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
-    is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # also the source's groups
+    is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source has the same groups
     for group in model.groups if is_kept else _whole_groups(model, sharing):
         if not sharing.is_shared(group.fqns[0]):
             yield group

@@ -1,6 +1,6 @@
 """Experts in DeepSpeed's MoE layers (`deepspeed.moe.layer.MoE`), spread over expert-parallel ranks.
 
-layer_L_expert_E_mp_rank_00_model_states.pt
+    layer_L_expert_E_mp_rank_00_model_states.pt
 
 L counts the MoE layers, E a layer's experts. These files use whole-model names. Elsewhere a rank numbers its own
 experts from 0: rank e has experts `e * n` to `e * n + n - 1`, with n per rank (deepspeed 0.19.8, runtime/engine.py,

@@ -3,7 +3,7 @@
 GPT-NeoX without a pipeline (`pipe_parallel_size` 0) has `sequential.N.` plus layer N's own names. AutoEP replaces
 transformers' MoE block by its own layer:
 
-mlp.experts.w1, w3     [experts, intermediate, hidden]: gate and up, one matrix `gate_up_proj` in transformers 5
+    mlp.experts.w1, w3     [experts, intermediate, hidden]: gate and up, one matrix `gate_up_proj` in transformers 5
     mlp.experts.w2         [experts, hidden, intermediate]: `down_proj`
     mlp.router.gate.weight, again as mlp.gate.gate.weight: `mlp.gate.weight`
 

@@ -250,7 +250,7 @@ def _ties(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _is_buffer(tensor: Tensor) -> bool:
-    """Count dtypes that no optimizer takes if the source has no roles."""
+    """Return True for a buffer. Without roles, this includes dtypes that no optimizer takes."""
     return tensor.role == BUFFER or (tensor.role == WEIGHT and tensor.dtype not in CAST_SOURCES)
 
 
@@ -380,7 +380,7 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
         yield (f"optimizer state {role} of {listed(fqns)} is missing from the source: wrote zeros")
 
 
-# -- other records -----------------------------------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Sharing of a model's tensors over ranks: each rank's boxes of every tensor, by name.
 
-autotp.recorded          tensor-parallel ranks, recorded by AutoTP
+    autotp.recorded          tensor-parallel ranks, recorded by AutoTP
     neox.known_by_name       tensor-parallel ranks in GPT-NeoX, which records nothing
     autoep.recorded          expert-parallel ranks, recorded by AutoEP
     experts.read_experts     expert-parallel ranks in DeepSpeed's MoE layers, by the number of experts

@@ -4,7 +4,7 @@ Format facts: deepspeed 0.19.8. checkpoint/ds_to_universal.py writes it, `load_u
 (runtime/base_optimizer.py and checkpoint/universal_checkpoint.py for stages 1 and 2, runtime/zero/stage3.py for 3).
 There are two forms:
 
-stages 1, 2   a dict {param, cat_dim} with the whole tensor; step.pt; mp_rank_00_model_states.pt
+    stages 1, 2   a dict {param, cat_dim} with the whole tensor; step.pt; mp_rank_00_model_states.pt
     stage 3       the bare tensor, flat; the step in zero/optimizer_state.pt; zero_pp_rank_*_mp_rank_00_model_states.pt
 
 Stage 3 accepts the dict form, too, so a source without a stage is written in it.

@@ -369,7 +369,7 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
 
 
 def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str]) -> None:
-    """Compare the buffers: every rank wrote a copy."""
+    """Add the buffers: every rank wrote a copy."""
     copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
         tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
@@ -454,7 +454,7 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
     return in_sub_groups(groups, sub_groups)
 
 
-# -- shared by the stages ----------------------------------------------------------------------------------------------
+# -- common ------------------------------------------------------------------------------------------------------------
 
 
 def _check_step(reading: _ZeroReading) -> None:

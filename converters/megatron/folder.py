@@ -1,6 +1,6 @@
 """Megatron-LM's run folders: a folder per iteration, and a tracker file with the last one.
 
-<run>/latest_checkpointed_iteration.txt    "100", or "release"
+    <run>/latest_checkpointed_iteration.txt    "100", or "release"
     <run>/iter_0000100/, <run>/release/
 
 From Megatron-LM, August 2026, training/checkpointing.py: `get_checkpoint_tracker_filename`, `read_metadata`.

@@ -1,6 +1,6 @@
 """Megatron-LM's `torch` format: a file per tensor, pipeline and expert parallel rank.
 
-<run>/latest_checkpointed_iteration.txt            "100", or "release"
+    <run>/latest_checkpointed_iteration.txt            "100", or "release"
     <run>/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, distrib_optim.pt
 
 `_PPP` is present if PP > 1, `_EEE` if EP > 1, so `mp_rank_00_001` is ambiguous; the arguments in every file resolve it.

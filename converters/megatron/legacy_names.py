@@ -1,6 +1,6 @@
 """Megatron-core names for Megatron-LM's own model classes, from before megatron-core.
 
-{"language_model": {"embedding": {"word_embeddings": {"weight"}, "position_embeddings": {"weight"}},
+    {"language_model": {"embedding": {"word_embeddings": {"weight"}, "position_embeddings": {"weight"}},
                         "encoder": {"layers.0.self_attention.query_key_value.weight", ..., "final_layernorm.weight"},
                         "output_layer": {"weight"}},
      "word_embeddings_for_head": {"weight"}}

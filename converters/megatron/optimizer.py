@@ -4,7 +4,7 @@ No file records the parameters in a group. They follow from Megatron's rule: ten
 decayed, and experts sharded over ranks are separate. Muon and Lion only step matrices. The embedding, the output layer
 and tensors with one dim go to another optimizer, named in its groups.
 
---optimizer adam                                        one optimizer, and one for separate experts
+    --optimizer adam                                        one optimizer, and one for separate experts
     --optimizer muon                                        the same for muon and for adam, not distributed
     --optimizer muon, layer-wise (`--use-distributed-optimizer`)
         with `use_layer_wise_param_layout`                  muon's, with experts, and a distributed adam

@@ -3,7 +3,7 @@
 No file names a parameter. An optimizer orders parameters like the model's entries in the same file. Everything is
 checked against shapes and lengths.
 
-plain        {"optimizer": {"state": {0: {...}}, "param_groups": [...]}, "fp32_from_fp16_params": [[...]]}
+    plain        {"optimizer": {"state": {0: {...}}, "param_groups": [...]}, "fp32_from_fp16_params": [[...]]}
     fp32 model   {"state": ..., "param_groups": [...]}
     distributed  {"optimizer": {"param_groups": [...]}}, and in distrib_optim.pt
                  {"buckets_coalesced": True, 0: {(bfloat16, float32): {"param": ..., "exp_avg": ..., ...}}, 1: ...}

@@ -65,7 +65,7 @@ def folder_name(rank: Rank, grid: Grid) -> str:
     return f"{name}_{rank.ep:03d}" if grid.ep > 1 else name
 
 
-# -- one rank's file -----------------------------------------------------------------------------------------
+# -- file ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class MegatronReading:
         return {key: assemble(*key, self.parts[key], self.natives.get(key[0])) for key in keys}
 
 
-# -- all ranks' files ----------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------------------
 
 
 def read_ranks(reading: MegatronReading) -> list[RankContent]:
@@ -371,7 +371,7 @@ def _check_version(reading: MegatronReading, content: Mapping[Any, Any]) -> None
         )
 
 
-# -- the model -----------------------------------------------------------------------------------------------
+# -- model ---------------------------------------------------------------------------------------------------
 
 
 def _chunks(

@@ -1,6 +1,6 @@
 """The model of a torchtitan run, compared with a config.json.
 
-<run>/checkpoint/step-100/      torchtitan's checkpoint
+    <run>/checkpoint/step-100/      torchtitan's checkpoint
     <run>/*.json                    the run's settings, with `--debug.save_config_file`
 
 Format facts: torchtitan 0.3.0, trainer.py (`Trainer.Config.to_dict`), models/common (attention.py, rope.py).

@@ -129,7 +129,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"{MODEL_0}/", f"{OPTIMIZER_0}/") if is_pair or trainer_folder(checkpoint) else ("",)
 
 
-# -- tensor storage --------------------------------------------------------------------------------------------
+# -- storage ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -142,7 +142,7 @@ class _DcpReading:
     spread: list[str] = field(default_factory=list)
     is_pair: bool = False
 
-    # -- DCP's own files -----------------------------------------------------------------------------------------
+    # -- files ---------------------------------------------------------------------------------------------------
 
     def folder(self, folder: Path) -> None:
         metadata = read_metadata(folder)
@@ -215,7 +215,7 @@ class _DcpReading:
         self.data.files |= sources.by_path
         self.data.ranks = max(self.data.ranks, len(files))
 
-    # -- the checkpoint ------------------------------------------------------------------------------------------
+    # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def checkpoint(self, path: Path, request: ReadRequest) -> Checkpoint:
         file = self.metadata or str(path)

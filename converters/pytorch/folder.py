@@ -1,6 +1,6 @@
 """Folders with DCP checkpoints: DCP's own, Accelerate's pair, and run folders with steps.
 
-<any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
+    <any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
     <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
     <any name>/shard-..., <any name>/<any name>/.metadata     transformers 5.24, the optimizer in the model's folder

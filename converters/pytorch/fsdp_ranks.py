@@ -1,6 +1,6 @@
 """One torch file per rank, with the rank's part of each tensor (DTensor, ShardedTensor).
 
-model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
+    model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
     pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False; read
     pytorch_model_fsdp_1_rankR.bin, optimizer_1_rankR.bin       the second model in such a save
 
@@ -350,7 +350,7 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
     sizes[dim] = min(step, sizes[dim] - start)
 
 
-# -- the model -----------------------------------------------------------------------------------------------
+# -- model ---------------------------------------------------------------------------------------------------
 
 
 def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
@@ -387,7 +387,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
     return {fqn: reading.tensors[fqn, WEIGHT].shape for fqn in parameters}
 
 
-# -- the optimizer -------------------------------------------------------------------------------------------
+# -- optimizer -----------------------------------------------------------------------------------------------
 
 
 def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mapping[str, Shape]) -> Units:
@@ -498,7 +498,7 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
     return assemble(fqn, name, in_turn(shape, extents))
 
 
-# -- the rest ------------------------------------------------------------------------------------------------
+# -- rest ----------------------------------------------------------------------------------------------------
 
 
 def _read_extras(reading: Reading, files: Sequence[RankFile]) -> None:

@@ -1,6 +1,6 @@
 """Writer of rank files in verl's form, accepted by its own `load_checkpoint`: see `fsdp_ranks`.
 
-latest_checkpointed_iteration.txt                                  if the step is known
+    latest_checkpointed_iteration.txt                                  if the step is known
     global_step_N/actor/model_world_size_W_rank_R.pt                   the state dict, a DTensor per parameter
     global_step_N/actor/optim_world_size_W_rank_R.pt                   optimizer.state_dict()
     global_step_N/actor/extra_state_world_size_W_rank_R.pt             lr_scheduler, rng

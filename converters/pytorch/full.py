@@ -2,7 +2,7 @@
 
 Read:
 
-pytorch_model_fsdp.bin, optimizer.bin       Accelerate and HF Trainer, FSDP with FULL_STATE_DICT
+    pytorch_model_fsdp.bin, optimizer.bin       Accelerate and HF Trainer, FSDP with FULL_STATE_DICT
     pytorch_model.bin, optimizer.bin|.pt        Accelerate's save_state, zero_to_fp32.py, transformers before 5
     pytorch_model.bin.index.json, shards        transformers before 5
     model.pt and any other torch file           a state dict, or {"model": ..., "optimizer": ..., ...}

@@ -1,6 +1,6 @@
 """FSDP1's LOCAL_STATE_DICT: each rank's slices of flat parameters, read as the original tensors.
 
-pytorch_model_fsdp_rankR.bin, optimizer_0/    Accelerate with `fsdp_state_dict_type: LOCAL_STATE_DICT`
+    pytorch_model_fsdp_rankR.bin, optimizer_0/    Accelerate with `fsdp_state_dict_type: LOCAL_STATE_DICT`
 
 Each wrapped module has one 1-dim `_flat_param` (`converters.pytorch.flat_parameters`), with tied parameters once. A
 rank's slice records its offset. With `use_orig_params` the file also lists the parameters by name, each with the rank's

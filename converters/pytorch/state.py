@@ -1,6 +1,6 @@
 """Nested state dict for `dcp`, built from a checkpoint: model, optimizer, training state.
 
-model.<fqn>                     parameters (the fp32 masters if the source has them), buffers, aliases
+    model.<fqn>                     parameters (the fp32 masters if the source has them), buffers, aliases
     optimizer.state.<fqn>.<name>    the optimizer's states; numbers (`step`) as 0-dim tensors
     optimizer.param_groups.<n>.*    options, and `params`, the names
     lr_scheduler, train_state, ...  training state

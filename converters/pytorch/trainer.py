@@ -1,6 +1,6 @@
 """Folders of HF Trainer and Accelerate, from runs on one process or with DDP.
 
-checkpoint-N/model.safetensors or shards, optimizer.pt, scheduler.pt, trainer_state.json       transformers 5.23
+    checkpoint-N/model.safetensors or shards, optimizer.pt, scheduler.pt, trainer_state.json       transformers 5.23
     model.safetensors or shards, optimizer.bin, scheduler.bin                                      accelerate 1.15
 
 The weights have the Hub's names, and the optimizer numbers its parameters in the in-memory model's registration order.

@@ -44,7 +44,7 @@ class _Piece:
     quantized: Quantized | None
 
 
-# -- source tensors --------------------------------------------------------------------------------------------
+# -- source ----------------------------------------------------------------------------------------------------
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
@@ -69,7 +69,7 @@ def _extents(stored: Stored) -> Iterator[dict[str, Extent]]:
         yield {"values": fragment.extent}
 
 
-# -- target parts ----------------------------------------------------------------------------------------------
+# -- target ----------------------------------------------------------------------------------------------------
 
 
 def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:

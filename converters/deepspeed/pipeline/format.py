@@ -1,6 +1,6 @@
 """Megatron-DeepSpeed: DeepSpeed's pipeline of tensor-parallel layers, with ZeRO-1 optimizer partitions.
 
-<run>/latest                                                       "global_step100"
+    <run>/latest                                                       "global_step100"
     <run>/global_step100/layer_LL-model_TT-model_states.pt             a layer's weights on a tensor-parallel rank
     <run>/global_step100/mp_rank_SS_model_states.pt                    training state; S = pp * TP + tp
     <run>/global_step100/[bf16_]zero_pp_rank_D_mp_rank_SS_optim_states.pt    masters and states on data rank D

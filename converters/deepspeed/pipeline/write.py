@@ -72,7 +72,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )
 
 
-# -- the target ----------------------------------------------------------------------------------------------
+# -- target --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> I
             yield flat_group(pipeline.model, pipeline.config, ParamGroup(fqns, group.options), pipeline.dp, local)
 
 
-# -- training state ------------------------------------------------------------------------------------------
+# -- state ---------------------------------------------------------------------------------------------------
 
 
 def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:

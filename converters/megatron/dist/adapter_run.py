@@ -1,6 +1,6 @@
 """Adapters in Megatron's `torch_dist` format, saved by Megatron-Bridge, NeMo 2 and ms-swift.
 
-<run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    only the adapter's tensors
+    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    only the adapter's tensors
     <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, rank and alpha; `model`: axis sizes
     <run>/iter_0000100/train_state.pt, <run>/latest_train_state.pt, <run>/latest_checkpointed_iteration.txt
 
@@ -10,12 +10,12 @@ Tensors are stored whole, but the row order of `linear_fc1` depends on the tenso
   For a factor with both, this is the whole tensor's order. A factor with only one of them has its rows permuted.
 - DoRA's `weight_magnitude` is stored in rank order: each rank's gate, then its up.
 
-<run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, axis sizes
+    <run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, axis sizes
     <run>/checkpoint-100/iter_0000100/.metadata, ...    PEFT's factors of Megatron's modules, `lora_A.default.weight`
 
 ms-swift stores all rows in rank order.
 
-<run>/weights/.metadata, ...    NeMo's adapter, with Megatron-Bridge's names and order
+    <run>/weights/.metadata, ...    NeMo's adapter, with Megatron-Bridge's names and order
     <run>/weights/adapter_metadata.json    its base's folder: `model_ckpt_path`
     <run>/context/model.yaml    `model_transform`: the adapter's class, rank and alpha; `config`: axis sizes
 
@@ -326,7 +326,7 @@ class _Sections:
         )
 
 
-# -- row order -----------------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------------
 
 #: (first row as stored, first row in the whole, number of rows)
 RowRuns = tuple[tuple[int, int, int], ...]
@@ -433,7 +433,7 @@ def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
     return translate(checkpoint, Relation(tuple(links), shapes, shapes), MEGATRON)
 
 
-# -- the trainers --------------------------------------------------------------------------------------------
+# -- trainers ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Slots of Megatron-Bridge's MultiLoRA, which trains several adapters of one model at once.
 
-....linear_qkv.adapters.1.linear_in.weight     slot 1's first factor: [dim, inputs], a row per rank
+    ....linear_qkv.adapters.1.linear_in.weight     slot 1's first factor: [dim, inputs], a row per rank
     ....linear_qkv.adapters.1.linear_out.weight    its second factor: [outputs, dim], a column per rank
 
 A slot is claimed with its own rank and alpha. Neither is saved: the run's config only has the largest rank, `dim`, and

@@ -1,6 +1,6 @@
 """Megatron-Bridge runs in Megatron's `torch_dist` format: files other than tensors and optimizer.
 
-<run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    like Megatron-LM's, without `args`
+    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    like Megatron-LM's, without `args`
     <run>/iter_0000100/run_config.yaml    `model`, `optimizer`, `ddp`, `checkpoint`: class fields replacing args
     <run>/iter_0000100/train_state.pt     steps, sequences and a few flags: one-element tensors
     <run>/iter_0000100/tokenizer/         the tokenizer, saved by transformers

@@ -1,6 +1,6 @@
 """Megatron's `torch_dist` format: PyTorch's distributed checkpoint with megatron-core's keys.
 
-<run>/latest_checkpointed_iteration.txt    "100", or "release"
+    <run>/latest_checkpointed_iteration.txt    "100", or "release"
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    described in `ckpt.containers.dcp`
     <run>/iter_0000100/metadata.json           the backends that wrote it
     <run>/iter_0000100/common.pt               arguments, param groups, and other common state of all ranks;

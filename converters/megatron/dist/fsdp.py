@@ -1,9 +1,9 @@
 """Megatron's `fsdp_dtensor` format: PyTorch's distributed checkpoint of a model under Megatron-FSDP.
 
-<run>/latest_checkpointed_iteration.txt
+    <run>/latest_checkpointed_iteration.txt
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-model.module.<name>                               parameters; in mixed precision only the fp32 masters (the
+    model.module.<name>                               parameters; in mixed precision only the fp32 masters (the
                                                       ranks compute with rounded copies)
     model.module.<...linear_fc1.weight>_w, _v         gate and up rows of a SwiGLU MLP
     optimizer.state.module.module.module.<name>.exp_avg      (with `_w` and `_v`, too)
@@ -187,7 +187,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
     return {name: TensorKey(canonical[bare], half=half) for name, (bare, half) in parts.items()}
 
 
-# -- the model -----------------------------------------------------------------------------------------------
+# -- model ---------------------------------------------------------------------------------------------------
 
 
 def _note_model(stored: _SavedState) -> None:
@@ -343,7 +343,7 @@ def _note_random_states(stored: _SavedState) -> None:
     }
 
 
-# -- the optimizer -------------------------------------------------------------------------------------------
+# -- optimizer -----------------------------------------------------------------------------------------------
 
 
 def _note_states(stored: _SavedState, found: Optimizers) -> None:

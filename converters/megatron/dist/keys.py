@@ -1,6 +1,6 @@
 """Keys in Megatron's `torch_dist` format, and their whole-model tensor names.
 
-decoder.layers.<rest>            a tensor for all layers, [layers, ...], if the layers are alike
+    decoder.layers.<rest>            a tensor for all layers, [layers, ...], if the layers are alike
     decoder.layers.3.<rest>          a single layer's, if they differ, or by choice
     ....mlp.experts.experts.linear_fc1.weight       all experts, [experts, ...] after the layer dim
     ....mlp.experts.experts.5.linear_fc1.weight_w   one expert; an MLP's gate rows, and `_v` its up rows

@@ -1,6 +1,6 @@
 """Writer for NeMo 2: weights in megatron-core's form for NeMo, beside a copied `context`.
 
-weights/    `torch_dist`, with `module.` before the model's keys; `common.pt` is Lightning's
+    weights/    `torch_dist`, with `module.` before the model's keys; `common.pt` is Lightning's
     context/    `io.json`, the source of NeMo's Python objects; `model.yaml`, the same for people; the tokenizer
 
 `context` holds NeMo's classes with all arguments. It is copied from a NeMo checkpoint, for example made by

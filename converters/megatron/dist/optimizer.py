@@ -2,7 +2,7 @@
 
 Storage of the distributed optimizer's state, by the metadata's `distrib_optim_sharding_type`:
 
-none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
+    none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
     fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
     fully_sharded_model_space   the same with fp32_param, each rank's range of the flattened parameter (up to 0.15)
     dp_reshardable              optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
@@ -141,7 +141,7 @@ def _refuse_transposed(reading: DistReading) -> None:
         )
 
 
-# -- param groups --------------------------------------------------------------------------------------------
+# -- groups --------------------------------------------------------------------------------------------------
 
 
 def _trained(reading: DistReading) -> dict[str, str]:
@@ -375,7 +375,7 @@ def _misfit(reading: DistReading, expected: object, found: object) -> CorruptErr
     )
 
 
-# -- shifted states ------------------------------------------------------------------------------------------
+# -- shifts --------------------------------------------------------------------------------------------------
 
 
 def _drop_shifted(reading: DistReading) -> bool:

@@ -1,9 +1,9 @@
 """Megatron's `torch_dcp` format: PyTorch's distributed checkpoint of a model under torch's FSDP2.
 
-<run>/latest_checkpointed_iteration.txt
+    <run>/latest_checkpointed_iteration.txt
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-model.<name>                    parameters, in the model's dtype, under in-memory module names
+    model.<name>                    parameters, in the model's dtype, under in-memory module names
     model.<module>._extra_state
     optimizer.fp32_from_fp16_params.0.3, optimizer.optimizer.state.3.exp_avg, ...      with numbers, no names
     args, iteration, checkpoint_version, opt_param_scheduler, rng_state.0, ...

@@ -10,7 +10,7 @@ from ckpt.base.errors import CorruptError
 from converters.names.families.config import Config, architectures
 from converters.names.families.rows import DENSE, SPARSE, Family, Saved
 
-# -- shared rows -----------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------------------
 
 QKVO = """
     self_attn.q_proj.weight a h
@@ -95,7 +95,7 @@ GPT = """
 """
 
 
-# -- layer sizes and kinds -------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------------------
 
 
 def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Adapters trained by Megatron-Bridge, related to PEFT's.
 
-decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_in.weight     q_proj, k_proj and v_proj.lora_A
+    decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_in.weight     q_proj, k_proj and v_proj.lora_A
     decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_out.weight    their lora_B, by query group
     ....linear_qkv.adapter.adapter_[q|k|v].linear_[in|out].weight             one of them (canonical LoRA)
     ....linear_fc1.adapter.adapter_[gate|up].linear_[in|out].weight           gate_proj or up_proj

@@ -1,6 +1,6 @@
 """Scaled rotary positions that a run records under several names.
 
-rotary_scaling_factor, mscale, mscale_all_dim     Megatron-LM's options, and fields of latent attention
+    rotary_scaling_factor, mscale, mscale_all_dim     Megatron-LM's options, and fields of latent attention
     beta_fast, beta_slow, original_max_...            fields of latent attention
     yarn_rotary_scaling_factor, yarn_beta_fast, ...   fields of megatron-core's other models, and options
     yarn: {beta_fast, ...}                            the same in one setting

@@ -1,6 +1,6 @@
 """Parser for tables: the Hub tensors that form a Megatron tensor, as boxes.
 
-self_attention.linear_qkv.[weight|bias]    self_attn.[q|k|v]_proj.[weight|bias]    qkv
+    self_attention.linear_qkv.[weight|bias]    self_attn.[q|k|v]_proj.[weight|bias]    qkv
     |                                          |                                       |
     Megatron's name                            the Hub's name, or several              the kind: one of `KINDS`
 

@@ -1,6 +1,6 @@
 """Recorded settings of a run that a target's config can't hold.
 
-a setting of the training program     `run_settings`: ignored
+    a setting of the training program     `run_settings`: ignored
     compared                              `COMPARED`: compared with the config, or determined by tensor shapes
     one that changes the model            `CHANGES`: accepted with the values listed there, refused with others
     unknown                               accepted and named if it is off (None, False, 0, empty), else refused

@@ -12,7 +12,7 @@ from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import AXES
 
-# -- parallel axes -------------------------------------------------------------------------------------------
+# -- axes ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
     return range(ep * count, (ep + 1) * count)
 
 
-# -- pipeline stages -----------------------------------------------------------------------------------------
+# -- stages --------------------------------------------------------------------------------------------------
 
 _LAYER_TYPES = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _MAX_LAYERS = 1 << 16
