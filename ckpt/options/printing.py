@@ -30,17 +30,17 @@ class _DryRunError(Exception):
 
 
 def terminal_width() -> int | None:
-    """Return the columns of stdout, or None if it is no terminal."""
+    """Return None if stdout is no terminal."""
     return width_of(sys.stdout)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print a report on stdout, wrapped on a terminal."""
+    """Print on stdout, wrapped on a terminal."""
     print("\n".join(folded(line, sys.stdout) for line in lines), flush=True)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table on stdout, with the columns `right` right-aligned. On a terminal, wrap long cells."""
+    """Print a table, with the columns `right` right-aligned. On a terminal, wrap long cells."""
     if (width := terminal_width()) is None:
         print("\n".join(aligned(heads, rows, right)))
         return
@@ -64,7 +64,7 @@ def carry_out(
 ) -> Written | None:
     """Call `convert`, a function that plans and writes, and report its progress and result on stderr.
 
-    `show` is called with the plan. A dry run stops the function there, prints the plan, and returns None.
+    A dry run stops the function after planning, prints the plan, and returns None.
     """
     from ckpt.runs import unread_files
     from ckpt.runs.plan_lines import plan_lines
@@ -113,7 +113,6 @@ def say_result(report: dict[str, Any], outcome: Outcome) -> None:
         say(*load_lines(report))
 
 
-#: Start and terminal style for each kind of line.
 _STYLES: dict[str, dict[str, Any]] = {
     "note:": {"fg": "yellow"},
     "notes:": {"fg": "yellow"},
@@ -129,13 +128,11 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def say(*lines: str) -> None:
-    """Print lines on stderr. On a terminal, wrap them and colour their starts."""
     for line in lines:
         print(in_colour(folded(line)), file=sys.stderr)
 
 
 def in_colour(text: str) -> str:
-    """Return `text` with a coloured start if stderr supports colours."""
     start = next((one for one in _STYLES if text.startswith(one)), "") if coloured(sys.stderr) else ""
     import typer
 
@@ -148,7 +145,7 @@ def say_notes(notes: Sequence[str], *, verbose: bool = True) -> None:
 
 
 def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False, verbose: bool = False) -> None:
-    """Print the opened checkpoint and its notes on stderr. If `quiet`, print only skipped checkpoints."""
+    """Print the opened checkpoint on stderr. If `quiet`, print only skipped checkpoints."""
     if quiet:
         say_notes(checkpoint.passed_over)
         return
@@ -160,7 +157,6 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False,
 
 
 def open_sides(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tuple[Checkpoint, Checkpoint]:
-    """Open both checkpoints and print them."""
     from ckpt import api
 
     one, other = api.open_sides(a, b, sides)
@@ -170,7 +166,6 @@ def open_sides(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tu
 
 
 def conclude(report: Returned, lines: Iterable[str], as_json: bool, quiet: bool) -> None:
-    """Print a report as `lines` or JSON, and exit with its code."""
     if as_json:
         print(shown(json.dumps(report.to_json(), indent=2)))
     elif not quiet:

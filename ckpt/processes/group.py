@@ -109,7 +109,7 @@ class TorchGroup(Alone):
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
     def count_all_ranks(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """Raise another process's error in the result."""
+        """Let the result raise another process's error."""
         self._progress = progress if self.rank == 0 else self._progress
         return self._count
 

@@ -35,9 +35,9 @@ from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, para
 # FSDP1 warns about its successors in every rank and for every state dict.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
-# On a single rank it has nothing to shard.
+# FSDP1 has nothing to shard on a single rank.
 warnings.filterwarnings("ignore", message="FSDP is switching to use|When using ``NO_SHARD``")
-# Gathering over two mesh axes at once would be faster.
+# It warns that gathering over two mesh axes at once would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TENSOR_PARALLEL = {

@@ -40,7 +40,7 @@ from deepspeed.utils import (
 _LINEAR = nn.functional.linear
 
 logger.setLevel(logging.ERROR)
-# Once per rank.
+# DeepSpeed calls deprecated torch functions.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # The search for compiled extensions runs a compiler in every process.
 vars(deepspeed.ops)["__compatible_ops__"] = {}

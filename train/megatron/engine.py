@@ -19,7 +19,7 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 from train.truth.pieces import collect
 
-# About every missing GPU package.
+# It warns about every missing GPU package.
 warnings.filterwarnings("ignore", module="megatron")
 # It calls deprecated torch functions.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -218,8 +218,8 @@ def check(
 ) -> CheckReport:
     """Check that the checkpoint at `path`, or each checkpoint in the run folder `path`, is whole.
 
-    By default, no tensor data is read. NaN and infinities are damage. Zeros, constants, equal experts, untrained
-    adapters and tensors unchanged since the previous step are noted. Raises NotFoundError if nothing is there,
+    By default, no tensor data is read. With `values`, NaN and infinities are damage, and zeros, constants, equal experts,
+    untrained adapters and tensors unchanged since the previous step are noted. Raises NotFoundError if nothing is there,
     UsageError for several runs.
 
     Args:

@@ -271,7 +271,7 @@ def _frozen_part(parameter: Parameter, setup: Setup) -> int:
 
 
 def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine: str, setup: Setup) -> Memory:
-    held = setup.itemsize if frozen or not setup.mixed else _FP32  # adapters have the model's dtype
+    held = setup.itemsize if frozen or not setup.mixed else _FP32  # one dtype per unit: adapters have the model's
     item = setup.itemsize
     part = _flat_parts(trained, setup) if engine == FSDP1 else _chunks(trained, setup.gpus)
     still = _flat_parts(frozen, setup) if engine == FSDP1 else _chunks(frozen, setup.gpus)

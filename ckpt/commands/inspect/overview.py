@@ -23,7 +23,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.runs.quantization import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
-UnreadFiles = Sequence[Mapping[str, str]]  # from `ckpt.runs.unread_files`
+UnreadFiles = Sequence[Mapping[str, str]]
 
 _MAX_LISTED = 20
 _FEW_RANKS = 8
@@ -92,7 +92,7 @@ def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _quantized_weights(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the parts' faults, bits per parameter, and sizes by method and plain dtype. None if none is quantized."""
+    """Return faults, bits per parameter, and sizes by method and plain dtype."""
     weights = services.quantization.quantized_weights(checkpoint, reads=False)
     if not weights.owners and not weights.faults:
         return None
@@ -329,7 +329,6 @@ def _parameters_text(counts: Mapping[str, Any]) -> str:
 
 
 def _bits_texts(bits: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield the bits per parameter, then a text for each kind of weight."""
     if bits is None:
         return
     if bits["bits_per_parameter"] is not None:

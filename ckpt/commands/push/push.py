@@ -61,7 +61,7 @@ _MAIN = "main"
 _CHUNK = 1 << 20
 _SILENCE = 600.0  # seconds
 _MAX_NAMES = 5  # per message
-_MAX_TITLE = 200  # for a pull request
+_MAX_TITLE = 200  # characters in a pull request's title
 
 
 @dataclass(frozen=True, slots=True)

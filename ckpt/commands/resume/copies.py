@@ -61,5 +61,5 @@ def remove_staging(destination: Path) -> None:
 def _is_unchanged(file: SourceFile) -> bool:
     try:
         return SourceFile.stat(file.path) == file
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # no file can have this name
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have this name
         return False
