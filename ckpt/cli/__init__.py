@@ -1,8 +1,6 @@
 """The command `ckpt`. Data goes to stdout, everything else to stderr.
 
-Exit codes: 0 done or equal; 1 different, or beyond a tolerance; 2 usage; 3 not found or not recognised; 4 corrupt or
-incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 internal error; 130
-interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
+docs/exit-codes.md lists the exit codes.
 
 Each command declares itself in `ckpt.commands`, without typer. Import slow modules only inside the command that needs
 them: `ckpt --help` imports neither numpy nor torch.

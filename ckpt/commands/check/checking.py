@@ -218,9 +218,9 @@ def check(
 ) -> CheckReport:
     """Check that the checkpoint at `path`, or each checkpoint in the run folder `path`, is whole.
 
-    By default, no tensor data is read. With `values`, NaN and infinities are damage, and zeros, constants, equal experts,
-    untrained adapters and tensors unchanged since the previous step are noted. Raises NotFoundError if nothing is there,
-    UsageError for several runs.
+    By default, no tensor data is read. With `values`, NaN and infinities are damage, and zeros, constants, equal
+    experts, untrained adapters and tensors unchanged since the previous step are noted. Raises NotFoundError if nothing
+    is there, UsageError for several runs.
 
     Args:
         path: The checkpoint or run folder.
