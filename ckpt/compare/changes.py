@@ -123,7 +123,6 @@ def measure(
 
 
 def can_measure(a: DType, b: DType) -> bool:
-    """Return True if tensors with these dtypes can be compared, as numbers or bit by bit."""
     return a == b or all(numbers(np.zeros(dtype.itemsize, np.uint8), dtype) is not None for dtype in (a, b))
 
 

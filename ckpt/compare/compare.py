@@ -30,7 +30,7 @@ from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Ten
 
 Value = int | float | str
 
-_CHUNK = 1 << 20  # bytes per buffer: both sides together fit a usual L2 cache
+_CHUNK = 1 << 20  # both sides together fit a usual L2 cache
 _READ_COSTS = 6 << 10  # bytes copied in the time of one more read call
 
 _FLOAT_VIEWS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
@@ -174,7 +174,6 @@ class Reader(AbstractContextManager["Reader"]):
         return self._buffers[side][: numel * dtype.itemsize].view(storage_dtype(dtype))
 
     def gather(self, side: int, extent: Extent) -> NDArray:
-        """Return the elements in `extent` as raw bits in its shape. They must fit the buffer."""
         order = sorted(range(len(extent.shape)), key=lambda dim: -extent.strides[dim])
         stored = extent._replace(
             shape=tuple(extent.shape[dim] for dim in order),
@@ -185,7 +184,7 @@ class Reader(AbstractContextManager["Reader"]):
         return elements.transpose([order.index(dim) for dim in range(len(order))])
 
     def _read_strided(self, side: int, extent: Extent, into: NDArray) -> None:
-        """Read an extent with descending strides. Rows close together are read in one call with their gaps."""
+        """Read an extent with descending strides, close rows in one call with their gaps."""
         if extent.is_contiguous:
             self._read(side, extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
             return
@@ -235,7 +234,6 @@ def compare(
 
 
 def check_covered(covered: int, shape: Shape) -> None:
-    """Raise CorruptError unless `covered` elements are a full tensor."""
     if covered != prod(shape):
         raise CorruptError(
             "the stored parts do not cover a tensor exactly once",
@@ -325,7 +323,7 @@ class _Tally:
         self.first: tuple[int, Shape, Element, Element] | None = None
 
     def add(self, common: Overlap, region: Region, start: int, dtype: DType, x: NDArray, y: NDArray) -> None:
-        """Count differences between 1-d arrays, elements in `region` from position `start` on."""
+        """Count differences between 1-d arrays of elements in `region`."""
         if dtype.itemsize in (1, 2, 4, 8):
             different = np.flatnonzero(x != y)
         else:
@@ -405,7 +403,6 @@ def value(bits: NDArray, dtype: DType) -> Value | None:
 
 
 def location(tensor: Tensor) -> tuple[str, int]:
-    """Return the path and offset of a tensor's start, for reading in file order."""
     first = next(iter(tensor.fragments()), None)
     return (first.extent.path, first.extent.offset) if first else ("", 0)
 
@@ -457,7 +454,7 @@ def check_masters(checkpoint: Checkpoint) -> None:
 
 
 def check_replicas_of(checkpoint: Checkpoint, keys: Iterable[Key] | None = None) -> None:
-    """Raise CorruptError if a tensor's replicas (for `keys`, default: all) differ between ranks."""
+    """Raise CorruptError if a tensor's replicas differ between ranks."""
     with Reader(computed=checkpoint.computed) as reader:
         for key in dict.fromkeys(checkpoint.tensors if keys is None else keys):
             check_replicas(checkpoint.tensors[key], reader)

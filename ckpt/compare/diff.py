@@ -173,7 +173,7 @@ def _measure_tensors(a: Tensor, b: Tensor, reader: Reader, *, allowed: Tolerance
 
 
 def _relative(result: Result) -> float:
-    """Return the relative error for sorting. Tensors that were zero or could not be measured come first."""
+    """Sort tensors first that were zero or could not be measured."""
     found = result.change.relative if result.change is not None else None
     return math.inf if found is None else found
 

@@ -43,16 +43,16 @@ KINDS = (WEIGHTS, MASTERS, OPTIMIZER)
 #: Path, offset and length in bytes.
 Span = tuple[str, int, int]
 
-#: Tensors, and their common range if they are fetched from a store in one request.
+#: With a common range if they are fetched from a store in one request.
 _Portion = tuple[list[Key], Span | None]
 
-#: Gets the bytes read since the last call, by one thread at a time.
+#: Called by one thread at a time.
 Progress = Callable[[int], None]
 
 _CHUNK = 1 << 20  # fits the processor's cache
 _REQUEST = 8 << 20  # bytes per request to a store
 _SLAB = 16 << 20  # bytes reordered at a time, per tensor
-_NUMBER = "number"  # dtype for optimizer states with one number per parameter
+_NUMBER = "number"  # for one number per parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,6 @@ class Digests(Returned):
         return f"<{', '.join(f'{kind} {digest}' for kind, digest in self.whole.items())}>"
 
     def lines(self, tensors: bool = False) -> Iterator[str]:
-        """Yield each kind's digest, and each tensor's digest if `tensors`."""
         for kind, digest in self.whole.items():
             yield f"{ALGORITHM}:{digest}  {kind}  ({pluralize(len(self.of_kind(kind)), 'tensor')})"
         for one in self.tensors if tensors else ():
@@ -100,7 +99,6 @@ class Digests(Returned):
 
 
 def together(tensors: Iterable[TensorDigest]) -> str:
-    """Return the digest for several tensors, in any order."""
     lines = sorted(f"{tensor.digest} {tensor.role} {tensor.fqn}\n" for tensor in tensors)
     return xxh3_128("".join(lines).encode(errors="surrogatepass")).hexdigest()
 
@@ -167,10 +165,7 @@ def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
 
 
 def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
-    """Yield optimizer states with one number, such as Adam's step: fqn, role and the value's hash.
-
-    The value is hashed, not the bytes, because formats store 4 or 4.0.
-    """
+    """Yield optimizer states with one number. The value is hashed, not the bytes: formats store 4 or 4.0."""
     stored = {fqn for fqn, _ in checkpoint.tensors}
     for role, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
@@ -217,7 +212,7 @@ def _hash_contents(
 
 
 def _portions(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[_Portion]:
-    """Yield tensors in file order. Tensors close together in a store share a request."""
+    """Share a request between tensors close together in a store."""
     keys: list[Key] = []
     whole: Span | None = None
     for key, tensor in tensors:
@@ -238,7 +233,6 @@ def _portion(keys: list[Key], whole: Span | None) -> _Portion:
 
 
 def _remote_span(tensor: Tensor) -> Span | None:
-    """Return a tensor's range in a store if it is contiguous there."""
     first, *others = islice(tensor.fragments(), 2) if tensor.numel else [None]
     if first is None or others or not first.extent.is_contiguous or not is_standin(first.extent.path):
         return None
@@ -246,7 +240,7 @@ def _remote_span(tensor: Tensor) -> Span | None:
 
 
 def _together(a: Span, b: Span) -> Span | None:
-    """Return the range over both and their gap, if `b` closely follows `a` and one request fetches all."""
+    """Return the range over both and their gap, if one request fetches all."""
     gap, size = b[1] - (a[1] + a[2]), b[1] + b[2] - a[1]
     return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
 

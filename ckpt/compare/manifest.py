@@ -1,9 +1,8 @@
 """`ckpt-manifest.json`: digests of a conversion's output, for checking the folder later.
 
 It holds each file's size and xxh3-128 digests for its pieces: one for each tensor's bytes, and one for all other bytes
-(headers, pickles, padding). So every bit is covered and a change can be located. If every tensor is contiguous, like in
-safetensors, it also holds the logical digests (`ckpt.compare.digest`), with the names in the format. It has its own
-digest. Nothing in it depends on time or place, so the same conversion writes the same manifest.
+(headers, pickles, padding). If every tensor is contiguous, like in safetensors, it also holds the logical digests
+(`ckpt.compare.digest`). It has its own digest. The same conversion writes the same manifest.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _MAX_NAMES = 5  # tensor names per message
 def make_manifest(
     folder: Path, format: Format, files: FileDigests, quantization: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the manifest for a checkpoint in `folder`, from its files' digests by name.
+    """Return the manifest for a checkpoint in `folder`.
 
     `quantization` has the method and the rounding rule of weights that ckpt quantized.
     """
@@ -75,7 +74,7 @@ def make_manifest(
 
 
 def _dump(content: dict[str, Any]) -> bytes:
-    """Return JSON with one line per file and tensor."""
+    """Write one line per file and tensor."""
     lines = []
     for name, value in content.items():
         if isinstance(value, list) and value:
@@ -141,15 +140,14 @@ class ManifestCheck(Returned):
 
 
 def expected_bytes(folder: Path) -> int:
-    """Return the total bytes for all files in a folder's manifest."""
     return sum(entry["bytes"] for entry in _load(folder)["files"].values())
 
 
 def check(folder: Path, progress: Progress | None = None, *, elements: bool = True) -> ManifestCheck:
     """Hash every file in the folder's manifest, and find the tensors in changed files.
 
-    Without `elements`, tensor bytes are not read, only the others. Raise NotFoundError without a manifest, CorruptError
-    if it is damaged.
+    Without `elements`, tensor bytes are not read. Raise NotFoundError without a manifest, CorruptError if it is
+    damaged.
     """
     content = _load(folder)
     expected: dict[str, Any] = content["files"]
@@ -216,7 +214,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Return True if an entry describes a file with pieces in order, without overlaps, and inside the file."""
+    """Return True for a file with pieces in order, without overlaps, and inside the file."""
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("rest"), str):
         return False
     if not isinstance(entry.get("pieces"), list):
@@ -234,14 +232,13 @@ def _is_entry(entry: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A changed piece in a file. None marks bytes outside every piece."""
+    """None marks bytes outside every piece."""
 
     file: str
     piece: Piece | None
 
 
 def _explain(folder: Path, changes: list[_Change], format: str) -> Iterator[str]:
-    """Describe the changes: tensors by name, or bytes outside every tensor."""
     try:
         checkpoint = _read(folder, format)
         holders = _tensors_in(checkpoint, folder, changes)
@@ -262,7 +259,6 @@ def _explain(folder: Path, changes: list[_Change], format: str) -> Iterator[str]
 
 
 def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) -> dict[_Change, list[Tensor]]:
-    """Return the tensors with elements in each changed piece."""
     by_path: dict[str, list[tuple[_Change, Piece]]] = {}
     for change in changes:
         if change.piece is not None:
@@ -294,7 +290,7 @@ def _read(folder: Path, name: str) -> Checkpoint:
 def _hash_files(
     folder: Path, files: dict[str, FileDigest], progress: Progress | None, elements: bool
 ) -> dict[str, FileDigest]:
-    """Hash the pieces in `files` and their other bytes again. Without `elements`, hash only the other bytes."""
+    """Hash the pieces and, in each file, the bytes outside them. Without `elements`, hash only the latter."""
     found: dict[str, dict[Piece, str]] = {name: {} for name in files}
     rests: dict[str, str] = {}
     todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces) if elements or job is None]

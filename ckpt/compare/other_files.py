@@ -34,7 +34,7 @@ _NAMING = ("_name_or_path", "name_or_path", "transformers_version")
 
 
 def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield a note on the files that differ between two models.
+    """Yield a note on the files that differ.
 
     A training checkpoint or a single file may have no config and no tokenizer.
     """
@@ -57,13 +57,12 @@ def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def first_names(found: list[str]) -> str:
-    """Return the first names and a count for the rest."""
     more = [f"{len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
     return ", ".join([*map(one_line, found[:_MAX_SHOWN]), *more])
 
 
 def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
-    """Return each file's content by name. The nearest folder wins."""
+    """Return files by name. The nearest folder wins."""
     folders = [Path(folder) for folder in side.run_folders]
     own = Path(side.path)
     found = companions(folders)

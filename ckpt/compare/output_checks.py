@@ -59,7 +59,6 @@ def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
 
 
 def _first_change(file: TargetFile, path: Path) -> int | None:
-    """Return the offset of the first wrong bytes, or None."""
     with open(path, "rb") as opened:
         for offset, expected in _planned_bytes(file):
             opened.seek(offset)

@@ -34,7 +34,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.state.summaries import summary_text
 
 Only = Literal["all", "weights", "optimizer"]
-#: Gets side A's bytes compared since the last call.
+#: Gets side A's compared bytes.
 Progress = Callable[[int], None]
 
 EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
@@ -186,7 +186,6 @@ class Report(Returned):
         return f"{'not verified' if counts[UNREADABLE] else 'different'}: {found}"
 
 
-#: Makes the result for two tensors with the same shape.
 Judge = Callable[[Tensor, Tensor, Reader], Result]
 
 
@@ -215,7 +214,6 @@ def verify(
 
 
 def bitwise(a: Checkpoint, b: Checkpoint, *, cast: bool = False, exact: bool = False, measured: bool = False) -> Judge:
-    """Return the judge for bit equality, with the rounding of `verify`."""
     trained = is_of_training(a), is_of_training(b)
     return partial(_compare_tensors, cast=cast, exact=exact, trained=trained, measured=measured)
 
@@ -247,7 +245,7 @@ def walk(
 
 
 def _with_part_names(a: Checkpoint, b: Checkpoint, results: Sequence[Result]) -> list[Result]:
-    """Add the quantized weight to the result of each part on one side only."""
+    """Add the quantized weight to each part on one side only."""
     sides, found = {ONLY_A: a, ONLY_B: b}, list(results)
     for status in {one.status for one in results} & sides.keys():
         owners = services.quantization.quantized_weights(sides[status]).owners
@@ -287,8 +285,6 @@ _Roles = dict[str, _Thing]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A checkpoint's content by fqn and role, and all its roles."""
-
     label: str
     format: str
     names: Mapping[str, _Roles]
@@ -309,7 +305,7 @@ class _Side:
         return cls(label, checkpoint.format, names, roles, optimizes)
 
     def reason_missing(self, thing: _Thing, format: str) -> str | None:
-        """Return the reason if this side has no place for `thing` from the other side, otherwise None."""
+        """Return None if this side has a place for `thing`."""
         if thing.role in self.roles:
             return None
         if thing.role == MASTER:
@@ -322,8 +318,6 @@ class _Side:
 
 @dataclass
 class _Work:
-    """Pairs still to compare, and results known without a comparison."""
-
     a: _Side
     b: _Side
     pairs: list[tuple[_Thing, _Thing] | Result] = field(default_factory=list)
@@ -365,7 +359,6 @@ def _match(
 
 
 def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str | None:
-    """Return the stored tensor that `fqn` is tied to, through several ties if necessary."""
     seen = set()
     while fqn in ties and fqn not in seen:
         seen.add(fqn)
@@ -453,7 +446,7 @@ def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _T
 def _carry_out(
     work: _Work, computed: tuple[Computed, Computed], judge: Judge, progress: Progress | None, expected: Progress | None
 ) -> tuple[list[Result], int]:
-    """Return the results in the same order, reading in side A's file order."""
+    """Read in side A's file order."""
     results: list[Result | None] = []
     jobs: list[tuple[int, Tensor, Tensor]] = []
     for item in work.pairs:
@@ -536,7 +529,7 @@ def _error_text(error: CkptError) -> str:
 
 
 def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
-    """Compare two numbers, also if one is stored as a one-element tensor. Return None for other values."""
+    """Compare two numbers, also from a one-element tensor. Return None for other values."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
         x, y = _scalar_value(a), _scalar_value(b)
@@ -623,7 +616,7 @@ def _castable(result: Result) -> bool:
 
 
 def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield differing param group options. They do not make checkpoints different."""
+    """Yield differing options. They do not make checkpoints different."""
     a_groups, b_groups = a.state.param_groups, b.state.param_groups
     group_in_b = {fqn: number for number, group in enumerate(b_groups) for fqn in group.fqns}
     common = Counter(
@@ -719,5 +712,5 @@ def _element_json(element: Element) -> dict[str, Any]:
 
 
 def _finite(value: int | float | str | None) -> int | float | str | None:
-    """Return `value`, or its name if JSON has no such number."""
+    """Return a name if JSON has no such number."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

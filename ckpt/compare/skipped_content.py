@@ -17,7 +17,7 @@ _RANDOM = ("rng", "random")
 
 
 def count_state_tensors(checkpoint: Checkpoint) -> dict[str, int]:
-    """Count the tensors in each training state entry (`ema`), without random states and single numbers."""
+    """Leave out random states and single numbers."""
     entries = checkpoint.state.entries()
     named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
     found = {}
@@ -42,7 +42,6 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
 
 
 def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield notes on unread files with tensors, and on differences between the configs."""
     for label, side in (("A", a), ("B", b)):
         if names := [one.name for one in list_unread(side) if one.kind == STATE]:
             yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
@@ -58,7 +57,7 @@ def _entry(name: str, one: Any, other: Any) -> str:
 
 
 def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
-    """Return a sentence for each part without a digest. `named` has the Hub's names."""
+    """Return sentences on parts without a digest. `named` has the Hub's names."""
     found = [
         f"{pluralize(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in count_state_tensors(checkpoint).items()
     ]

@@ -33,7 +33,6 @@ from ckpt.runs.model_files import run_files
 from ckpt.state.positions import sequences_seen
 
 _BESIDE = ("scheduler*.pt", "scaler*.pt", "rng_state*.pth")
-#: Keys in the bundled trainer's record that describe file places.
 _PLACES = ("files", "checkpoint", "version")
 _LONG = 16
 _SHOWN = 40
@@ -148,7 +147,7 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _shared_value(values: Mapping[str, Any]) -> Any:
-    """Return one value if all parameters share it (Adam's step), otherwise all values by fqn."""
+    """Return one value if all parameters share it (Adam's step)."""
     plain = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in sorted(values.items())}
     return next(iter(plain.values())) if len({repr(value) for value in plain.values()}) == 1 else plain
 

@@ -103,7 +103,6 @@ def check_loads(path: Path) -> Loading:
 
 
 def _load_model(transformers: Any, path: Path, config: Any, problems: list[str]) -> tuple[str, int]:
-    """Return the model's class, and its number of tensors."""
     name = next(iter(config.architectures or ()), None)
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:

@@ -45,7 +45,7 @@ _RANK = {tag: rank for rank, tag in enumerate(WRITE_ORDER)}
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 _PACKED = "F4"  # two elements per byte: the header counts elements, torch counts bytes
 
-# Possessive if Python supports it (3.11): an unclosed 100 MB string then fails without backtracking.
+# Possessive since Python 3.11: an unclosed 100 MB string then fails without backtracking.
 _ANY = rb"*+" if sys.version_info >= (3, 11) else rb"*"
 _PLAIN = rb'[^"\\\x00-\x1f]' + _ANY
 _STRING = rb'"(' + _PLAIN + rb"(?:\\." + _PLAIN + rb")" + _ANY + rb')"'
@@ -54,7 +54,7 @@ _FIELD = re.compile(
     rb'[ \t\r\n]*"(dtype|shape|data_offsets)"[ \t\r\n]*:[ \t\r\n]*'
     rb'(?:"(\w{1,32})"|\[([^\[\]{}":]{0,2048})\])[ \t\r\n]*([,}])'
 )
-#: One entry in the safetensors library's own spelling, in one match. Numbers with 18 digits do not overflow.
+#: The safetensors library's own spelling. Numbers with 18 digits do not overflow.
 _USUAL = re.compile(
     rb'"(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
     rb'"shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
@@ -115,7 +115,7 @@ def _header_length(first: bytes, size: int, path: str) -> int:
 def parse_header(text: bytes, size: int, path: str) -> Header:
     if text.count(b"\\") > MAX_ESCAPES:
         raise CorruptError("the header has too many escapes", path=path, expected=f"at most {MAX_ESCAPES}")
-    if text.count(b'"data_offsets"') > MAX_TENSORS:  # inside a name or value, the quotes would be escaped
+    if text.count(b'"data_offsets"') > MAX_TENSORS:  # inside text, the quotes would be escaped
         raise CorruptError("the header lists too many tensors", path=path, expected=f"at most {MAX_TENSORS}")
     base = 8 + len(text)
     entries: dict[str, HeaderEntry] = {}

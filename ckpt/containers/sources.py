@@ -130,7 +130,6 @@ class _StorageSummary:
 
     @property
     def writer(self) -> str | None:
-        """File name at saving, unless the file was saved to a stream."""
         return None if self.folder == _STREAM else self.folder
 
 

@@ -34,8 +34,6 @@ MAX_INDEX = 128 << 20
 
 @dataclass(frozen=True)
 class Index:
-    """`model.safetensors.index.json`: each tensor's file, and the recorded total size."""
-
     name: str
     weight_map: Mapping[str, str]
     total_size: object

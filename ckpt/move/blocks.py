@@ -1,6 +1,6 @@
 """Copies to a target file in short batches, with bounded buffers.
 
-Small ranges adjacent in the target, and ranges to cast, are gathered: few scattering reads, then one write.
+Small ranges adjacent in the target, and ranges to cast, are gathered.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ def _cut_rows(spans: Spans, step: int) -> Spans:
 
 
 def _joined(spans: Spans) -> Spans:
-    """Merge rows that are adjacent in both source and target."""
     size = spans.numel * spans.source_dtype.itemsize
     follows = np.diff(spans.path) == 0
     follows &= (np.diff(spans.source) == size[:-1]) & (np.diff(spans.target) == size[:-1])
@@ -173,7 +172,6 @@ def _itemsize(spans: Spans) -> int:
 
 
 def gather(spans: Spans, sources: OpenFiles) -> NDArray:
-    """Return all rows' elements as one array of raw bits in the target dtype."""
     sizes = spans.numel * spans.source_dtype.itemsize
     ends = np.cumsum(sizes)
     raw = np.empty(int(ends[-1]), np.uint8)
@@ -215,7 +213,7 @@ def descriptor_of(sources: OpenFiles, path: str) -> int:
 
 
 def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterator[memoryview]:
-    """Yield a range's bytes, up to the end of the file. For a local file, all parts share one buffer of `step` bytes.
+    """Yield a range's bytes. For a local file, all parts share one buffer of `step` bytes.
 
     Copying inside the kernel (`copy_file_range`) is slower: 1.5 times from disk, 1.2 times from memory (Linux 6.18,
     ext4).
@@ -240,8 +238,6 @@ def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Copies with gaps in the source or the target."""
-
     copies: list[Copy]
 
     @property
@@ -332,7 +328,7 @@ def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, N
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A buffer for the target range from `start` on. Several copies fill it before it is written."""
+    """A buffer for a target range. Several copies fill it before it is written."""
 
     start: int
     content: NDArray
@@ -353,7 +349,6 @@ def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
 
 
 def read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Extent, NDArray]]:
-    """Yield parts of the target, each with an array of its bits."""
     widening = max(1, copy.target.dtype.itemsize // copy.source.dtype.itemsize)
     for read, write in _blocks(copy.source, copy.target, buffer_size // widening):
         yield write, cast(read_bits(source, read), read.dtype, write.dtype)

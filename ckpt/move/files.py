@@ -41,7 +41,7 @@ _OPEN_FILES = 64  # per thread
 
 #: macOS: fsync leaves data in the drive's cache.
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
-#: errno values from filesystems that can't make a file or folder durable.
+#: From filesystems that can't make a file or folder durable.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP}
 
 
@@ -59,7 +59,6 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _writing(path: Path, how: str = "place with -o") -> Iterator[None]:
-    """Turn an OSError into a StorageError about the final path."""
     try:
         yield
     except OSError as error:
@@ -323,7 +322,7 @@ class Staging:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
             try:
-                descriptor = self._lock_folder(self.path)  # on failure the folder stays: another process may own it
+                descriptor = self._lock_folder(self.path)  # another process may own it
             except FileNotFoundError:
                 continue  # another process has just finished
             if _same_file(descriptor, self.path):
@@ -445,7 +444,6 @@ def sync(descriptor: int) -> None:
 
 
 def _is_done(call: Callable[..., object], *arguments: int) -> bool:
-    """Return False if the filesystem doesn't support the call."""
     try:
         call(*arguments)
     except OSError as error:
@@ -493,7 +491,7 @@ def _is_encodable(name: str) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders atomically. Return False if the kernel or the filesystem can't."""
+    """Return False if the kernel or the filesystem can't."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False

@@ -54,7 +54,7 @@ def _facts(file: SourceFile) -> list[Any]:
 
 
 def _digest(plan: Plan) -> str:
-    """Return a digest of all bytes written by the plan itself, and of all source places."""
+    """Cover all bytes written by the plan itself, and all source places."""
     hasher = xxh3_128()
     keys: dict[Key, None] = {}
 
@@ -104,7 +104,7 @@ def _recorded(name: str, digests: Mapping[Piece, str]) -> Iterator[list[Any]]:
 
 
 def _text(lines: Iterable[Any]) -> bytes:
-    """Begin with a newline, to protect the lines from a truncated one before."""
+    """Begin with a newline: the line before may be truncated."""
     return ("".join(f"\n{json.dumps(line)}" for line in lines) + "\n").encode()
 
 
@@ -148,7 +148,7 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
     """
     found: Digests = {}
     for path in sorted(folder.glob(f"{JOURNAL}*")):
-        is_same = False  # the header may be lost, and then the conversion is unknown
+        is_same = False  # the header may be lost
         for line in _lines(path):
             if isinstance(line, dict):
                 _check_same(line, expected, path)

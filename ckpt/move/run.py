@@ -32,7 +32,7 @@ from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.processes.group import Alone
 
-#: Leftovers to clear: nothing, everything, or only leftovers that can't be continued.
+#: "stale": only leftovers that can't be continued.
 Restart = bool | Literal["stale"]
 
 #: Error codes after which finished work can be kept.
@@ -147,7 +147,6 @@ def _prepare(
     restart: Restart,
     say: Callable[[str], None],
 ) -> tuple[list[Share], Digests, Journal]:
-    """Return this process's shares, the pieces already written, and its journal."""
     files = plan.target.files
     at_most = max_pieces(len(files))
     pieces = {file.name: pieces_of(file, at_most) for file in files}
@@ -204,7 +203,7 @@ def _node() -> str:
 
 
 def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:
-    """Raise StorageError in a process with another plan than the first one, or other files."""
+    """Raise StorageError in a process with another plan or other files."""
     first = group.gather(json.dumps(begin) if group.rank == 0 else None)[0]
     if first != json.dumps(begin) and group.size > 1:
         here = {path: SourceFile(path, *facts).facts() for path, *facts in begin["sources"]}
@@ -220,7 +219,6 @@ def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:
 
 
 def _file_digests(found: Iterable[tuple[Digests, Mapping[str, tuple[int, str]]]], done: Digests) -> FileDigests:
-    """Return all filled files' digests, from each process's `found` and the earlier `done`."""
     together = {name: dict(digests) for name, digests in done.items()}
     rests: dict[str, tuple[int, str]] = {}
     for pieces, of_rests in found:
@@ -234,7 +232,6 @@ def _file_digests(found: Iterable[tuple[Digests, Mapping[str, tuple[int, str]]]]
 
 
 def _submit(part: Share, plan: Plan, staging: Staging | SharedStaging, workers: Workers) -> Iterator[None]:
-    """Create a target file and submit its copies, one batch per step."""
     output = _create(part, staging, workers)
     for batch in batches(part.spans(plan), part.copies(plan), workers.buffer_size):
         workers.submit(output, batch)

@@ -119,7 +119,7 @@ def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 class Seekable(io.RawIOBase):
-    """A seekable stream with `size` bytes. Subclasses read at `_at`."""
+    """Subclasses read at `_at`."""
 
     def __init__(self, size: int) -> None:
         self._size, self._at = size, 0

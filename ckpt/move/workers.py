@@ -115,7 +115,7 @@ class Output:
             self._pending += 1
 
     def done(self) -> bool:
-        """Return True if this was the file's last part."""
+        """Return True if this was the last part."""
         with self._lock:
             self._pending -= 1
             return not self._pending
@@ -237,7 +237,7 @@ class Workers:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
     def open(self, file: FileIO, part: Share) -> Output:
-        """Take over a target file, after waiting if too many are unfinished."""
+        """Wait if too many files are unfinished."""
         try:
             while not self._room_for_outputs.acquire(timeout=0.2):
                 self._raise_error()
@@ -261,7 +261,7 @@ class Workers:
         self._put((output, ComputedBatch(copies, content, room)), is_heavy=not in_use())
 
     def _ask_for(self, batch: Batch) -> bool:
-        """Advise the kernel to read the batch's ranges. Return False for stores."""
+        """Return False for stores."""
         for path, offset, size in batch.reads():
             if is_standin(path):
                 return False
@@ -369,7 +369,7 @@ class Workers:
 
 
 def _start_writeback(descriptor: int, start: int, stop: int) -> None:
-    """Ask the kernel to write back the latest copy now, so that the final fsync has little left to do."""
+    """Ask for a write now, so that the final fsync has little left to do."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 

@@ -16,7 +16,7 @@ _Held = TypeVar("_Held")
 def assemble(fqn: str, role: str, parts: Sequence[tuple[Shape, Fragment]], native: DType | None = None) -> Tensor:
     """Return the tensor made from `parts`, each with the whole tensor's shape.
 
-    A region held by several ranks has replicas. Raise CorruptError if the parts belong to different tensors.
+    Raise CorruptError for different tensors.
     """
     shape, first = parts[0]
     for other, part in parts:

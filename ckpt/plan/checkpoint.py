@@ -51,10 +51,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class OneElement:
-    """A one-number optimizer state stored as a tensor, with shape () or [1].
-
-    The optimizer changes it in place, so it must stay a tensor.
-    """
+    """A one-number optimizer state in a tensor with shape () or [1], because the optimizer changes it in place."""
 
     value: int | float | bool
     dtype: DType
@@ -65,8 +62,8 @@ class OneElement:
 class TrainingState:
     """A run's state apart from its parameters' tensors. A field is None if nothing is recorded.
 
-    Entries without a field are in `private`. Another engine's writer reports them as left out, or hands them to the
-    user. A field for a file's entry has the entry's name.
+    Entries without a field are in `private`. Another engine's writer reports them as left out. A field for a file's
+    entry has the entry's name.
     """
 
     #: Optimizer steps taken, including steps skipped after an overflow.
@@ -74,10 +71,10 @@ class TrainingState:
     param_groups: tuple[ParamGroup, ...] = ()
     #: One-number optimizer states, by state and fqn. States other than `step` are `OneElement` if stored as a tensor.
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Recording engine: `deepspeed`, `megatron`, or `torch` (its state dicts, whoever saved them).
+    #: `deepspeed`, `megatron`, or `torch` (its state dicts, whoever saved them).
     engine: str | None = None
     engine_version: str | None = None
-    #: DeepSpeed: the stage (1 to 3) used for partitioning. The config may have another value.
+    #: The stage (1 to 3) used for partitioning. DeepSpeed's config may have another value.
     zero_stage: int | None = None
     #: DeepSpeed: True if frozen parameters were saved too, None if unknown.
     frozen_saved: bool | None = None
@@ -90,7 +87,7 @@ class TrainingState:
     grad_scaler: Any = None
     #: Sequences consumed in DeepSpeed's count: a number, or a stored tensor with one.
     global_samples: Any = None
-    #: DeepSpeed: steps in `step` that were skipped after an overflow.
+    #: Steps in `step` that DeepSpeed skipped after an overflow.
     skipped_steps: Any = None
     #: A torch trainer's counts, in optimizer steps (`step`) and sequences (`sequences`).
     train_state: Mapping[str, Any] | None = None
@@ -105,7 +102,7 @@ class TrainingState:
     client_state: Mapping[str, Any] | None = None
     #: Non-tensor entries in the model's state dict (`_extra_state`), by fqn.
     extra_state: Mapping[str, Any] | None = None
-    #: Each rank's own values, by entry (`rng_state`) and by the format's name for the rank.
+    #: By entry (`rng_state`) and by the format's name for the rank.
     per_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     #: By engine and name.
     private: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -126,9 +123,9 @@ class TrainingState:
         return cls(engine=engine, private=private, **fields)
 
     def entries(self) -> dict[str, Any]:
-        """Return all entries except tensors, steps and hyperparameters, by their names in the engines' files.
+        """Return all entries except tensors, steps and hyperparameters.
 
-        If a private entry's name is taken, its engine's name is put in front.
+        If a name is taken, its engine's name precedes it.
         """
         found = {name: value for name in _ENTRIES if (value := getattr(self, name)) is not None} | dict(self.per_rank)
         for engine, own in self.private.items():
@@ -267,11 +264,11 @@ class Checkpoint:
     quantized: QuantizedStates = QuantizedStates()
     #: Tensors that `--dtype` never casts: quantized weights' parts.
     uncast: frozenset[str] = frozenset()
-    #: Facts that a family's readers pass to its own writers.
+    #: From a family's readers to its own writers.
     facts: Any = None
 
     def facts_of(self, family: type[Facts]) -> Facts:
-        """Return the facts of this family, or empty ones if another family's reader made this checkpoint."""
+        """Return the facts of this family, or empty ones from another family's reader."""
         return self.facts if isinstance(self.facts, family) else family()
 
     def holds(self, names: Iterable[str]) -> bool:
@@ -315,10 +312,7 @@ class Checkpoint:
         return tuple(sorted(roles | set(self.state.scalars)))
 
     def with_plain_states(self) -> Checkpoint:
-        """Return this checkpoint with dequantized optimizer states (torchao, bitsandbytes) in fp32.
-
-        The values have the same bits as the library's.
-        """
+        """Return this checkpoint with dequantized optimizer states (torchao, bitsandbytes) in fp32, bit for bit."""
         counts = Counter(self.quantized.methods.values())
         notes = [
             f"{pluralize(count, 'optimizer state')} dequantized from {method} to float32"
@@ -340,7 +334,6 @@ class ReadRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, declaration: type[Options]) -> Options:
-        """Return the given options in the format's dataclass `declaration`."""
         return read_options(declaration, self.options)
 
 
@@ -390,10 +383,7 @@ class Layout:
 
 
 class Slot(NamedTuple):
-    """A range in a target file, and the tensor part it must hold.
-
-    `extent.path` is relative to the target folder. A dtype other than the tensor's means a cast.
-    """
+    """A range in a target file, and the tensor part it must hold. `extent.path` is relative to the target folder."""
 
     key: Key
     region: Region
@@ -454,9 +444,9 @@ class Format(Protocol):
     namespace: str | None
     reads: bool = True
     writes: bool = True
-    #: True if it holds optimizer states. The plan then proves that each is placed.
+    #: The plan proves that each optimizer state is placed.
     carries_optimizer: bool = True
-    #: True if it holds optimizer states stored quantized, in blocks.
+    #: True if it holds quantized optimizer states, in blocks.
     carries_blocks: bool = False
     carries_quantized: bool = False
     quantizes: tuple[str, ...] = ()
@@ -471,7 +461,7 @@ class Format(Protocol):
     fits_other_axes: bool = False
     #: True if files record their number of ranks, although they fit others.
     records_ranks: bool = False
-    #: Options from `OF_FILES` that affect its files. Others are refused.
+    #: From `OF_FILES`. Others are refused.
     takes: tuple[str, ...] = ()
     #: Ranks on Megatron's axes: `all` for all axes, `model` for one rank per tp and pp rank, None if unknown.
     ranks_on_axes: Literal["all", "model"] | None = None

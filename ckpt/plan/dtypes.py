@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class DType:
     """An element type. There is one object for each, because large plans compare and hash millions.
 
-    `name` is torch's attribute name. `tag` is the name in safetensors headers, or None. `itemsize` is the size in bytes
-    of one torch element: a `float4_e2m1fn_x2` element is one byte with two values.
+    `tag` is the name in safetensors headers, or None. `itemsize` is the size in bytes of one torch element: a
+    `float4_e2m1fn_x2` element is one byte with two values.
     """
 
     name: str

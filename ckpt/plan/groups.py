@@ -20,10 +20,10 @@ Quantized = Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"]
 Only = Literal["weights", "optimizer", "all"]
 Names = Literal["hub", "own"]
 ExpertLayout = Literal["peft", "unsloth"]
-Progress = Callable[[int], None]  # gets the number of bytes read or written since the last call
-OptionValue = str | int | float | None  # for an option declared by a format; a bool is an int
+Progress = Callable[[int], None]  # gets the bytes since the last call
+OptionValue = str | int | float | None  # a bool is an int
 
-#: Option for the number of ranks. Each command adds its help.
+#: Each command adds its help.
 WORLD_SIZE = Flag(("--gpus", "--world-size"), min=1, max=MAX_SIZE, section=WRITTEN)
 
 FormatOption = Annotated[str, Flag(metavar="FORMAT", help="The format to read.", complete="sources", section=READ)]
@@ -99,8 +99,6 @@ NamesOption = Annotated[
 
 @dataclass(frozen=True)
 class Selection(OptionGroup):
-    """Choice of the checkpoint to read."""
-
     format: FormatOption = "auto"
     tag: TagOption = None
     config: ConfigOption = None
@@ -109,8 +107,6 @@ class Selection(OptionGroup):
 
 @dataclass(frozen=True)
 class ReadOptions(OptionGroup):
-    """Options for reading a run whose format is given elsewhere."""
-
     tag: TagOption = None
     config: ConfigOption = None
     replica: Annotated[
@@ -122,8 +118,6 @@ class ReadOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class Completion(OptionGroup):
-    """Model to complete a run from."""
-
     complete_from: Annotated[
         str | PathLike[str] | Checkpoint | None,
         Flag(
@@ -136,8 +130,6 @@ class Completion(OptionGroup):
 
 @dataclass(frozen=True)
 class Sides(OptionGroup):
-    """The two checkpoints in a comparison."""
-
     from_a: Annotated[str, Flag(metavar="FORMAT", help="The format of A.", complete="sources", section=READ)] = "auto"
     from_b: Annotated[str, Flag(metavar="FORMAT", help="The format of B.", complete="sources", section=READ)] = "auto"
     tag_a: Annotated[
@@ -154,8 +146,6 @@ class Sides(OptionGroup):
 
 @dataclass(frozen=True)
 class Comparison(OptionGroup):
-    """Options for a comparison."""
-
     only: Annotated[Only, Flag(help="Compare only these tensors.", section=SHOWN)] = "all"
     cast: Annotated[bool, Flag(help="If dtypes differ, round the wider side before comparing.", section=HOW)] = False
     exact: Annotated[bool, Flag(help="Round nothing: float32 masters differ from 16-bit weights.", section=HOW)] = False
@@ -163,16 +153,12 @@ class Comparison(OptionGroup):
 
 @dataclass(frozen=True)
 class Measuring(OptionGroup):
-    """Progress callbacks for a comparison."""
-
     progress: Progress | None = None
     expected: Progress | None = None
 
 
 @dataclass(frozen=True)
 class Precision(OptionGroup):
-    """Precision of written weights."""
-
     dtype: Annotated[
         Cast,
         Flag(
@@ -187,8 +173,6 @@ class Precision(OptionGroup):
 
 @dataclass(frozen=True)
 class StatePrecision(OptionGroup):
-    """Precision of written optimizer states."""
-
     optimizer_dtype: Annotated[
         Literal["keep", "fp32"],
         Flag(
@@ -200,8 +184,6 @@ class StatePrecision(OptionGroup):
 
 @dataclass(frozen=True)
 class Sharding(OptionGroup):
-    """Division of a target into files."""
-
     max_shard_size: ShardSizeOption = "5GB"
     world_size: Annotated[
         int | None, replace(WORLD_SIZE, help="Number of ranks for a sharded target. [default: the source's]")
@@ -210,8 +192,6 @@ class Sharding(OptionGroup):
 
 @dataclass(frozen=True)
 class Work(OptionGroup):
-    """Memory and threads."""
-
     max_memory: Annotated[str | int, Flag(metavar="SIZE", help="Limit for all buffers together.", section=HOW)] = (
         "512MB"
     )
@@ -225,15 +205,11 @@ class Planning(Work, Sharding, StatePrecision, Precision, Completion, ReadOption
 
 @dataclass(frozen=True)
 class Check(OptionGroup):
-    """Comparison before anything is written."""
-
     check: Annotated[bool, Flag(help="First compare all fp32 masters with the stored weights.", section=HOW)] = False
 
 
 @dataclass(frozen=True)
 class WriteOptions(OptionGroup):
-    """Options for writing the output."""
-
     manifest: Annotated[
         bool,
         Flag(
@@ -259,15 +235,11 @@ class WriteOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class Processes(OptionGroup):
-    """Processes that share the work."""
-
     group: Any = None  # a `ckpt.processes.group.Alone`
 
 
 @dataclass(frozen=True)
 class Watching(OptionGroup):
-    """Callbacks for a conversion's progress."""
-
     progress: Progress | None = None
     phase: Callable[[str, int], None] | None = None
     say: Callable[[str], None] | None = None
@@ -282,8 +254,6 @@ class Watching(OptionGroup):
 
 @dataclass(frozen=True)
 class HubTarget(OptionGroup):
-    """Destination for a push to the Hub."""
-
     repo_id: Annotated[
         str | None,
         Flag(

@@ -19,9 +19,8 @@ class Namespace:
     """Functions registered for a namespace.
 
     `to_hub` and `from_hub` raise LossError for a tensor without a place, CorruptError for a missing tensor or a
-    contradiction to the config. `adapted` applies a layout within the namespace. `comparable` brings two checkpoints
-    into the same shapes. `padding` returns the padded parts of tensors by fqn. `tells` returns True if the run's own
-    record lists its tensors, like a config. The adapter functions are None if adapters have no names here.
+    contradiction to the config. `comparable` brings two checkpoints into the same shapes. `tells` returns True if the
+    run's own record lists its tensors, like a config. The adapter functions are None if adapters have no names here.
     """
 
     to_hub: Callable[[Checkpoint], Checkpoint]

@@ -1,7 +1,7 @@
 """Options that a format adds to commands: for writing (`Layout`) and for reading (`ReadRequest`).
 
-A format declares them in frozen dataclasses, with each field made by `option`. Its writer gets typed options from
-`layout.read(TheDataclass)`. `ckpt convert --help` imports the module, so it must stay small, without numpy or torch.
+Each is a field made by `option` in a frozen dataclass. The writer gets typed options from `layout.read(TheDataclass)`.
+`ckpt convert --help` imports the module, so it must stay small, without numpy or torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from ckpt.base.errors import UsageError
 
-#: Maximum number of ranks, in a run and on any axis: more than any real run, and few enough for a loop.
+#: More ranks than any real run or axis has, and few enough for a loop.
 MAX_SIZE = 1 << 16
 
 #: Options for cutting a target into files, and the reason if a format does not take them.
@@ -71,7 +71,6 @@ def option(help: str, *, default: Any = None, **more: Any) -> Any:
 
 
 def read_options(declaration: type[Options], requested: Mapping[str, Any]) -> Options:
-    """Return the requested options in the dataclass `declaration`, ignoring all others."""
     names = {one.name for one in fields(cast(Any, declaration))}
     return declaration(**{name: value for name, value in requested.items() if name in names})
 

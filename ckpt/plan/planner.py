@@ -109,7 +109,7 @@ class Plan:
     def copies(
         self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
     ) -> Iterator[tuple[Slot, list[Copy]]]:
-        """Yield the `wanted` slots in `file` with file copies outside `spans`, and these copies."""
+        """Yield the `wanted` slots, and their file copies outside `spans`."""
         computed = self.checkpoint.computed
         for slot in filter(wanted, self.slots(file)):
             yield slot, [copy for copy in self.slot_copies(slot) if copy.source.path not in computed]
@@ -117,7 +117,7 @@ class Plan:
     def computed_copies(
         self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
     ) -> dict[str, list[Copy]]:
-        """Return the copies of computed content to `wanted` slots, by name in `Checkpoint.computed`."""
+        """Return copies of computed content to `wanted` slots, by name in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
             for copy in (copy for slot in filter(wanted, self.slots(file)) for copy in self.slot_copies(slot)):
@@ -175,7 +175,6 @@ class _CopyTable:
     largest_computed: int = 0
 
     def fill(self, tensor: Tensor, places: list[tuple[TargetFile, Slot]]) -> None:
-        """Find the copies for all slots of a tensor, after proving that its fragments tile it."""
         runs, computed = tensor.runs(), self.checkpoint.computed
         if runs is None or not _tile(runs, tensor):
             check_source(tensor)
@@ -254,7 +253,7 @@ def _flat_slot(slot: Slot, shape: Shape) -> FlatRange | None:
 
 
 def _tile(runs: Sequence[Run], tensor: Tensor) -> bool:
-    """Return True if the runs hold every element exactly once, inside their extents and with the tensor's dtype."""
+    """Return True if the runs hold every element exactly once, inside their extents."""
     reached = 0
     for start, stop, extent, at, _ in runs:
         is_right = extent.dtype is tensor.dtype or extent.dtype == tensor.dtype
@@ -348,7 +347,6 @@ def _prove_nothing_is_lost(
 ) -> None:
     """Raise LossError unless everything in the source is placed, or left out with a reason for the user.
 
-    A parameter's weight or master must be placed, every buffer, and every optimizer state if the format carries them.
     Only slots count: zeros and literals prove nothing.
     """
     assert all(target.left_out.values()), "a tensor is left out without a reason"
@@ -356,7 +354,7 @@ def _prove_nothing_is_lost(
     for key, tensor in checkpoint.tensors.items():
         fqn, role = key
         if key in regions:
-            # A target may hold an element twice: as a master, and rounded as a weight.
+            # A target may hold a master, and the same element rounded as a weight.
             fault = check_tiling(list(regions[key]), tensor.shape, overlaps=True)
             if fault is not None:
                 found = f"{fault.kind} at {fault.region}"
@@ -368,7 +366,7 @@ def _prove_nothing_is_lost(
 
 
 def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return `checkpoint` with replicated tensors taken from `rank` and not compared with other replicas."""
+    """Return `checkpoint` with replicated tensors taken from `rank`, without a comparison."""
 
     def chosen(tensor: Tensor) -> Tensor:
         for source in (tensor.source, *tensor.replicas, *tensor.rank_copies):
@@ -381,7 +379,7 @@ def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 
 
 def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """Return the tensor index of the element at `position` (row-major order) in `region`."""
+    """Return the tensor index of the element at `position` in `region`."""
     if isinstance(region, FlatRange):
         position += region.start
         region = whole(shape)

@@ -59,7 +59,7 @@ def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
 
 
 def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """Return the tensors that an optimizer updates: `choices`, or without a `dtype` the masters, if any."""
+    """Return the tensors that an optimizer updates."""
     masters = {} if dtype is not None else {t.fqn: Choice(t, t.dtype) for t in checkpoint.with_role(MASTER)}
     return choices(checkpoint, dtype) | masters
 

@@ -13,8 +13,6 @@ Config = Mapping[str, Any]
 
 
 class TiesProtocol(Protocol):
-    """Tied tensors: names in Hub files and in memory, and configs with ties removed."""
-
     def kept_names(self, checkpoint: Checkpoint) -> dict[str, str]: ...
     def tied_names(self, config: Config, stored: Collection[str]) -> dict[str, str]: ...
     def declared_ties(self, config: Config) -> dict[str, str | None]: ...
@@ -22,27 +20,19 @@ class TiesProtocol(Protocol):
 
 
 class TorchtitanProtocol(Protocol):
-    """Namespace of a run with torchtitan's own names, None for other runs."""
-
     def namespace_of(self, checkpoint: Checkpoint) -> str | None: ...
 
 
 class LayerNamesProtocol(Protocol):
-    """Layer names, where an engine has replaced the model's own."""
-
     def with_known_names(self, checkpoint: Checkpoint) -> Checkpoint: ...
 
 
 class ProofProtocol(Protocol):
-    """Comparison of a model's files with the files its architecture saves."""
-
     def differences(self, config: Config, shapes: Mapping[str, Shape]) -> str | None: ...
     def prove(self, config: Config, shapes: Mapping[str, Shape], path: str) -> object: ...
 
 
 class ExpectedProtocol(Protocol):
-    """Parts and tensors described by the config but missing in a checkpoint."""
-
     def missing_content(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]: ...
     def table_shapes(self, config: Config | None) -> Mapping[str, Shape]: ...
 
@@ -67,8 +57,6 @@ class ModuleProtocol(Protocol):
 
 
 class ModulesProtocol(Protocol):
-    """The modules of a model."""
-
     def describe(
         self, config: Config | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
     ) -> Mapping[str, ModuleProtocol] | None: ...
@@ -76,8 +64,6 @@ class ModulesProtocol(Protocol):
 
 
 class ModelClassProtocol(Protocol):
-    """A transformers class: saved tensors, tied tensors, and the path of its inner model."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -89,8 +75,6 @@ class ModelClassProtocol(Protocol):
 
 
 class ClassesProtocol(Protocol):
-    """Transformers class that an adapter was trained on, by task or class name."""
-
     def trained_class(self, config: Config | None, task: object, name: object) -> ModelClassProtocol | None: ...
 
 
@@ -98,8 +82,6 @@ Leaves = Sequence[tuple[tuple[Any, ...], Any]]
 
 
 class StateDictProtocol(Protocol):
-    """Leaves of a nested state dict, by path."""
-
     @property
     def model(self) -> Leaves: ...
     @property
@@ -109,8 +91,6 @@ class StateDictProtocol(Protocol):
 
 
 class StateDictsProtocol(Protocol):
-    """Nested state dict for torch's save and load functions."""
-
     def state_dict(self, checkpoint: Checkpoint, dtype: DType | None) -> StateDictProtocol: ...
 
 
@@ -126,8 +106,6 @@ class FaultProtocol(Protocol):
 
 
 class QuantizedWeightsProtocol(Protocol):
-    """A checkpoint's quantized weights, with their parts' names and faults."""
-
     @property
     def title(self) -> str: ...
     @property
@@ -157,14 +135,10 @@ class QuantizedWeightsProtocol(Protocol):
 
 
 class QuantizationProtocol(Protocol):
-    """Lookup of a checkpoint's quantized weights."""
-
     def quantized_weights(self, checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeightsProtocol: ...
 
 
 class RoundedWeightProtocol(Protocol):
-    """Quantized weight to compare with the numbers before rounding."""
-
     @property
     def method(self) -> str: ...
     @property
@@ -177,21 +151,15 @@ class RoundedWeightProtocol(Protocol):
 
 
 class RoundingProtocol(Protocol):
-    """Rounding errors of quantized weights."""
-
     def rounded_weights(self, checkpoint: Checkpoint) -> Mapping[str, RoundedWeightProtocol]: ...
 
 
 class DequantizingProtocol(Protocol):
-    """Replacement of quantized weights by plain ones."""
-
     def dequantized(self, checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint: ...
     def can_dequantize(self, checkpoint: Checkpoint) -> bool: ...
 
 
 class QuantizingProtocol(Protocol):
-    """Replacement of plain weights by quantized ones."""
-
     def quantized(
         self, checkpoint: Checkpoint, method: str, dtype: DType | None, like: Checkpoint | None = None
     ) -> Checkpoint: ...
@@ -199,6 +167,4 @@ class QuantizingProtocol(Protocol):
 
 
 class StoredStatesProtocol(Protocol):
-    """Replacement of optimizer states by the tensors that store them quantized."""
-
     def as_stored(self, checkpoint: Checkpoint) -> Checkpoint: ...

@@ -25,7 +25,7 @@ from ckpt.plan.checkpoint import Format, Layout
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import OF_FILES, Option, options_of
 
-#: Detection order for a folder: the format with the most content comes first.
+#: Detection order: the format with the most content comes first.
 FORMATS = {
     "megatron-deepspeed": "converters.deepspeed.pipeline.format:MEGATRON_DEEPSPEED",
     "zero1": "converters.deepspeed.zero:ZERO1",
@@ -43,7 +43,6 @@ FORMATS = {
     "peft": "converters.huggingface.peft:PEFT",
 }
 
-#: Dataclasses with the formats' own options (see `ckpt.plan.options`).
 _MEGATRON = "converters.names.megatron.options:MegatronOptions"
 OPTIONS = {
     "megatron": _MEGATRON,
@@ -58,13 +57,12 @@ OPTIONS = {
     "peft": "converters.huggingface.peft_options:ServerOptions",
 }
 
-#: Parameters for every format in convert, plan and mount, and in resume.
+#: Parameters for every format.
 _OF_ALL = {
     "convert": ("format", "tag", "config", "accept_settings", "dtype", "dequantize", *OF_FILES),
     "resume": ("format", "tag", "config", "dtype", "world_size", "model_only", "missing_ok"),
 }
 
-#: Relations from each namespace to the Hub's names (see `ckpt.plan.namespace`).
 NAMESPACES = {
     "transformers": "converters.names.hub.module_prefix:NAMESPACE",
     "megatron": "converters.names.megatron.namespace:NAMESPACE",
@@ -73,7 +71,7 @@ NAMESPACES = {
 
 
 def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
-    """Return our entries and other packages'. Raise UsageError if another package uses one of our names."""
+    """Raise UsageError if another package uses one of our names."""
     others = entries(group)
     for name in others.keys() & own.keys():
         raise UsageError(
@@ -85,15 +83,11 @@ def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
 
 
 def names() -> list[str]:
-    """Return all format names in detection order.
-
-    Other packages come first: their format may be a special kind of ours.
-    """
+    """Return all format names in detection order, other packages' first: their format may be a special kind of ours."""
     return sorted(_registered(FORMATS, "ckpt.formats"), key=lambda name: name in FORMATS)
 
 
 def words() -> list[str]:
-    """Return all names and aliases that users may type for a format."""
     return sorted({word for one in all_formats() for word in (one.name, *one.aliases)})
 
 
@@ -110,7 +104,7 @@ def named(word: str) -> list[Format]:
 
 
 def get(word: str) -> Format:
-    """Return the only format for `word`. Raise UsageError if there is none, or if several share the alias."""
+    """Raise UsageError if there is no such format, or if several share the alias."""
     found = named(word)
     if len(found) > 1:
         several = "one of " + ", ".join(one.name for one in found)
@@ -119,7 +113,7 @@ def get(word: str) -> Format:
 
 
 def namespace(name: str) -> Namespace:
-    """Return the namespace called `name`. Raise UsageError if there is none."""
+    """Raise UsageError if there is no such namespace."""
     known = _registered(NAMESPACES, "ckpt.namespaces")
     if name not in known:
         raise UsageError(f"unknown naming scheme {name!r}", expected="one of hub, " + ", ".join(known))
@@ -127,17 +121,15 @@ def namespace(name: str) -> Namespace:
 
 
 def declarations() -> list[Any]:
-    """Return the `ckpt.testing.Declaration` of each format in another package."""
     return [load(where)() for where in entries("ckpt.declarations").values()]
 
 
 def store_declarations() -> list[Any]:
-    """Return the `ckpt.testing.StoreDeclaration` of each store in another package."""
     return [load(where)() for where in entries("ckpt.store_declarations").values()]
 
 
 def declared_options() -> dict[type, list[str]]:
-    """Return the dataclasses with formats' own options, each with the names of the formats that share it."""
+    """Return the dataclasses with formats' own options, each with the names of its formats."""
     found: dict[type, list[str]] = {}
     for name, where in _registered(OPTIONS, "ckpt.format_options").items():
         for declaration in where.split():
@@ -146,7 +138,6 @@ def declared_options() -> dict[type, list[str]]:
 
 
 def options_for_reading() -> dict[str, Option]:
-    """Return all formats' reading options by name."""
     return {one.name: one for owner in declared_options() for one in options_of(owner) if one.is_for_reading}
 
 
@@ -198,5 +189,4 @@ def check_options(format: str, requested: Mapping[str, Any], command: str = "con
 
 
 def all_formats() -> list[Format]:
-    """Return every format, in detection order."""
     return [get(name) for name in names()]

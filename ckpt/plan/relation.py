@@ -1,8 +1,8 @@
 """Invertible relations between two namespaces for the same tensors.
 
-A relation is a list of links. Each link says that a box in one tensor equals a box in another, dim by dim. Renaming,
-stacking, splitting, interleaving and transposing all have this form. A relation is declared once and inverted
-mechanically, with one proof that nothing is left over on either side.
+A link says that a box in one tensor equals a box in another, dim by dim. Renaming, stacking, splitting, interleaving
+and transposing all have this form. A relation is declared once and inverted mechanically, with one proof that nothing
+is left over on either side.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Relation:
         )
 
     def check(self) -> Relation:
-        """Return this relation, or raise LossError unless it places every element exactly once on each side."""
+        """Raise LossError unless every element has exactly one place on each side."""
         assert self._is_proved
         return self
 
@@ -308,7 +308,7 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
 def _with_copies_as_replicas(
     checkpoint: Checkpoint, copies: Mapping[str, str], roles: Mapping[str, list[str]]
 ) -> Checkpoint:
-    """Return `checkpoint` with each copy under another name turned into a replica, so that it is compared."""
+    """Turn each copy under another name into a replica, so that it is compared."""
     if not copies:
         return checkpoint
     tensors = dict(checkpoint.tensors)
@@ -327,7 +327,7 @@ def _with_copies_as_replicas(
 
 
 class _Joint(NamedTuple):
-    """Recipe for tensor `name`, computed once and used for every role. `starts` is like in `_Linked`."""
+    """Recipe for a tensor, computed once and used for every role. `starts` is like in `_Linked`."""
 
     name: str
     shape: Shape

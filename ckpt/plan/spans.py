@@ -19,8 +19,7 @@ Piece = tuple[int, int]
 class Spans:
     """Contiguous copies to one target file in ascending `target` order, one row each.
 
-    Row i copies `numel[i]` elements of `source_dtype` from byte `source[i]` in the file `paths[path[i]]` to byte
-    `target[i]` in the target file, in `target_dtype`.
+    Row i copies `numel[i]` elements from byte `source[i]` in the file `paths[path[i]]` to byte `target[i]`.
     """
 
     source_dtype: DType
@@ -56,10 +55,7 @@ class Rows:
     _rows: dict[tuple[DType, DType], array[int]] = field(default_factory=dict)
 
     def of(self, source_dtype: DType, target_dtype: DType) -> array[int]:
-        """Return the rows for a pair of dtypes.
-
-        Add four numbers for each copy: target offset, path, source offset, elements.
-        """
+        """Add four numbers for each copy: target offset, path, source offset, elements."""
         key = source_dtype, target_dtype
         found = self._rows.get(key)
         if found is None:

@@ -1,8 +1,7 @@
 """Boxes, extents, fragments and logical tensors: pure arithmetic, no I/O, no torch.
 
-A logical tensor's elements are in fragments: a region in the tensor, and the file extent with that region. To convert,
-compare or reshard is to intersect two such descriptions (`overlay`), with the proof that neither has holes or overlaps
-(`ckpt.plan.tiling`).
+To convert, compare or reshard is to intersect two descriptions (`overlay`), with the proof that neither has holes or
+overlaps (`ckpt.plan.tiling`).
 """
 
 from __future__ import annotations
@@ -159,10 +158,7 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 @lru_cache(1 << 14)  # a model's layers are cut alike
 def flat_range(box: Box, shape: Shape) -> FlatRange | None:
-    """Return `box` as a flat range in a tensor with `shape`, or None.
-
-    It is flat if it has leading dims of size 1, then one dim cut freely, then only whole dims.
-    """
+    """Return `box` as a flat range, or None: leading dims of size 1, then one dim cut freely, then only whole dims."""
     numel = prod(box.sizes)
     if numel == 0 or box.is_whole(shape):
         return FlatRange(0, numel)
@@ -212,10 +208,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def flat_regions(boxes: Iterable[Box], shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
-    """Yield elements `start:stop` of concatenated `boxes` as regions in a tensor with `shape`.
-
-    Each region comes with the number of its first element in the concatenation.
-    """
+    """Yield elements `start:stop` of concatenated `boxes` as regions, each with its start in the concatenation."""
     begin = 0
     for box in boxes:
         first, last = max(start - begin, 0), min(stop - begin, box.numel)
@@ -277,7 +270,7 @@ class Extent(NamedTuple):
         return Extent(self.path, offset, self.dtype, (stop - start,), (1,))
 
     def holding(self, region: Region, at: int) -> Extent:
-        """Return a fragment's extent for `region`, with elements from `at` on in this contiguous array."""
+        """Return the extent for `region`, with elements from `at` on in this contiguous array."""
         part = self.flat(at, at + region.numel)
         return part.reshape(region.sizes) if isinstance(region, Box) else part
 
@@ -296,8 +289,8 @@ class Fragment(NamedTuple):
     rank: int | None = None
 
 
-#: `(start, stop, extent, at, rank)`: elements `start:stop` of a tensor are in a contiguous extent from element `at` on.
-#: A plain tuple, because a large plan has millions.
+#: Elements `start:stop` of a tensor are in a contiguous extent from element `at` on. A plain tuple, because a large
+#: plan has millions.
 Run = tuple[int, int, Extent, int, int | None]
 
 
@@ -307,10 +300,7 @@ def run_fragments(runs: Iterable[Run]) -> Iterator[Fragment]:
 
 
 class Source(Protocol):
-    """A rule that produces a tensor's fragments on demand.
-
-    A rule stores no object per rank, so the description of 50,000 tensors on 1,024 ranks stays small.
-    """
+    """A rule that produces a tensor's fragments on demand. With 1,024 ranks, explicit lists would be too large."""
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Yield fragments that tile the tensor, flat ones in ascending order."""
@@ -344,14 +334,13 @@ def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run
 
 
 class Alike(Source, Protocol):
-    """A source that can compare its partition with another source's without listing the fragments."""
+    """A source that can compare its partition with another source's."""
 
     def cut(self, shape: Shape) -> Hashable:
         """Return a key, equal if two sources in a checkpoint have the same regions and padding on the same ranks."""
 
 
 def cut_of(source: Source, shape: Shape) -> Hashable:
-    """Return `Alike.cut`, or None if the source's fragments must be listed."""
     return cast(Alike, source).cut(shape) if hasattr(source, "cut") else None
 
 

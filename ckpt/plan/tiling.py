@@ -85,7 +85,7 @@ def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = Fa
 
 
 def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:
-    """Yield every fault that `check_tiling` looks for. One hole or overlap may be reported in several parts."""
+    """Yield all faults. One hole or overlap may be reported in several parts."""
     total = prod(shape)
     inside = []
     for region in regions:
@@ -148,7 +148,7 @@ def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlap
 def _sweep_residues(
     boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool
 ) -> Iterator[TilingFault]:
-    """Check a dim with steps by splitting it into residue classes without steps."""
+    """Split a dim with steps into residue classes without steps."""
     dim = len(offsets)
     step = lcm(*(box.all_steps[dim] for box in boxes))
     for residue in range(min(step, shape[dim])):

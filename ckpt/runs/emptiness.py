@@ -52,7 +52,6 @@ def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
 
 
 def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Return the parameters in groups whose optimizer keeps states, and the subset without states."""
     if checkpoint.unread or checkpoint.missing_optimizer is not None:
         return [], []
     held = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}

@@ -15,7 +15,7 @@ from ckpt.runs.file_table import TORCH_SUFFIXES
 
 ZIP = b"PK\x03\x04"
 
-#: Pickle errors that always mean damage: contradictory zip archives, and links that leave the folder.
+#: Contradictory zip archives, and links that leave the folder.
 _ALWAYS_DAMAGE = ("no data was read", "symlink")
 
 
@@ -70,7 +70,7 @@ def check_carried(path: Path, root: Path) -> None:
 
 
 def carried_content(path: Path, root: Path) -> bytes:
-    """Return the content of a file that a conversion copies. Raise CorruptError if it is incomplete."""
+    """Raise CorruptError if the file is incomplete."""
     try:
         check_carried(path, root)
     except CorruptError as error:

@@ -40,7 +40,7 @@ class Steps:
     is_step: Callable[[Path], bool]
     #: Folder names for a tag.
     of_tag: Callable[[str], Sequence[str]] = _recorded_folders
-    #: File in the run's folder that names the step to load, and the folder names for its content.
+    #: In the run's folder.
     record: str | None = None
     of_record: Callable[[str], Sequence[str]] = _recorded_folders
     #: True if the engine loads no step without a record.
@@ -84,10 +84,7 @@ def candidate_folders(path: Path, tag: str | None, steps: Steps) -> list[Path]:
 
 
 def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: Steps) -> None:
-    """Raise an error if the record should name a step in this format, but is damaged or missing.
-
-    `said` is the record's text, `named` the folders it may name.
-    """
+    """Raise an error if the record should name a step in this format, but is damaged or missing."""
     others = newest_first(filter(steps.is_step, folders_in(path)))
     if steps.owns_record and said is not None:
         is_others = any(map(steps.may_be_others, named)) or any(map(_OTHERS_STATE.fullmatch, names_in(path)))

@@ -11,7 +11,7 @@ from ckpt.base.text import HUB_ID
 #: Config, tokenizer, chat templates and code.
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
 
-#: Hub owners of well-known model families, by name prefix.
+#: By name prefix.
 _OWNERS = {
     "qwen": "Qwen",
     "llama": "meta-llama",
@@ -36,10 +36,7 @@ def is_repository(where: str) -> bool:
 
 
 def owner_hint(where: str, scheme: str = "", owner: str | None = None) -> str | None:
-    """Return a hint with the Hub repository for a missing path, or None if it is unknown.
-
-    `scheme` is the prefix for a repository's name, `hf://` for a URL. `owner` stands for an unknown owner.
-    """
+    """Return a hint with the Hub repository, or None. `scheme` is the prefix for a repository's name."""
     if "/" in where or where.startswith("."):
         return f"to read it from the Hub, give {scheme}{where}" if scheme and HUB_ID.fullmatch(where) else None
     owner = next((one for start, one in _OWNERS.items() if where.lower().startswith(start)), owner)
@@ -47,12 +44,11 @@ def owner_hint(where: str, scheme: str = "", owner: str | None = None) -> str | 
 
 
 def unknown_hint(where: str) -> str:
-    """Return the hint for a model that is neither a local path nor a repository's name."""
     return owner_hint(where, owner="ORG") or "check the path; give a Hub model as ORG/NAME"
 
 
 def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:
-    """Return the cache folder with these files. Raise NotFoundError if they are unavailable."""
+    """Raise NotFoundError if the files are unavailable."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.runs.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
 from ckpt.runs.unread_files import holds_tensors, may_hold_tensors
 
-#: Files with only an optimizer, from HF Trainer, Accelerate, Megatron-LM and LeRobot.
+#: From HF Trainer, Accelerate, Megatron-LM and LeRobot.
 OPTIMIZER_FILE = re.compile(
     r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
 )
@@ -60,7 +60,7 @@ def lost_weights(path: Path) -> CkptError | None:
 
 
 def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
-    """Raise HalfError if readers took an optimizer's file for a model because of its tensors."""
+    """Raise HalfError if readers took an optimizer's file for a model."""
     files = [Path(file.path) for file in checkpoint.files if holds_tensors(file.path)]
     if files and not checkpoint.optimizer_states and all(OPTIMIZER_FILE.fullmatch(file.name) for file in files):
         raise optimizer_alone(Path(checkpoint.path))
@@ -113,7 +113,6 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def formats_of(folder: Path) -> Iterator[Format]:
-    """Yield each format that finds a checkpoint in `folder` itself."""
     for one in registry.all_formats():
         with suppress(CkptError):
             if one.reads and one.find(folder, None) == folder:

@@ -15,12 +15,11 @@ from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import whole
 from ckpt.runs.steps import trainer_step
 
-#: Number of compared parameters, the largest, and their maximum number of elements.
+#: Number of compared parameters, the largest, and their maximum size.
 _COMPARED, _MAX_ELEMENTS = 2, 1 << 22
 
 
 def check_one_save(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteError if the optimizer and the model come from different saves."""
     what = different_steps(checkpoint)
     if what and (_optimizer_steps(checkpoint) > (checkpoint.state.step or 0) or _weights_differ(checkpoint)):
         raise IncompleteError(what, path=checkpoint.path)

@@ -33,7 +33,7 @@ _FROM_HERE = re.compile(r"^[ \t]*from[ \t]+\.[ \t]+import[ \t]+\(?([\w ,\t]+)", 
 
 
 def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:
-    """Return the model's `config.json` from the nearest folder that has one. A folder may also be the file itself."""
+    """Return the model's `config.json` from the nearest folder (or file)."""
     path = find_config(folders)
     return None if path is None else read_object(path, "the model's config")
 
@@ -42,20 +42,18 @@ def find_config(folders: Iterable[Path]) -> Path | None:
     for folder in folders:
         if folder.is_file() and folder.suffix == ".json":
             return folder
-        if os.path.lexists(folder / CONFIG):  # the reader rejects it if it is no file
+        if os.path.lexists(folder / CONFIG):  # it may be no file
             return confined(folder, CONFIG)
     return None
 
 
 def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
-    """Return the names of files in `folders` with training state, sorted, except the paths in `read`."""
     found = [Path(folder) / name for folder in folders if Path(folder).is_dir() for name in names_in(Path(folder))]
     names = {path.name for path in found if str(path) not in read}
     return sorted(name for name in names if is_of(name, *TRAINING_STATE))
 
 
 def companions(folders: Iterable[Path]) -> dict[str, bytes]:
-    """Return the content of all files to copy except `config.json`, by name."""
     return {name: _content(folder, name) for name, folder in sorted(companion_folders(folders).items())}
 
 
@@ -169,7 +167,7 @@ def with_quantization(config: Mapping[str, Any], of: Mapping[str, Any]) -> Mappi
 
 
 def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[str, Any]:
-    """Return a sub-config (`text_config`, ...) with the main dtype in place of a dtype that no weight has."""
+    """Return a sub-config with the main dtype in place of a dtype that no weight has."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

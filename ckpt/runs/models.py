@@ -83,13 +83,12 @@ def _numbered_as(name: str, number: int, first: str) -> str:
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of a model's optimizer or scheduler file: `optimizer_1.bin`."""
+    """Return `optimizer_1.bin` for `optimizer.bin` and number 1."""
     stem, dot, suffix = name.partition(".")
     return f"{stem}_{number}{dot}{suffix}" if number else name
 
 
 def optimizers_fit(save: Path) -> bool:
-    """Return True if a save has one optimizer file per model."""
     found = {int(m[1] or 0) for name in names_in(save) if (m := re.fullmatch(r"optimizer(?:_(\d+))?\.bin", name))}
     return found == set(models_of(save))
 
@@ -108,7 +107,6 @@ def name_of(model: Path) -> str:
 
 
 def check_all_there(save: Path) -> None:
-    """Raise IncompleteError if a save lacks a model but has one with a higher number."""
     if gone := missing_models(save):
         found = ", ".join(one.name for one in models_of(save).values())
         raise IncompleteError("this save lacks a model", path=save, expected=", ".join(gone), found=found)

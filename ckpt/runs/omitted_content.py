@@ -9,7 +9,6 @@ from ckpt.runs.model_files import run_files
 
 
 def training_left_out(checkpoint: Checkpoint) -> list[str]:
-    """Return a line for each kind of training content."""
     lines: list[str] = []
     if names := checkpoint.optimizer_states:
         tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
@@ -27,7 +26,6 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
 
 
 def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
-    """Return a line with the run's other files, except those that the optimizer was read from."""
     read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
     names = run_files(checkpoint.run_folders, read)
     short = pluralize(len(names), "file") + " of the run"

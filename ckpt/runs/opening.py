@@ -89,7 +89,7 @@ def open_training(path: Path, *, tag: str | None = None, config: str | None = No
 
 
 def open_model(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
-    """Return the model or adapter without an optimizer in `path` or one of its steps, or None."""
+    """Return the model or adapter without an optimizer, or None."""
     formats = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
     return _opened(path, formats, tag, config)
 
@@ -175,7 +175,6 @@ def warn_of_skipped(*checkpoints: Checkpoint) -> None:
 
 
 def _neighbour(path: Path) -> str | None:
-    """Return a hint at a similar name in the same folder or on the Hub."""
     try:
         beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
     except OSError:
@@ -199,7 +198,7 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def holds_optimizer(file: Path) -> bool:
-    """Return True if a torch file holds an optimizer, even if no format reads this file."""
+    """Return True even if no format reads this file."""
     from ckpt.containers.torchfile.read import read
     from ckpt.containers.torchfile.tree import children, is_branch
 
@@ -225,7 +224,6 @@ def knows_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> CkptError:
-    """Return the error. `others` lists the formats that do find a checkpoint."""
     wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
     if tag is not None:
         wanted += f" with the tag {tag!r}"
@@ -275,7 +273,7 @@ def _opens(path: Path, format: str, tag: str) -> bool:
 
 
 def _step_named(path: Path, tag: str | None) -> Path:
-    """Return the step for `tag`, by name or number. Without a tag, return the newest one, if any."""
+    """Return the step for `tag`, without a tag the newest one."""
     run = run_at(path)
     steps = run.steps if tag is None else run.tagged(tag)
     return steps[0].path if steps else path if tag is None else confined(path, tag)
@@ -292,7 +290,6 @@ def _contents(folder: Path) -> str:
 
 
 def _checkpoint_deeper(path: Path) -> Path | None:
-    """Return a checkpoint or run below the searched levels."""
     level = [path]
     for _ in range(_MAX_LEVELS):
         inside = [inner for folder in level for inner in folders_in(folder) if not inner.name.startswith(".")]
@@ -305,7 +302,6 @@ def _checkpoint_deeper(path: Path) -> Path | None:
 
 
 def _archive(path: Path) -> Path | None:
-    """Return NeMo's archive: `path` itself, or the only one in it."""
     names = names_in(path) if path.is_dir() else []
     found = [path / name for name in names if name.endswith(".nemo")] or [path] * (path.suffix == ".nemo")
     return found[0] if len(found) == 1 and found[0].is_file() else None
@@ -330,7 +326,6 @@ def _is_part(path: Path) -> bool:
 
 
 def _checkpoints_inside(path: Path, format: str) -> list[str]:
-    """Return the checkpoints inside a folder or its newest step."""
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *(step.path for step in run_at(path).steps[:1] if step.path.is_dir())] if path.is_dir() else []
     every = [place / name for place in places for name in names_in(place)]
@@ -355,7 +350,6 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
 
 
 def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
-    """Raise UsageError if a reading option does not apply to the checkpoint."""
     for name in options.keys() - checkpoint.used_options:
         option = registry.options_for_reading()[name]
         raise UsageError(

@@ -23,9 +23,9 @@ from ckpt.runs.unread_files import is_named_like_state
 from ckpt.stores import placeholder_files
 
 _STEP_LIKE = re.compile(r"(?:checkpoint|step|iter|epoch)[-_=]?\d")
-#: Folders that hold only steps. Accelerate deletes anything in its own folder by age.
+#: Accelerate deletes anything in its own folder by age.
 _STEPS_ALONE = ("checkpoints", "ckpts")
-#: Levels above a source that may belong to its run, like in `run/checkpoint-4/global_step4/universal`.
+#: Levels above a source in its run: `run/checkpoint-4/global_step4/universal`.
 _LEVELS = 3
 
 
@@ -41,7 +41,7 @@ def default_output(path: Path, target: str) -> Path:
 
 
 def next_to_run(path: Path, *suffix: str) -> Path:
-    """Return a place next to the run around `path`, named after `path` and `suffix`. It is relative if `path` is."""
+    """Return a place next to the run, named after `path` and `suffix`. It is relative if `path` is."""
     absolute = Path(os.path.abspath(path))
     if not absolute.name:
         raise UsageError("the input has no name for an output folder", path=path, hint="give one with -o")
@@ -87,7 +87,7 @@ def check_place(destination: Path) -> None:
 
 
 def place_notes(destination: Path) -> list[str]:
-    """Return a warning if `destination` is in a run folder under a name that its trainer currently ignores."""
+    """Warn of a name in a run folder that its trainer currently ignores."""
     if placeholder_files.url_of(destination) is not None:
         return []
     place = Path(os.path.abspath(destination))

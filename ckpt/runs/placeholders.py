@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
 from ckpt.runs.steps import trainer_steps
 
 _PLACEHOLDER = (0,)
-#: Modules never use these suffixes for a tensor with shape [0], except next to other empty tensors.
+#: Next to other tensors, modules never use these suffixes for a tensor with shape [0].
 _PARAMETERS = ("weight", "bias")
 _GATHER = (
     "set stage3_gather_16bit_weights_on_model_save (Accelerate: zero3_save_16bit_model) to save whole weights, "
@@ -51,7 +51,6 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
 
 
 def _placeholders(checkpoint: Checkpoint) -> list[str]:
-    """Return the placeholders, or none if the model has its own empty tensors."""
     shapes = {fqn: tensor.shape for (fqn, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES}
     empty = [fqn for fqn, shape in shapes.items() if shape == _PLACEHOLDER and not _has_no_rows(fqn, shapes)]
     is_certain = checkpoint.is_adapter or any(fqn.endswith(_PARAMETERS) for fqn in empty)
@@ -65,7 +64,7 @@ def _has_no_rows(fqn: str, shapes: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _checkpoint_with_weights(path: Path, names: Collection[str]) -> Path | None:
-    """Return the DeepSpeed step with weights for these names, in the placeholders' folder or next to it."""
+    """Return the DeepSpeed step with the weights, in the placeholders' folder or next to it."""
     folder = path if path.is_dir() else path.parent
     for place in (folder, *trainer_steps(folder), folder.parent, *trainer_steps(folder.parent)):
         for one in registry.all_formats():

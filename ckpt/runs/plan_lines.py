@@ -43,7 +43,7 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
 
 
 def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
-    """Return the report's lines. Without `verbose`, a long file list is cut."""
+    """Cut a long file list unless `verbose`."""
     files = report["files"]
     shown = files if verbose or len(files) <= 12 else files[:10]
     to = "" if report["destination"] is None else f", to {printable(report['destination'])}"
@@ -65,7 +65,7 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
 
 
 def loss_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
-    """Return the report's lines on precision, omitted content and unread files: one line each unless `verbose`."""
+    """Return lines on precision, omitted content and unread files: one each unless `verbose`."""
     notes = note_lines(report["notes"], verbose)
     left_out = report["left_out"]
     if verbose or len(left_out) < 2:
@@ -115,7 +115,6 @@ def _is_lossy(source: str, target: str) -> bool:
 
 
 def model_dtypes(plan: Plan) -> list[str]:
-    """Return the written dtypes of weights and masters, by descending size."""
     sizes: Counter[str] = Counter()
     for slot in (slot for file in plan.target.files for slot in file.slots):
         if slot.key[1] in (WEIGHT, MASTER):

@@ -45,14 +45,13 @@ def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
 def _keeps_float32(checkpoint: Checkpoint) -> bool:
     """Return True for a run's checkpoint that stores weights only in float32. A Hugging Face folder is no run."""
     if checkpoint.namespace == HUB or checkpoint.is_adapter or checkpoint.state.ds_config is not None:
-        return False  # DeepSpeed casts the model itself, so float32 weights show the compute dtype
+        return False  # DeepSpeed casts the model itself
     weights = list(checkpoint.with_role(WEIGHT))
     counts = num_elements(Choice(weight, weight.dtype) for weight in weights if weight.dtype in CAST_SOURCES)
     return set(counts) == {FLOAT32} and not any(True for _ in checkpoint.with_role(MASTER))
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
-    """Return the compute dtype and its record, or float32 without a record."""
     known = [
         arguments for folder in checkpoint.run_folders if (arguments := _read_arguments(Path(folder) / TRAINING_ARGS))
     ]

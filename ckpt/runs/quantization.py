@@ -45,7 +45,6 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
-    """Return the recorded quantization, or None for a plain model."""
     found = _config_quantization(config or {})
     return found or next((one for folder in folders if (one := _folder_quantization(Path(folder))) is not None), None)
 

@@ -73,7 +73,7 @@ ANY = Want()
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Choice among a folder's checkpoints. Each place is tried with each of `formats`, in order."""
+    """Choice among a folder's checkpoints."""
 
     formats: Sequence[Format]
     request: ReadRequest
@@ -108,7 +108,6 @@ class Chooser:
         return None
 
     def _leads_to_one(self, folder: Path) -> bool:
-        """Return True for a run folder with a matching checkpoint."""
         if not is_run(folder, self.formats, self.request.tag):
             return False
         return self.want is ANY or self.open(folder) is not None
@@ -181,7 +180,7 @@ class Chooser:
         return found
 
     def _open_step(self, step: Path) -> Checkpoint | None:
-        """Return the checkpoint in a step's folder, or in the folder inside it that holds the model."""
+        """Return the checkpoint in a step's folder or its model's inner folder."""
         found = self._open_in(run_at(step))
         if found is not None or is_run(step, self.formats):
             return found
@@ -194,7 +193,6 @@ class Chooser:
         return next(filter(None, (self._open_in(run_at(part)) for part in _model_parts(step))), None)
 
     def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
-        """Return the checkpoint for a folder's name, a step's number, or a step inside another step."""
         if tag == OWN_TAG:
             return self._open_own(run)
         named = confined(run.path, tag)
@@ -252,7 +250,6 @@ class Chooser:
         ]
 
     def _is_ruled_out(self, run: Run, step: Step) -> bool:
-        """Return True if a record in the run's folder names another step in the same format."""
         recorded = [] if has_record(step.path) else run.recorded()
         if not recorded or step.path in recorded:
             return False
@@ -304,7 +301,7 @@ class Chooser:
         return _skip_note(run, step.path, error)
 
     def _hint_at_another(self, error: CkptError, run: Run) -> None:
-        """Add a hint to a run's error: another usable step, or the reason why none is usable."""
+        """Add a hint: another usable step, or the reason why none is usable."""
         damaged = run.holder(Path(error.path)) if error.path is not None else None
         at = run.steps.index(damaged) if damaged is not None else -1
         older, newer = run.steps[at + 1 :], run.steps[: max(at, 0)]
@@ -379,7 +376,6 @@ def _holds(step: Path, formats: Sequence[Format]) -> bool:
 
 
 def has_model_part(folder: Path) -> bool:
-    """Return True if `folder` is a step with the model in an inner folder, next to training state."""
     return is_step(folder) and any(map(is_run, _model_parts(folder)))
 
 
@@ -390,12 +386,11 @@ def _model_parts(step: Path) -> list[Path]:
 def _finds(one: Format, folder: Path, tag: str | None) -> bool:
     try:
         return one.find(folder, tag) is not None
-    except NotFoundError:  # no step with this tag, or a tag for another format
+    except NotFoundError:  # or a tag for another format
         return False
 
 
 def _number(run: Run, checkpoint: Checkpoint) -> int | None:
-    """Return the step number: from the folder in the run, otherwise the recorded one."""
     holder, step = run.holder(Path(checkpoint.path)), checkpoint.state.step
     if holder is not None:
         return holder.number
@@ -403,7 +398,7 @@ def _number(run: Run, checkpoint: Checkpoint) -> int | None:
 
 
 def _is_twin(step: Step, chosen: Step) -> bool:
-    """Return True if two steps differ only in the name, like `checkpoint-2` and `checkpoint_2`."""
+    """Return True if only the names differ, like `checkpoint-2` and `checkpoint_2`."""
     same = (step.number, step.counts_epochs) == (chosen.number, chosen.counts_epochs)
     return same and has_trainer_state(step.path) == has_trainer_state(chosen.path)
 

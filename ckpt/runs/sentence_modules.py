@@ -21,7 +21,7 @@ _CARRIED = (".json", ".txt", ".model", ".jinja")
 
 
 def module_folders(folders: Iterable[str | Path]) -> dict[str, str]:
-    """Return the folder of each module except the model itself, by tensor prefix."""
+    """Return each module's folder, without the model itself, by tensor prefix."""
     home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
     if home is None:
         return {}
@@ -34,7 +34,6 @@ def module_folders(folders: Iterable[str | Path]) -> dict[str, str]:
 
 
 def settings(folder: Path) -> Iterator[str]:
-    """Yield the module list's name, and each module's settings files, relative to `folder`."""
     if (folder / MODULES).is_file():
         yield from (name for name in names_in(folder) if name in _SETTINGS or name.startswith("sentence_"))
         for place in module_folders([folder]).values():

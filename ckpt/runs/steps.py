@@ -17,16 +17,15 @@ from ckpt.move.source import read_file
 
 #: transformers/trainer_callback.py, `TrainerState`
 TRAINER_STATE = "trainer_state.json"
-#: DeepSpeed's files with the last saved step's tag, and the last universal checkpoint's.
+#: The last saved step's tag, and the last universal checkpoint's.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-#: Megatron-LM's and verl's file with the last step's number. Megatron-LM's may say `release` instead.
+#: Last step's number from Megatron-LM and verl. Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
 #: megatron-core's last file in a step folder, and files written before it.
 MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
 #: The ones above, and SkyRL's.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER, "latest_ckpt_global_step.txt")
 _MAX_RECORDED = 4096
-#: Keys in megatron-core's GPT models, and the maximum metadata bytes to search.
 _MEGATRONS_KEYS = re.compile(
     rb"embedding\.word_embeddings\.|decoder\.layers\.(?:\d+\.)?(?:self_attention\.linear_|mlp\.(?:linear_fc|experts\.))"
 )
@@ -46,7 +45,6 @@ STEP_NAMES = {
     r"ep\d+-ba": "Composer",
     r"epoch[-_=]?": "Accelerate's examples, torchtune",
 }
-#: Suffixes that Lightning and NeMo add after the number.
 _ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth))?"
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
 #: torchtitan's, Lightning's and LeRobot's folders for steps.
@@ -57,7 +55,7 @@ _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
 _LEROBOTS_RECORD = "training_state/training_step.json"
 _FILES = (".ckpt", ".pt", ".pth")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
-#: Folders inside a step that hold the model: OLMo-core's, prime-rl's, LeRobot's, NeMo-RL's, SkyRL's, NeMo's.
+#: They hold the model for OLMo-core, prime-rl, LeRobot, NeMo-RL, SkyRL, NeMo.
 STEP_PARTS = ("model_and_optim", "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
 
 
@@ -95,7 +93,6 @@ class Run:
         return named or [step for step in self.steps if tag.isdecimal() and step.number == int(tag)]
 
     def recorded(self) -> list[Path]:
-        """Return the steps recorded by files in the run's folder, by name or number."""
         said = [text for name in RECORDS if (text := recorded_step(self.path / name))]
         named = [self.path / text for text in said if Path(text).name == text and (self.path / text).is_dir()]
         return [*named, *(step.path for text in said for step in self.tagged(text))]
@@ -107,7 +104,6 @@ class Run:
         return [self.name(step.path.with_name(name)) for name in entries_in(step.path.parent) if found.fullmatch(name)]
 
     def record_of(self, place: Path) -> str | None:
-        """Return the file in the run's folder that names the step containing `place`."""
         top = place.relative_to(self.path).parts[0] if place != self.path and place.is_relative_to(self.path) else ""
         for name in RECORDS if top else ():
             said = recorded_step(self.path / name)
@@ -133,7 +129,7 @@ def has_record(path: Path) -> bool:
 
 
 def runs_inside(path: Path) -> list[Path]:
-    """Return the folders in `path` with steps or a record of their own, like OpenRLHF's `_actor` and `_critic`."""
+    """Return folders with steps or a record of their own, like OpenRLHF's `_actor` and `_critic`."""
     own = {*_holders(path), *(step.path for step in run_at(path).steps)}
     inside = [one for one in (folders_in(path) if path.is_dir() else ()) if one not in own and not one.is_symlink()]
     return sorted(one for one in inside if has_record(one) or run_at(one).steps)
@@ -185,7 +181,6 @@ def recorded_step(path: Path) -> str | None:
 
 
 def trainer_steps(path: Path) -> list[Path]:
-    """Return the `checkpoint-N` folders in a run folder, newest first."""
     return [step.path for step in run_at(path).steps if TRAINER_STEP.fullmatch(step.path.name)]
 
 
@@ -205,7 +200,6 @@ def check_ended(step: Path) -> None:
 
 
 def enclosing_folders(path: Path) -> list[Path]:
-    """Return the checkpoint's own folder, and the ones around its step."""
     if path.name in STEP_PARTS and is_step(path.parent):
         return [path, path.parent, path.parent.parent]
     if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
@@ -214,7 +208,7 @@ def enclosing_folders(path: Path) -> list[Path]:
 
 
 def recorded_number(step: Path) -> int | None:
-    """Return the step's number recorded by HF Trainer or LeRobot in its folder, if any."""
+    """Return the step's number from HF Trainer or LeRobot."""
     if not (step / _LEROBOTS_RECORD).is_file():
         return trainer_step(step)
     recorded = read_json(confined(step, _LEROBOTS_RECORD))
@@ -257,6 +251,6 @@ def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
 
 
 def has_megatrons_keys(step: Path) -> bool:
-    """Return True if a folder's first DCP keys are megatron-core's. Other trainers use DCP too."""
+    """Search a folder's first DCP keys: other trainers use DCP too."""
     path = step / _OF_DCP
     return path.is_file() and _MEGATRONS_KEYS.search(read_file(path, _MAX_METADATA)) is not None

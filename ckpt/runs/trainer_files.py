@@ -53,8 +53,8 @@ def model_files(
 ) -> tuple[list[TargetFile], list[str]]:
     """Return the files that every target has next to a model (config, tokenizer and so on), and notes on the config.
 
-    A config gets the right dtype: the most frequent one in `written`, by default the model's own or `dtype`. `plain` is
-    True if nothing quantized is written. Raise CorruptError for a config that is not JSON.
+    A config gets the most frequent dtype in `written`, by default the model's own or `dtype`. `plain` is True if
+    nothing quantized is written. Raise CorruptError for a config that is not JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
@@ -113,7 +113,6 @@ def run_companions(
 
 
 def carried_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the files next to a checkpoint that a conversion copies."""
     found = companion_folders(map(Path, checkpoint.folders))
     return [*(folder / name for name, folder in sorted(found.items())), *run_files(checkpoint)]
 
@@ -145,7 +144,7 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
-    """Return a note if a step for HF Trainer under FSDP lacks its scheduler (5.23)."""
+    """Return a note if HF Trainer under FSDP lacks its scheduler (5.23)."""
     names = {file.name for file in files}
     if TRAINER_STATE not in names or "scheduler.pt" in names:
         return ()
@@ -153,7 +152,7 @@ def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
 
 
 def _home(checkpoint: Checkpoint) -> Path | None:
-    """Return the folder with a step's files. For DeepSpeed, it is the folder around the tag."""
+    """Return the folder with a step's files, for DeepSpeed around the tag."""
     step = trainer_folder(checkpoint)
     parent = Path(checkpoint.path).parent
     if step is None and checkpoint.tag is not None and str(parent) in checkpoint.folders:

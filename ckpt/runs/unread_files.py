@@ -49,7 +49,6 @@ _NAMED = {
     FileKind.COUNTER: "the run's data position, without tensors",
     FileKind.FOREIGN: "another program's file",
 }
-#: Parts of training state: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
     r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
     r"|^offloaded_tensors$|exp_avg"
@@ -125,10 +124,7 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
 
 
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
-    """Yield tensor files in the folders around `root`, the checkpoint's own, nearest first.
-
-    In the same step, they are training state. A run's other models are not part of the step.
-    """
+    """Yield tensor files in the folders around `root`, nearest first. A run's other models are not part of the step."""
     opened = {file.path for file in checkpoint.files}
     for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
         if folder == root or not root.is_relative_to(folder) or not folder.is_dir():
@@ -202,7 +198,7 @@ def stray_names(folder: Path) -> list[str]:
 
 
 def may_hold_tensors(folder: Path) -> bool:
-    """Return True if a file in `folder`, or one level below, may hold tensors."""
+    """Look one level below, too."""
     entries = list(_listed(folder, ""))
     return any(judged(entries, (), partial(_ends_in, folder))) or any(_unread_folders(folder, entries, ()))
 
@@ -221,7 +217,7 @@ def owner_in_run(name: str, is_weights: bool) -> str | None:
 
 
 def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[str]:
-    """Return the user's lines on unread files, from their JSON form. A long list is cut."""
+    """Return the user's lines, from the JSON form. A long list is cut."""
     if not verbose and len(found) > 1:
         names = [one["name"] for one in found]
         more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
@@ -251,7 +247,6 @@ def _unread_folder(name: str) -> UnreadFile | None:
 
 
 def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> UnreadFile | None:
-    """Return the report for another model, or for a shard from another save."""
     found = _WEIGHTS.fullmatch(_base(name))
     if found is None or (own := found.group("stem", "suffix", "count")) in models:
         return None

@@ -2,8 +2,7 @@
 
 torch's Adam and AdamW add missing options only in `load_state_dict`. Before that, `torch.distributed.checkpoint.load`
 fails on every option of the live optimizer missing in the checkpoint. DeepSpeed's FusedAdam and CPUAdam read
-`bias_correction` at each step, and pass the step to code that needs an int. The recording class has only one possible
-value for each option, so this value is written.
+`bias_correction` at each step, and need an int step. The recording class implies each value.
 
 Facts from torch 2.13 (optim/adam.py and adamw.py, `__setstate__`) and deepspeed 0.19.8 (ops/adam/fused_adam.py,
 cpu_adam.py; runtime/engine.py, `_configure_basic_optimizer`).
@@ -33,7 +32,6 @@ def is_adam(options: Mapping[str, Any], roles: Collection[str]) -> bool:
 
 
 def has_states(roles: Collection[str]) -> bool:
-    """Return True for the states of Adam or an optimizer derived from it."""
     return set(roles) >= _STATES
 
 

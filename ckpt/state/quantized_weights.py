@@ -13,7 +13,6 @@ _MAX_SHOWN = 3
 
 
 def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of all parts of quantized weights: packed values, scales and so on."""
     return services.quantization.quantized_weights(checkpoint).parts
 
 
@@ -40,7 +39,6 @@ def parts_error(checkpoint: Checkpoint, kind: type[CkptError], *, reads: bool = 
 
 
 def dequantizing_hint(checkpoint: Checkpoint) -> str:
-    """Return a hint for getting plain weights: `--dequantize`, or another source."""
     if services.dequantizing.can_dequantize(checkpoint):
         return "--dequantize makes plain weights of them"
     return "take the full-precision model: this quantization method can't be dequantized here"
@@ -49,7 +47,7 @@ def dequantizing_hint(checkpoint: Checkpoint) -> str:
 def check_place(checkpoint: Checkpoint, target: Format) -> None:
     """Raise LossError if a quantized model is converted to a format that trains plain weights.
 
-    A run trained on a quantized base may keep it: its engine wrote it in this form.
+    A run trained on a quantized base may keep it.
     """
     weights = services.quantization.quantized_weights(checkpoint)
     if target.namespace == HUB and weights.unwritable:
@@ -72,10 +70,7 @@ def check_place(checkpoint: Checkpoint, target: Format) -> None:
 
 
 def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Return `checkpoint` with quantized weights' parts excluded from casts.
-
-    Raise LossError if `--dtype` is given and the parts are unknown.
-    """
+    """Exclude quantized weights' parts from casts. Raise LossError if `--dtype` is given and the parts are unknown."""
     weights = services.quantization.quantized_weights(checkpoint)
     if layout.dtype is not None and weights.unproved:
         raise LossError(
@@ -88,7 +83,6 @@ def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def check_casts(checkpoint: Checkpoint, target: Target) -> None:
-    """Raise LossError if `target` changes the dtype of a quantized weight's part."""
     parts = quantized_parts(checkpoint)
     for slot in (slot for file in target.files for slot in file.slots) if parts else ():
         tensor = checkpoint.tensors.get(slot.key)

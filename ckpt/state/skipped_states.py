@@ -10,8 +10,6 @@ from ckpt.base.text import pluralize
 
 @dataclass
 class Unread:
-    """Skipped states with the reason, and the parameters they belong to."""
-
     fqns: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def add(self, state: str, why: str, fqns: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ def _summarise(value: Any, bounds: Bounds, depth: int, budget: list[int]) -> JSO
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        # Printing a long integer takes quadratic time, and Python refuses the longest ones.
+        # Printing a long integer takes quadratic time.
         return value if value.bit_length() <= 64 else f"<integer of {pluralize(value.bit_length(), 'bit')}>"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -23,7 +23,7 @@ def stripper(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def clean_names(names: Collection[str], path: str) -> dict[str, str]:
-    """Map each name to the name without wrappers (DDP, FSDP1, torch.compile, activation checkpointing)."""
+    """Map each name to the name without wrappers."""
     strip = stripper(names)
     inner = {name: strip(name) for name in names}
     seen: dict[str, str] = {}
@@ -37,7 +37,7 @@ def clean_names(names: Collection[str], path: str) -> dict[str, str]:
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` without wrapper names, and with a note if there were any."""
+    """Remove wrapper names, and add a note if there were any."""
     names = {*checkpoint.shapes, *checkpoint.ties}
     if not any(_INNER.search(name) for name in names):
         return checkpoint

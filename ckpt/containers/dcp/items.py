@@ -1,11 +1,11 @@
 """Items in a DCP checkpoint's data files: the positions of tensor elements, and plain values.
 
-Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a sequence of items without padding.
-Each item is written by its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file has the values first, then
-one safetensors file with all tensors, and the metadata places each tensor at its start.
+Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a sequence of items without padding,
+each from its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file has the values first, then one
+safetensors file with all tensors, and the metadata places each tensor at its start.
 
-Items with one dtype, shape and torch version differ only in the elements, their checksums and an id. The first one is
-read in full. Later ones are compared with it outside these bytes: a checkpoint has one item per tensor and rank.
+A checkpoint has one item per tensor and rank. Items with one dtype, shape and torch version differ only in the
+elements, their checksums and an id. The first one is read in full, later ones are compared with it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ class Places:
         return self
 
     def by_file(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield each file with its items' rows, in offset order."""
         found: dict[str, list[int]] = {}
         for row, path in enumerate(self.paths):
             found.setdefault(path, []).append(row)
@@ -90,8 +89,6 @@ class Places:
 
 @dataclass(slots=True)
 class TensorEntry:
-    """A tensor and the rows of its non-empty chunks."""
-
     key: str
     dtype: DType
     shape: Shape
@@ -201,7 +198,6 @@ def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
 
 
 def _add_chunks(mine: TensorEntry | None, other: TensorEntry | None, path: str, key: str) -> None:
-    """Raise CorruptError if the other rank's entry is a different tensor, or no tensor."""
     said = [f"{entry.dtype} of shape {list(entry.shape)}" if entry else "no tensor" for entry in (mine, other)]
     if said[0] != said[1]:
         raise CorruptError(
@@ -364,7 +360,7 @@ class _Parser:
                 )
             if 0 in shape and 0 not in sizes:  # the plan checks all other tensors; an empty one needs no check
                 self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
-            if 0 in sizes:  # an empty part: FSDP2 records one at the end
+            if 0 in sizes:  # an empty part from FSDP2
                 continue
             # Optimizer states with 8 or 4 bits claim to be fp32. A chunk listed twice (replicas before torch 2.2) is
             # one item.
@@ -410,9 +406,9 @@ class _Parser:
     def _paths(
         self, recorded: Columns | None, keys: Sequence[str], numbers: _Numbers
     ) -> tuple[list[Path_] | None, list[int]]:
-        """Return each key's path and the recorded order.
+        """Return each key's path and the recorded order, or None without recorded paths.
 
-        Without recorded paths, return None. A key is its path's steps joined with dots (torch 2.13, `_nested_dict.py`).
+        A key is its path's steps joined with dots (torch 2.13, `_nested_dict.py`).
         """
         found: list[Any] = [None] * len(keys)
         order: list[int] = []

@@ -2,8 +2,7 @@
 
 Python's pickler (protocols 4 and 5) writes the same steps for every item in a dict, with other names and numbers.
 `Machine` runs the pickle and offers every run to `Runs`. `Runs` takes the items with a known form and leaves the rest:
-the first item of each kind (it names the class) and anything unusual. Equal descriptions share one object. Places
-differ per item and become columns.
+the first item of each kind (it names the class) and anything unusual. Equal descriptions share one object.
 
 If anything here raises an error, read the file again without `Runs`: positions in messages would be wrong.
 """
@@ -105,7 +104,7 @@ def unframed(path: str) -> bytes:
 
 
 class Runs:
-    """Reader for the regular runs in one pickle. Places are in columns (`fqns`, `wheres`, ...)."""
+    """Reader for the regular runs in one pickle. Places are in columns."""
 
     def __init__(self) -> None:
         self.fqns: list[str] = []
@@ -141,7 +140,7 @@ class Runs:
         return root
 
     def take(self, machine: Machine, at: int) -> int:
-        """Take the items with a known form after a mark at `at`. Return the position after them."""
+        """Take the items with a known form after a mark. Return the position after them."""
         stack = machine.stack
         if (
             self._missed > _MAX_MISSED
@@ -252,7 +251,7 @@ class Runs:
         return True
 
     def _cached_results(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
-        """Return the cached results, and the number of memo entries that each adds."""
+        """Return the cached results, and the number of memo entries of each."""
         if _are_alike(codes):
             value, count = self._values[codes[0]]
             return [value] * len(codes), count

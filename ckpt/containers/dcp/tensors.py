@@ -50,10 +50,7 @@ class Chunks:
 
 @dataclass(slots=True)
 class ChunkedTensor:
-    """A key's tensor: its chunks, their replicas, and its value if it is a scalar.
-
-    `wrapped` holds chunks of a tensor subclass that wraps other tensors.
-    """
+    """A key's tensor. `wrapped` holds chunks of a tensor subclass that wraps other tensors."""
 
     entry: TensorEntry
     placed: Placed = field(default_factory=list)

@@ -58,10 +58,7 @@ class Tiling:
         self._last, self._number = place, number
 
     def finish(self, files: Mapping[str, SourceFile]) -> None:
-        """Check the tensors that share items.
-
-        Bytes outside every item hint at a damaged offset. Shared items are then an error.
-        """
+        """Check the tensors that share items: an error if bytes lie outside every item."""
         ends = {path: end for path, end in self._ends.items() if path in files}  # other paths hold only empty tensors
         loose = self._loose | {path for path, end in ends.items() if not self._is_filled(path, end, files[path].size)}
         tensors, chunks = self._metadata.entries, self._metadata.chunks

@@ -1,9 +1,8 @@
 """Content of a new DCP checkpoint: data files with items, and `.metadata` with each item's place.
 
 Modelled on torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
-optimizer state. Tensors are cut along dim 0 like FSDP2 (`torch.chunk`): pieces of ceil(n / W) rows, a shorter last one,
-and none for the remaining ranks. Uncut items (values, scalars, buffers) go to the emptiest rank. DCP looks up boxes,
-not ranks, so any world size can load the result.
+optimizer state. Tensors are cut along dim 0 like FSDP2 (`torch.chunk`). Uncut items (values, scalars, buffers) go to
+the emptiest rank. DCP looks up boxes, not ranks, so any world size can load the result.
 
 `storage_meta` (a random id and the original path) is left out: torch's reader allows it, and torch before 2.3 lacks it.
 
@@ -134,7 +133,6 @@ class Writing:
             self.values.append((self._emptiest(_VALUE_BYTES), _Item(key, None, value)))
 
     def add_alias(self, path: Path_, owner: Path_) -> None:
-        """Add a second name for the tensor `owner`, with the same items."""
         key, known = (".".join(map(str, steps)) for steps in (path, owner))
         self.paths[key] = path
         self.tensors[key] = self.tensors[known]
@@ -202,7 +200,7 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, root: Any, only: FromSource | None) -> TargetFile:
-        """Lay out an item. `only` is its content if that is a single source range. Items of a kind share a layout."""
+        """Lay out an item. `only` is its content if that is a single source range."""
         kind: _Kind
         if only is None:
             root = pickled(root)

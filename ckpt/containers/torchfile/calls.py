@@ -62,7 +62,7 @@ def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """Handle `copyreg._reconstructor(cls, object, None)`, used by protocols 0 and 1 to create an object."""
+    """Handle `copyreg._reconstructor(cls, object, None)` (protocols 0 and 1)."""
     cls, base, state = args
     if type(base) is not Global or base.name != "object" or state is not None:
         raise MalformedError("an object of a class derived from a built-in class")
@@ -97,7 +97,6 @@ def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
 
 
 def _items(machine: Machine, args: tuple[Any, ...]) -> Any:
-    """Return a container constructor's argument and count its items."""
     if not args:
         return ()
     (items,) = args
@@ -236,7 +235,7 @@ def _plain_bits(machine: Machine, metadata: Any) -> None:
 
 
 def _tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
-    """Handle `_rebuild_tensor(storage, storage_offset, size, stride)`."""
+    """Handle `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
     storage, offset, shape, strides = args
     return StoredTensor(_tensor_extent(storage, storage.dtype, offset, shape, strides))
 
@@ -310,7 +309,7 @@ _meta = _unsupported("a tensor on the meta device")
 
 
 def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
-    """Handle `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
+    """Handle `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)` (XLA)."""
     data, dtype, _device, requires_grad = args
     if type(data) is not StoredTensor or dtype is not data.dtype:
         raise MalformedError("a device tensor with data in another dtype")

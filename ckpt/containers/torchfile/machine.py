@@ -1,11 +1,11 @@
 """Pickle machine without imports.
 
 A global is looked up in a table by its exact (module, name), never imported. A call runs our function. It returns a
-plain value, a `Record` or a `StoredTensor`. Any other global is refused by name.
+plain value, a `Record` or a `StoredTensor`. Any other global is refused.
 
-For any bytes, the machine returns or raises a `CkptError`. Its memory is linear in the pickle's length. It limits keys
-with equal hashes, and does not recurse. The result is a tree for simple recursive code: at most `MAX_DEPTH` deep,
-without cycles except through a `Record`, and not much larger unfolded than the pickle.
+For any bytes, the machine returns or raises a `CkptError`. Its memory is linear in the pickle's length. The result is a
+tree for simple recursive code: at most `MAX_DEPTH` deep, without cycles except through a `Record`, and not much larger
+unfolded than the pickle.
 
 Opcodes follow Python 3.13's `pickletools` (protocols 0 to 5).
 """
@@ -90,7 +90,7 @@ class Machine:
     unlisted: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A pickler emits each container once, so the length bounds the copies. A bomb copies one long list repeatedly.
+        # A pickler emits each container once. A bomb copies one long list repeatedly.
         self.allowance = 4 * len(self.data) + (1 << 16)
 
     def run(self, start: int = 0) -> tuple[Any, int]:
@@ -171,7 +171,6 @@ class Machine:
         return items
 
     def spend(self, copies: int) -> None:
-        """Count copied elements, so that a small pickle cannot make large objects."""
         self.allowance -= copies
         if self.allowance < 0:
             raise MalformedError("it copies more than it holds")
@@ -203,7 +202,6 @@ class Machine:
             raise MalformedError(f"a {kind.__name__} as a key")
 
     def look_up(self, module: Any, name: Any) -> Any:
-        """Raise UnsafeError if the global is missing from the table or unsupported."""
         if type(module) is not str or type(name) is not str:
             raise MalformedError("a global's name is not text")
         try:
@@ -224,7 +222,6 @@ class Machine:
         raise UnsafeError(f"unsupported content in the file: {what}", path=self.path)
 
     def call(self, function: Any, args: Any) -> Any:
-        """Raise UnsafeError if `function` is not a callable table entry."""
         if type(function) is not Global or function.build is None:
             name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
             raise UnsafeError(f"the pickle calls {name}, and this is not callable; nothing was run", path=self.path)
@@ -621,7 +618,6 @@ _u32 = struct.Struct("<I").unpack_from
 #: Protocol 4's opcodes for every torch.Size and for every object.
 _REDUCE_OF_TUPLE = b"\x94\x85\x94R\x94"
 _OBJECT_WITH_STATE = b"\x81\x94}\x94("
-#: Opcodes with a one-byte argument: they fill most large pickles.
 _ONE_BYTE = b"K\x8chq"
 
 OPCODES: Mapping[bytes, _Handler] = {

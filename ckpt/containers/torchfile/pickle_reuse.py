@@ -12,7 +12,7 @@ from ckpt.containers.torchfile.tree import LEAVES
 from ckpt.containers.torchfile.values import TIMES, Array, Record, Storage, StorageType, StoredDict, StoredTensor
 from ckpt.plan.tensors import Extent
 
-#: Pickle sizes worth caching: smaller ones parse quickly, larger ones would fill the memory.
+#: Smaller pickles parse quickly, larger ones would fill the memory.
 _MIN_PICKLE, _MAX_PICKLE = 4 << 10, 16 << 20
 #: Ranks have a model file and an optimizer file.
 _MOST = 4

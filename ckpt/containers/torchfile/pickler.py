@@ -1,10 +1,10 @@
 """Pickler for the values that `ckpt.containers.torchfile.unpickle` reads. It imports nothing.
 
-New objects are `Record(module, name, args, state=...)`. Without arguments, NEWOBJ creates the object (`__new__`, never
-`__init__`). With arguments, REDUCE does (enums, functions, namedtuples, `torch.device`). Then BUILD sets the state.
+Without arguments, NEWOBJ creates a `Record` (`__new__`, never `__init__`). With arguments, REDUCE does (enums,
+functions, namedtuples, `torch.device`). Then BUILD sets the state.
 
 A repeated object (by identity), text or size is written once. The same value gives the same bytes in every process,
-because sets are sorted. Reading already loses a `defaultdict`'s factory and numpy scalars (they became Python's).
+because sets are sorted.
 
 Opcodes follow Python 3.13's `pickle.py`. Tensors follow torch 2.13's `_tensor.py`, `_utils.py`, `nn/parameter.py` and
 `serialization.py`. `torch.load(weights_only=True)` accepts every opcode and name in protocol 2 output, if it accepts
@@ -292,7 +292,7 @@ def _steps(encoder: _Encoder, value: slice | range) -> None:
 
 
 def _time(encoder: _Encoder, value: Any) -> None:
-    made = value.__reduce_ex__(2)  # the standard library's form: a class and plain arguments
+    made = value.__reduce_ex__(2)  # a class and plain arguments
     encoder.call("datetime", type(value).__name__, *made[1])
 
 
@@ -337,7 +337,7 @@ def _tuple(encoder: _Encoder, value: tuple[Any, ...]) -> None:
     known = encoder.memo.get(id(value))
     if known is None:
         encoder.put(value)
-    else:  # it contains itself through a Record: writing the items has already written it
+    else:  # it contains itself through a Record
         encoder.out += b"0"
         encoder.get(known)
 

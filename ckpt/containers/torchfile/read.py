@@ -40,9 +40,9 @@ from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
 from ckpt.move.source import opened, read_at
 
-#: Bytes in a central directory: about five million records.
+#: About five million records.
 MAX_DIRECTORY = 1 << 29
-#: Bytes in a legacy file's pickles. Their length is not stored: they are read in growing steps.
+#: A legacy file's pickles have no recorded length: they are read in growing steps.
 MAX_LEGACY_PICKLE = 1 << 26
 
 
@@ -190,7 +190,7 @@ _end64_fields = struct.Struct("<4sQHHIIQQQQ").unpack
 # Signature, flags, method, crc32, sizes, lengths[, disk, offset].
 _entry_fields = struct.Struct("<4s4xHH4xIIIHHHH6xI").unpack_from
 _local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
-# Descriptor after a record with bit 3: signature, crc32, sizes. The wide one has 64 bits.
+# Signature, crc32, sizes. The wide one has 64 bits.
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 
 #: Bytes in the three end records. torch always writes them.
@@ -225,7 +225,7 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
         region.truncated(region.size + 22 - (len(tail) - at))
     if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
         region.unsafe("the zip archive has a comment, or unexpected bytes after its end")
-    # If another end record is still there, only the last record is damaged.
+    # Another end record: only the last record is damaged.
     is_cut_off = not any(signature in tail[-_END_SIZE:] for signature in (_END64, _LOCATOR, _END))
     raise (IncompleteError if is_cut_off else CorruptError)(
         "the file is truncated" if is_cut_off else "the end of the zip archive is damaged",
@@ -244,13 +244,11 @@ def _zeros_at_end(region: _Region, zeros: int) -> NoReturn:
 
 
 def _ends_here(region: _Region, end: bytes, at: int) -> bool:
-    """Return True if `end` is a real end record, not similar bytes in a tensor."""
     _, _, _, _, _, size, offset, _ = _end_fields(end)
     return offset + size == at or (at >= 20 and region.read(at - 20, 4) == _LOCATOR)
 
 
 def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
-    """Return the central directory's offset, size and number of records."""
     _, disk, first_disk, here, count, size, offset, comment = _end_fields(tail)
     if comment:
         region.corrupt(
@@ -343,7 +341,7 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
 
 
 def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
-    """Return `narrow` with its 64-bit values from the extra field with id 1."""
+    """Take 64-bit values from the extra field with id 1."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -502,7 +500,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
         nbytes = numel * dtype.itemsize
         if numel:
             record = archive.locate(f"data/{key}")
-            # A storage may end with a fraction of an element.
+            # It may end with a fraction of an element.
             if not 0 <= record.size - nbytes < dtype.itemsize:
                 region.corrupt(
                     f"the record data/{key} has another length than the storage",

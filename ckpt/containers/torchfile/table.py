@@ -109,7 +109,7 @@ _NAMES: tuple[Name, ...] = (
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     # FSDP2's wrapper for a tensor that is still being gathered
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-    # torchao's optimizer states, with the module's name up to 0.8 and since
+    # Module names up to 0.8 and since.
     ("torchao.prototype.low_bit_optim.subclass_8bit torchao.optim.subclass_8bit", "OptimState8bit"),
     ("torchao.prototype.low_bit_optim.subclass_4bit torchao.optim.subclass_4bit", "OptimState4bit"),
     ("torchao.prototype.low_bit_optim.subclass_fp8 torchao.optim.subclass_fp8", "OptimStateFp8"),

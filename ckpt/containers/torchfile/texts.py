@@ -41,5 +41,5 @@ def text(data: bytes) -> str:
 
 
 def escaped(line: bytes) -> str:
-    # Looking the codec up by name would import it.
+    # A lookup by name would import the codec.
     return codecs.raw_unicode_escape_decode(line)[0]

@@ -45,10 +45,7 @@ def is_branch(value: Any) -> bool:
 
 
 def check_tree(root: Any, length: int) -> None:
-    """Raise MalformedError unless simple recursive code may walk `root`.
-
-    It refuses deep nesting, cycles without a `Record`, and lists that unfold to a huge tree.
-    """
+    """Raise MalformedError for deep nesting, cycles without a `Record`, and lists that unfold to a huge tree."""
     budget = 10 * length + (1 << 20)
     done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
     open_: set[int] = set()

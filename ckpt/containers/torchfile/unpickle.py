@@ -23,10 +23,9 @@ def loads(
     persistent: Callable[[Any], Any] | None = None,
     table: Table | None = None,
 ) -> Any:
-    """Return the object in a pickle that spans all of `data`.
+    """Return the object in a pickle that spans all of `data`. Messages use `path` and `name`.
 
-    `table` holds the allowed names (default: `allowed()`). Messages use `path` for the file and `name` for the part in
-    it. Raise the errors of `Machine.run`, and CorruptError if the pickle and the data differ in length.
+    Raise the errors of `Machine.run`, and CorruptError if the pickle and the data differ in length.
     """
     table = allowed() if table is None else table
     try:

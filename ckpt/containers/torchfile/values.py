@@ -146,7 +146,7 @@ class Record:
 
 
 class StoredDict(dict[Any, Any]):
-    """An `OrderedDict`, `defaultdict` or `Counter`. `attributes` are Python attributes on the dict."""
+    """A dict with its kind: `OrderedDict`, `defaultdict` or `Counter`."""
 
     __slots__ = ("attributes", "kind")
 
@@ -240,7 +240,7 @@ class MalformedError(Exception):
 
 
 def short(value: Any) -> str:
-    """Format a number or a tuple for a message. Huge numbers are abbreviated: printing takes quadratic time."""
+    """Format a number or a tuple. Huge numbers are abbreviated: printing takes quadratic time."""
     if type(value) is int:
         return str(value) if value.bit_length() <= 128 else f"2^{value.bit_length() - 1} or more"
     return f"({', '.join(map(short, value[:8]))}{', ...' if len(value) > 8 else ''})"

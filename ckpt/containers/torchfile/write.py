@@ -129,7 +129,6 @@ def state_number(name: str, value: Any) -> Any:
 
 
 def with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
-    """Yield the parts of a storage in order, with zeros in the gaps and at the end."""
     reached = 0
     for part in sorted(parts, key=lambda part: part.start):
         if part.start > reached:
@@ -160,7 +159,7 @@ def pickled(root: Any) -> Pickled:
 def torch_file(name: str, root: Any) -> TargetFile:
     """Return the file `name` (relative to the target folder) that `torch.load` reads as `root`, a tree or `Pickled`.
 
-    Copy small `StoredTensor`s in the tree. Raise LossError for an object that cannot be written.
+    Raise LossError for an object that cannot be written.
     """
     return _Layout(name, _archive_folder(name)).write(root)
 
@@ -267,7 +266,7 @@ class _Layout:
         self.count += 1
 
     def finish(self, size: int, crc32: int) -> None:
-        """Write the sizes after a record, in 64 bits if its size or its header's offset needs them."""
+        """Use 64 bits if the size or the header's offset needs them."""
         if not size:
             return
         wide = size >= _FULL32 or self.header >= _FULL32
@@ -294,7 +293,7 @@ class _Layout:
 class _Storages:
     def __init__(self) -> None:
         self.found: list[NewStorage] = []
-        self._known: dict[int, tuple[str, Any]] = {}  # owners are kept so that their ids stay unique
+        self._known: dict[int, tuple[str, Any]] = {}  # so that their ids stay unique
 
     def reference(self, value: Any) -> TensorRef | None:
         if isinstance(value, StoredTensor):
