@@ -288,7 +288,7 @@ class Conversion(Returned):
             manifest: Write digests to ckpt-manifest.json.
             phase: Called with each phase's name and bytes.
             check: First compare masters with the weights next to them.
-            verify: Read the output back and compare it with the source before moving it to `destination`.
+            verify: Read back and compare every bit before moving the output to `destination`.
             describe: Returns more files for the written folder: their content by name.
             group: The processes that each write their share.
             say: Called with each note.

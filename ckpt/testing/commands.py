@@ -1,4 +1,4 @@
-"""Conformance suite for commands declared in the entry-point group `ckpt.commands`."""
+"""Conformance suite for commands in the entry-point group `ckpt.commands`."""
 
 from __future__ import annotations
 

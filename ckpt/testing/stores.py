@@ -1,7 +1,4 @@
-"""Conformance suite for stores.
-
-Objects are written and checked with the store's own tools. A round trip through ckpt's code alone proves nothing.
-"""
+"""Conformance suite for stores. Objects are written and checked with the store's own tools."""
 
 from __future__ import annotations
 

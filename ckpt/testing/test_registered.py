@@ -1,5 +1,3 @@
-"""Run the suites on the formats, stores and commands of installed packages."""
-
 from __future__ import annotations
 
 from ckpt.base.entries import entries, load

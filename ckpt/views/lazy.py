@@ -100,7 +100,6 @@ class LazyTensor:
         return 1, 0  # the result is always in CPU memory
 
     def _read(self, index: Index | tuple[Index, ...]) -> NDArray:
-        """Read the bits in the indexed part, in its shape."""
         from ckpt.move.reading import read_box
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)
@@ -122,7 +121,6 @@ class OpenCheckpoint(Checkpoint):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> OpenCheckpoint:
-        """Return `checkpoint` with readable tensors."""
         return cls(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
 
     def __dir__(self) -> list[str]:

@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
 # FSDP1 has nothing to shard on a single rank.
 warnings.filterwarnings("ignore", message="FSDP is switching to use|When using ``NO_SHARD``")
-# It warns that gathering over two mesh axes at once would be faster.
+# DTensor warns that gathering over two mesh axes at once would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TENSOR_PARALLEL = {

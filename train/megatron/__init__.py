@@ -1,1 +1,0 @@
-"""Trainer on megatron-core, on GPUs or CPUs."""

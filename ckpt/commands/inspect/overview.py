@@ -222,7 +222,7 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield notes on quantized states: the files' are smaller than shown."""
+    """Note quantized states: they are smaller in the files."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
         states = f"{pluralize(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
         yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"

@@ -104,7 +104,7 @@ def _zero(config: Any) -> str | None:
 
 
 def _precision(config: Any) -> str | None:
-    """Return None if it is still "auto"."""
+    """Return None if the dtype is still "auto"."""
     sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
     enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if "auto" in enabled.values():
