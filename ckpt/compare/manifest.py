@@ -232,7 +232,7 @@ def _is_entry(entry: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """None marks bytes outside every piece."""
+    """A changed piece, or None for bytes outside every piece."""
 
     file: str
     piece: Piece | None

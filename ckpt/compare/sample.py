@@ -18,7 +18,7 @@ from ckpt.move.source import is_standin
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Checkpoint, SourceFile
 
-_END = 16 << 10
+_END = 16 << 10  # bytes
 _TENSORS, _BYTES = 64, 4 << 10  # tensors, and bytes per tensor
 
 

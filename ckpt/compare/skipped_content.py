@@ -17,7 +17,7 @@ _RANDOM = ("rng", "random")
 
 
 def count_state_tensors(checkpoint: Checkpoint) -> dict[str, int]:
-    """Leave out random states and single numbers."""
+    """Count tensors by training state entry, without random states and single numbers."""
     entries = checkpoint.state.entries()
     named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
     found = {}

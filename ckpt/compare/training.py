@@ -34,8 +34,8 @@ from ckpt.state.positions import sequences_seen
 
 _BESIDE = ("scheduler*.pt", "scaler*.pt", "rng_state*.pth")
 _PLACES = ("files", "checkpoint", "version")
-_LONG = 16
-_SHOWN = 40
+_LONG = 16  # list values
+_SHOWN = 40  # differences
 _ABSENT = object()
 
 

@@ -34,7 +34,7 @@ from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
 
 JOURNAL = ".ckpt-journal"
-_LARGEST = 1 << 30
+_LARGEST = 1 << 30  # bytes
 _BEGINS_ANEW = "use --restart to discard it and start over"
 
 #: By target file name.

@@ -312,7 +312,7 @@ class Checkpoint:
         return tuple(sorted(roles | set(self.state.scalars)))
 
     def with_plain_states(self) -> Checkpoint:
-        """Return this checkpoint with dequantized optimizer states (torchao, bitsandbytes) in fp32, bit for bit."""
+        """Return this checkpoint with optimizer states dequantized to fp32, like torchao and bitsandbytes do it."""
         counts = Counter(self.quantized.methods.values())
         notes = [
             f"{pluralize(count, 'optimizer state')} dequantized from {method} to float32"

@@ -198,7 +198,7 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def holds_optimizer(file: Path) -> bool:
-    """Return True even if no format reads this file."""
+    """Return True for an optimizer, even if no format reads this file."""
     from ckpt.containers.torchfile.read import read
     from ckpt.containers.torchfile.tree import children, is_branch
 

@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
 from ckpt.runs.steps import trainer_steps
 
 _PLACEHOLDER = (0,)
-#: Next to other tensors, modules never use these suffixes for a tensor with shape [0].
+#: Modules use these suffixes for a tensor with shape [0] only next to other empty tensors.
 _PARAMETERS = ("weight", "bias")
 _GATHER = (
     "set stage3_gather_16bit_weights_on_model_save (Accelerate: zero3_save_16bit_model) to save whole weights, "

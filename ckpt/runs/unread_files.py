@@ -198,7 +198,7 @@ def stray_names(folder: Path) -> list[str]:
 
 
 def may_hold_tensors(folder: Path) -> bool:
-    """Look one level below, too."""
+    """Search `folder` and one level below."""
     entries = list(_listed(folder, ""))
     return any(judged(entries, (), partial(_ends_in, folder))) or any(_unread_folders(folder, entries, ()))
 

@@ -30,9 +30,9 @@ from ckpt.stores import placeholder_files
 from ckpt.stores.objects import Entry, WritableStore, split, store, unique_entries
 from ckpt.stores.ranges import Ranges
 
-_FILES = 4
+_FILES = 4  # sent in parallel
 _PART = 8 << 20  # bytes; several parts are in flight
-_COMPUTING = 8
+_COMPUTING = 8  # threads
 _AHEAD = 3  # parts per file
 _CLAIM = ".ckpt-uploading"  # exists while a process writes
 _MAX_PARTS = 9000  # S3's limit is 10,000

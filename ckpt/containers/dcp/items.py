@@ -33,10 +33,10 @@ from ckpt.plan.tensors import Box, Extent, Shape
 
 #: Varying bytes: checksums after records and in the directory, and the id.
 _VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
-_SMALL = 8 << 10
+_SMALL = 8 << 10  # bytes
 _AHEAD = 64 << 10  # bytes read ahead after the last item
 _MAX_TAIL = 4 << 10
-_MAX_ALIKE = 8
+_MAX_ALIKE = 8  # cached forms
 _MAX_SHARED = 16 << 10  # maximum item size for caching its value
 _TELLING = slice(64, 192)  # the cache key, inside the pickle
 _UNKNOWN = None, None
