@@ -1,7 +1,6 @@
 """ZeRO-3 -> safetensors from a cold disk, against `cp` of the output from the same disk.
 
-The inputs are dropped from the page cache before each run, but a virtual machine's host may still cache them. The
-smaller size mostly shows ckpt's 0.2 s start.
+A virtual machine's host may still cache the inputs. The smaller size mostly shows ckpt's 0.2 s start.
 """
 
 from __future__ import annotations

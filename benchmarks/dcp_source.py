@@ -1,7 +1,6 @@
 """Large FSDP2 checkpoint, written by torch's own DCP without training a model.
 
-The ranks take turns in one process, with torch's process group `fake`, so only one rank's tensors are in memory. The
-state dict equals `get_state_dict` for AdamW.
+The ranks take turns in one process, with torch's process group `fake`, so only one rank's tensors are in memory.
 
     python -m benchmarks.dcp_source FOLDER NUM_LAYERS
 """

@@ -1,7 +1,6 @@
 """Sparse checkpoint with DeepSeek-V3's size in the Hub's layout in bf16: all names and shapes, no data.
 
-The config is the published one for deepseek-ai/DeepSeek-V3 without `quantization_config`. Names and shapes come from
-`model.safetensors.index.json`, including multi-token prediction (layer 61).
+The config is the published one without `quantization_config`. Multi-token prediction is layer 61.
 
     python -m benchmarks.deepseek_v3 FOLDER
 """

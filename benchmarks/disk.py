@@ -1,7 +1,7 @@
 """ZeRO-3 with 8 billion parameters -> bf16 safetensors, against `cp` of the output, from and to a cold disk.
 
-The masters are real, 32 GB. Adam's states are not read, so they are holes. ckpt reads twice as much as `cp`. The disk
-fits the source and the output, but not the copy too: each round writes the source again and removes it before `cp`.
+Adam's states are not read, so they are holes. ckpt reads twice as much as `cp`. The disk does not fit source, output
+and copy: each round writes the source again and removes it before `cp`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def hashed(report: Path, tensors: Tensors) -> int:
-    """Compare a report's digests with digests computed here. An optimizer's numbers have no digests."""
+    """Compare digests. An optimizer's numbers have none."""
     listed = [one for one in json.loads(report.read_text())["tensors"] if one["dtype"] != "number"]
     if {f"{one['fqn']} {one['role']}" for one in listed} != tensors.keys():
         raise SystemExit("digests of other tensors")

@@ -42,8 +42,6 @@ def _blake3(path: Path) -> str:
 
 
 class Algorithm(NamedTuple):
-    """Tool options, and an equivalent library with its function."""
-
     options: list[str]
     library: str
     digest: Callable[[Path], str]

@@ -1,8 +1,7 @@
 """DeepSeek-V3 in bf16, 1.37 TB -> Megatron with TP 8, PP 16, EP 8: time, rate and memory.
 
-Source and output are sparse files. ckpt reads the whole source, and zeros become holes in the output
-(`benchmarks.huge_run`). The final norm and the last layer's router are not zero; torch alone compares them. It takes
-ten minutes or more.
+Source and output are sparse files. The final norm and the last layer's router are not zero; torch alone compares them.
+It takes ten minutes or more.
 """
 
 from __future__ import annotations

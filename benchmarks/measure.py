@@ -61,7 +61,6 @@ class Measured:
 
 
 def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
-    """Return a case for `cp -r`, then `sync` of every copied file and folder."""
     return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,), cold=cold)
 
 
@@ -89,8 +88,7 @@ def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> di
 def run(case: Case, filler: Path | None = None) -> Run:
     """Run the command once, with a full page cache if there is a `filler`.
 
-    Raise RuntimeError with the output if it fails. Measured memory starts at this process's size, so don't import
-    anything large here.
+    Raise RuntimeError with the output if it fails. Measured memory starts at this process's size.
     """
     remove(case.writes)
     os.sync()  # so earlier writes don't count
@@ -111,7 +109,7 @@ def run(case: Case, filler: Path | None = None) -> Run:
 
 
 def call(module: str, *arguments: str | Path | int) -> str:
-    """Run a Python module in its own process and return its last output line."""
+    """Return the module's last output line."""
     command = [PYTHON, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def attention(self) -> dict[str, tuple[Shape, int | None]]:
-        """Non-expert tensors of a layer, in module order, with the dim sharded by tensor parallelism."""
+        """Non-expert tensors of a layer, with the dim sharded by tensor parallelism."""
         return {
             "self_attention.linear_proj.weight": ((HIDDEN, HEADS * HEAD), 1),
             "self_attention.linear_qkv.layer_norm_weight": ((HIDDEN,), None),
@@ -153,7 +153,7 @@ def arguments(run: Run) -> Namespace:
 
 
 def dense_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
-    """Yield the sizes of a chunk's dense parameters on one tensor-parallel rank, in module order."""
+    """Yield sizes on one tensor-parallel rank, in module order."""
     if (pp, vp) == (0, 0):
         yield VOCAB // run.tp * HIDDEN
     for _ in run.layers_of(pp, vp):
@@ -164,7 +164,7 @@ def dense_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
 
 
 def expert_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
-    """Yield the sizes of a chunk's experts on one expert-parallel rank: per layer all fc1, then all fc2."""
+    """Yield sizes on one expert-parallel rank: per layer all fc1, then all fc2."""
     for _ in run.layers_of(pp, vp):
         for shape in _EXPERT.values():
             yield from [prod(shape)] * (EXPERTS // EP)
@@ -257,7 +257,6 @@ def write(place: Path, run: Run) -> None:
 
 
 def _model(written: _Folder, run: Run) -> None:
-    """Write the weights, spread over the stage's data-parallel ranks."""
     empty = _saved(io.BytesIO())
     last = run.pp - 1
     chunks = [(pp, vp) for vp in range(run.vpp) for pp in range(run.pp)]
@@ -303,7 +302,7 @@ def _model(written: _Folder, run: Run) -> None:
 
 
 def _buffer(written: _Folder, name: str, vp: int, numels: list[int], ranks: list[int], limit: int | None) -> None:
-    """Write a chunk's buffer: buckets in reverse parameter order, each split evenly over data-parallel ranks."""
+    """Write buckets in reverse parameter order, each split evenly over data-parallel ranks."""
     buckets: list[list[tuple[int, int]]] = [[]]
     at = 0
     for numel in reversed(numels):
@@ -331,7 +330,7 @@ def _cut(places: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[i
 
 
 def _rest(written: _Folder, run: Run) -> None:
-    """Write everything but tensors: param groups for each buffer's ranks, random states, and the common state."""
+    """Write param groups for each buffer's ranks, random states, and the common state."""
     for number, of_stage in enumerate((run.tp, EP)):
         for group in range(run.pp * of_stage):
             name = f"chained_{number}.optimizer.distributed.dp_group_idx_{group}"

@@ -79,7 +79,7 @@ def shapes(kind: str) -> Iterator[tuple[str, Shape]]:
 
 
 def in_memory() -> dict[str, Shape]:
-    """Return the small sizes as held in memory by transformers 5: a layer's experts are two tensors."""
+    """Return the small sizes in transformers 5's memory: a layer's experts are two tensors."""
     c, found = config("tiny"), {}
     hidden, inner = c["hidden_size"], c["moe_intermediate_size"]
     for name, shape in shapes("tiny"):
@@ -118,7 +118,7 @@ def write(folder: Path, kind: str) -> None:
         with (folder / file).open("wb") as written:
             written.write(struct.pack("<Q", len(header)) + header)
             if kind != "real":
-                # bf16 from 0.0078 to 0.0312 with either sign has the high byte 0x3c or 0xbc
+                # from 0.0078 to 0.0312 with either sign
                 low, high = os.urandom(size // 2), os.urandom(size // 2).translate(bytes([0x3C, 0xBC] * 128))
                 data = bytearray(size)
                 data[::2], data[1::2] = low, high

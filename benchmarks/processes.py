@@ -1,9 +1,8 @@
 """One conversion on several processes: ZeRO-3 masters -> bf16 weights in memory, so only processors matter.
 
-Each cooperating process takes a second to import torch, so the model is large: 8 billion parameters, with zero masters
-that take no memory. One process already uses all processors with threads. So two processes are compared with one on one
-processor, and with one copying thread. torchrun also imports torch before the start and at the end. mpirun and srun
-don't.
+Each cooperating process takes a second to import torch, so the model is large: 8 billion zero parameters that take no
+memory. One process already uses all processors with threads. So two processes are compared with one on one processor,
+and with one copying thread.
 """
 
 from __future__ import annotations

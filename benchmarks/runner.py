@@ -81,7 +81,7 @@ class Bench:
     made: list[Path] = field(default_factory=list)
 
     def source(self, kind: str, num_layers: int | None = None) -> Path:
-        """Return this kind's checkpoint, written if missing, and warm in the page cache."""
+        """Write this kind's checkpoint if it is missing, and warm it."""
         num_layers = num_layers or self.num_layers
         path = self.folder / f"{kind}-{num_layers}"
         if not (path / "complete").exists():
@@ -93,7 +93,6 @@ class Bench:
         return path
 
     def scratch(self, name: str) -> Path:
-        """Return a path that is removed after the section."""
         path = self.folder / name
         self.made.append(path)
         return path
@@ -104,7 +103,6 @@ class Bench:
         return rounds(cases, self.num_rounds, filler)
 
     def clear(self, *, sources: Sequence[str] = ()) -> None:
-        """Remove the last section's files, and sources that later sections don't need."""
         remove(self.made)
         self.made.clear()
         if not self.keep:

@@ -1,8 +1,7 @@
 """`ckpt` from an S3 server on the loopback, against its own library and s3fs.
 
-The libraries read all bytes in equal ranges with equal concurrency, and drop them, like `ckpt hash`. `convert` is also
-compared with obstore writing them. Only the transfer has a goal: Python's start and opening the checkpoint dominate
-these short processes.
+The libraries read all bytes in equal ranges with equal concurrency. `convert` is also compared with obstore writing
+them. Only the transfer has a goal: Python's start and opening the checkpoint dominate these short processes.
 """
 
 from __future__ import annotations

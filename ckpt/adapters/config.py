@@ -38,14 +38,13 @@ _VARIANTS = {
 }
 #: Random or data-based inits that PEFT repeats on loading, and that change the base weights.
 _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
-#: Options and inits for which PEFT itself merges, layer by layer: block-diagonal LoRA, VeLoRA, MonteCLoRA, KaSA, and
-#: inits computed from the base weight.
+#: PEFT itself merges these, layer by layer: block-diagonal LoRA, VeLoRA, MonteCLoRA, KaSA, and inits computed from the
+#: base weight.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
 #: Inits that subtract the adapter from the base weight.
 _INITS_OF_BASE = ("pissa", "olora")
 LORA, TRAINABLE_TOKENS = "LORA", "TRAINABLE_TOKENS"
-#: Other kinds that PEFT itself merges layer by layer.
 BY_LAYER = (
     *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
     *("IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
@@ -80,7 +79,7 @@ _UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings in `adapter_config.json` for a merge. `raw` is all of it."""
+    """`raw` has all settings."""
 
     path: str
     raw: Mapping[str, Any]
@@ -103,7 +102,7 @@ class AdapterConfig:
     is_of_unsloth: bool = False
     #: It overrides the recorded layout.
     given_layout: Columns | None = None
-    #: Module names in the adapter's file and config, by the name in the base.
+    #: By the name in the base.
     former: Mapping[str, str] = field(default_factory=dict)
 
     def rank_of(self, key: str) -> int:
@@ -225,7 +224,7 @@ def find_config(folders: Iterable[str | Path]) -> Path | None:
 
 
 def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
-    """Raise NotFoundError if neither `folder` nor the checkpoint's folders have a config."""
+    """Raise NotFoundError if no folder has a config."""
     path = find_config([*filter(None, [folder]), *checkpoint.folders])
     if path is not None:
         return path
@@ -394,7 +393,7 @@ class _Fields:
         return dict(value)
 
     def name(self, name: str) -> str | None:
-        """Return a name used only in the search for the base: PEFT accepts any value."""
+        """Return any value as text, like PEFT."""
         value = self.raw.get(name)
         return str(value) if value else None
 

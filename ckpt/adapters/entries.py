@@ -26,7 +26,7 @@ HARMLESS = frozenset(
         *("beta1", "beta2", "deltaT", "orth_reg_weight", "target_r", "tfinal", "tinit", "total_step"),
         *("asa_importance_beta", "asa_schedule_exponent", "asa_target_subspaces", "asa_uncertainty_beta"),
         *("final_warmup", "init_warmup", "mask_interval", "use_asa"),
-        # from transformers 4 and early PEFT releases, and Unsloth's records
+        # transformers 4, early PEFT, Unsloth
         *("enable_lora", "merge_weights", "lora_B_layout", "unsloth_fused_expert_lora"),
     )
 )
@@ -83,7 +83,6 @@ def is_known(kind: str, entry: str) -> bool:
 
 
 def relevant(raw: Mapping[str, Any]) -> list[str]:
-    """Return the known entries that affect a merge and are not turned off."""
     return [key for key, value in raw.items() if key in OF_PEFT | READ and value not in _OFF]
 
 
@@ -94,7 +93,7 @@ def turned_on(raw: Mapping[str, Any]) -> list[str]:
 def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries with an unknown effect on a merge, and an unknown init.
 
-    In PEFT, null, false or an empty value turns a feature off, so such an entry changes nothing.
+    In PEFT, null, false or an empty value turns a feature off.
     """
     kind = str(raw.get("peft_type"))
     found = {key: value for key, value in raw.items() if not is_known(kind, key) and value not in _OFF}
@@ -106,7 +105,7 @@ def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), *, option: str = "") -> None:
-    """Raise LossError if `raw` has an unknown entry that is not `accepted`. `option` is the command's option for it."""
+    """Raise LossError if `raw` has an unknown entry that is not `accepted`."""
     found = {key: value for key, value in unknown(raw).items() if key not in accepted}
     if not found:
         return

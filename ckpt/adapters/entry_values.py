@@ -53,7 +53,7 @@ def _config(**entries: _Values) -> _Values:
 
 
 def _closed(config: _Values) -> _Values:
-    """Return the values of a config that has no other entries."""
+    """Refuse other entries."""
     names = config.entries or {}
     words = f"an object with {', '.join(names)}"
     return _Values(words, lambda value: config.fits(value) and value.keys() <= names.keys(), names)
@@ -255,7 +255,7 @@ _LISTS_LAYERS = (
     "UNILORA",
     "WAVEFT",
 )
-#: Pairs of entries: one of the two is zero, as it follows from the other.
+#: One of the two is zero.
 _ONE_SIZE = {"BOFT": ("boft_block_size", "boft_block_num"), "OFT": ("r", "oft_block_size")}
 #: Kinds with a `layers_pattern` that needs `layers_to_transform`.
 _TAKES_LAYERS = (

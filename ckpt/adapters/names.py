@@ -28,7 +28,7 @@ PREFIX = "base_model.model."
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"
 MAGNITUDE, TOKENS, SAVED, BASE = "lora_magnitude_vector", "trainable_tokens_delta", "modules_to_save", "base"
 SAMPLER, DIAGONAL, PROJECTION = "lora_monteclora_sampler", "lora_diag", "lora_velora_embed"
-#: Factors that need this kind of tensor in the same layer, if the config turns it on.
+#: Factors in the same layer that this kind needs.
 _REACHED = {MAGNITUDE: (A, EMBEDDING_A), BIAS: (B,), DIAGONAL: (A,), SAMPLER: (A,), PROJECTION: (A,)}
 
 _NAME = r"(?:\.(?P<name>[^.]+))?"
@@ -46,7 +46,7 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_laye
 #: Other methods' tensor names.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
-#: Names in other writers' adapters, the writer, and a way to PEFT's format.
+#: The writer, and a way to PEFT's format.
 _OTHERS = (
     (
         re.compile(r".+\.lora_[ab]\.weight"),
@@ -182,10 +182,10 @@ def check_factors(
     *,
     has_other_layers: bool = False,
 ) -> None:
-    """Raise CorruptError if a layer with tensors of the kinds `parts` lacks one, or contradicts the config.
+    """Raise CorruptError if a layer lacks a tensor, or contradicts the config.
 
-    `entries` maps each optional kind to its config entry, and True if the entry is on. With `has_other_layers`, the
-    entry may not apply to this layer.
+    `parts` are the kinds in the layer. `entries` maps each optional kind to its config entry, and True if the entry is
+    on. With `has_other_layers`, the entry may not apply to this layer.
     """
     for one, other in ((A, B), (EMBEDDING_A, EMBEDDING_B), (BIAS, B)):
         missing = other if one in parts else one
@@ -247,7 +247,6 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
 
 
 def _is_saved(fqn: str, parsed: Mapping[str, AdapterName], bias: str) -> bool:
-    """Return True if PEFT saves this base model parameter with the adapter."""
     if bias == "all" and fqn.endswith(".bias") and ".original_module." not in fqn:
         return True
     targeted = re.fullmatch(r"(.+)\.base_layer\.(\w+)", fqn.removeprefix(PREFIX))

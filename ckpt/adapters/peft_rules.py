@@ -111,7 +111,6 @@ def _values(raw: Mapping[str, Any], alpha: str, keys: tuple[str, str]) -> tuple[
 
 
 def _rules(raw: Mapping[str, Any]) -> list[tuple[str, _Rule]]:
-    """Return the rules that may apply, each with a label for its releases."""
     if raw.get("peft_type") == "LORA":
         older = [(0, 13, "0.13 and older", _joint(r".*\.{}$")), (14, 14, "0.14", _apart(r".*\.{}$"))]
     else:
@@ -122,7 +121,6 @@ def _rules(raw: Mapping[str, Any]) -> list[tuple[str, _Rule]]:
 
 
 def _release_range(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the first and the last minor release that may have written `raw`."""
     recorded = release_of(raw)
     if recorded is not None:
         minor = recorded[1] if recorded[0] == 0 else _LATEST

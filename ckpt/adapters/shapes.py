@@ -156,7 +156,6 @@ def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None
 
 
 def _check_added(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None:
-    """Raise CorruptError if the config turns on tensors that no layer has."""
     names = [found[1] for found in (place(config.kind, fqn) for fqn in shapes) if found]
     for entry, form in _ADDED.get(config.kind, {}).items():
         value = config.raw.get(entry)

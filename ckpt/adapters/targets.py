@@ -19,7 +19,7 @@ _OF_PEFTS_FILES = "layers_to_transform"
 _ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 #: Any list of layers before the first number in a name.
 _ANY_LIST = r"[^.]*"
-#: Value of `target_modules` for every linear layer, in upper or lower case.
+#: In upper or lower case.
 _ALL_LINEAR = "all-linear"
 
 
@@ -42,7 +42,6 @@ def check(config: AdapterConfig, adapted: Collection[str]) -> None:
 
 
 def unnamed(config: AdapterConfig, adapted: Collection[str]) -> Iterator[str]:
-    """Yield a note if the config does not name some of the `adapted` layers."""
     if config.kind == LORA and (others := list(_unnamed(config, adapted))):
         words = _layers_in_words(others)
         yield f"target_modules does not name {words}: merged anyway; PEFT would skip them"

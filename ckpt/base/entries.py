@@ -15,10 +15,7 @@ from ckpt.base.errors import UsageError
 
 @cache
 def entries(group: str) -> dict[str, str]:
-    """Return the entry points in `group`: `module:object` by name.
-
-    Raise UsageError if two packages register different objects under one name.
-    """
+    """Return `module:object` by name. Raise UsageError if two packages register different objects under one name."""
     if not _others_register():
         return {}
     from importlib.metadata import entry_points
@@ -48,7 +45,7 @@ def _others_register() -> bool:
 
 
 def load(where: str) -> Any:
-    """Return the object at `module:object`. Raise UsageError if another package's entry cannot be imported."""
+    """Raise UsageError if another package's entry cannot be imported."""
     module, _, attribute = where.partition(":")
     try:
         return getattr(import_module(module), attribute)

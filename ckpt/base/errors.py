@@ -2,11 +2,13 @@
 
     CkptError
     |- UsageError       2  wrong arguments or options
-    |  `- SeveralRunsError  the folder of several runs was given
+    |  |- SeveralRunsError  the folder of several runs was given
+    |  `- UnknownArchitectureError  no table or library knows the model's tensors
     |- NotFoundError    3  a missing path, or a format ckpt doesn't know
     |- CorruptError     4  a checkpoint that is damaged or contradicts itself
     |  |- SourceGoneError  a source file disappeared during the read
     |  `- IncompleteError  an unfinished save: files are missing, empty or cut off
+    |     `- NeverWholeError  the trainer saves no complete training state
     |- UnsafeError      5  content that would run code or reach outside its folder
     |- LossError        6  going on would lose information
     |  |- HalfError        optimizer states without their model

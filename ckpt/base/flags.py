@@ -63,7 +63,7 @@ class OptionGroup:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """Return the group with values from a function's keyword arguments. Ignore keywords without a field."""
+        """Ignore keywords without a field."""
         names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in keywords.items() if name in names})
 

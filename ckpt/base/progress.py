@@ -90,5 +90,4 @@ class Meter:
 
 
 def progress(total: int, phase: str, *, quiet: bool) -> contextlib.closing[Meter]:
-    """Return a meter for `total` bytes on stderr. It shows elapsed time if `total` is 0."""
     return contextlib.closing(Meter(total, phase, quiet=quiet))

@@ -11,7 +11,7 @@ import sys
 from typing import TextIO
 
 INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
-#: True if the command's result is files, and stdout only says where they are.
+#: stdout only says where the files are.
 work_is_files = False
 
 
@@ -89,7 +89,7 @@ def prepare() -> None:
 
 
 def flush_output() -> str | None:
-    """Flush stdout. Return the reason if the output could not be written, None on success or if the reader left."""
+    """Return the reason if the output could not be written, None on success or if the reader left."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -120,7 +120,7 @@ def coloured(stream: TextIO) -> bool:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return the width of a terminal, or None for a file or a pipe: they get unfolded lines."""
+    """Return None for a file or a pipe: they get unfolded lines."""
     if not stream.isatty():
         return None
     import shutil

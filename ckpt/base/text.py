@@ -63,7 +63,6 @@ def pluralize(number: int, what: str, spec: str = "") -> str:
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
-    """Return a hint with the closest names in `known`, or None."""
     spelled = {name.lower(): name for name in known}
     near = [spelled[name] for name in difflib.get_close_matches(typed.lower(), spelled, 2)]
     return f"did you mean {' or '.join(near)}?" if near else None

@@ -86,7 +86,6 @@ def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[
 
 
 def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]], others: Any) -> inspect.Signature:
-    """Return the signature with a keyword for each field of `groups`."""
     signature = inspect.signature(function)
     if not groups:
         return signature

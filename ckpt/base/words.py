@@ -33,7 +33,6 @@ class Keyword:
     is_free: bool = False
 
     def takes(self, value: str) -> bool:
-        """Return True if the word after the option is its value."""
         if value.startswith("'") or _TO_FILL_IN.fullmatch(value) or value in self.choices:
             return True
         if self.is_free:
@@ -49,7 +48,6 @@ class Keyword:
 
 @cache
 def keywords() -> Mapping[str, Keyword]:
-    """Return the keywords of all commands with a Python function, by option name."""
     # It is far above this module, and every error needs this module.
     found: Mapping[str, Keyword] = import_module("ckpt.options.keywords").keywords()
     return found

@@ -80,6 +80,7 @@ class Digests(Returned):
         return f"<{', '.join(f'{kind} {digest}' for kind, digest in self.whole.items())}>"
 
     def lines(self, tensors: bool = False) -> Iterator[str]:
+        """Yield each kind's digest, and each tensor's digest if `tensors`."""
         for kind, digest in self.whole.items():
             yield f"{ALGORITHM}:{digest}  {kind}  ({pluralize(len(self.of_kind(kind)), 'tensor')})"
         for one in self.tensors if tensors else ():

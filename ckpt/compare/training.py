@@ -87,6 +87,7 @@ class RunReport(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
+        """Yield the report's lines. `verbose` shows every difference."""
         shown = self.differences if verbose else self.differences[:_SHOWN]
         yield from map(str, shown)
         if len(shown) < len(self.differences):

@@ -104,7 +104,7 @@ class TrainingState:
     extra_state: Mapping[str, Any] | None = None
     #: By entry (`rng_state`) and by the format's name for the rank.
     per_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: By engine and name.
+    #: Entries that only one engine understands, by engine and name.
     private: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -374,7 +374,7 @@ class Layout:
         return {name: getattr(self, name) for name in OF_FILES if getattr(self, name) != getattr(usual, name)}
 
     def num_ranks(self, checkpoint: Checkpoint) -> int:
-        """Raise UsageError if neither the source nor the user gives the number of ranks."""
+        """Return the number of ranks to write. Raise UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
         if found is None:
             what, hint = "the source has no rank count", "pass --world-size N"

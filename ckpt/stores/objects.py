@@ -286,7 +286,7 @@ def _client(kind: str, bucket: str) -> Any:
 
 
 def _s3_options(bucket: str) -> dict[str, Any]:
-    """Return credentials, region and endpoint from the places used by AWS's own tools."""
+    """Use the places of AWS's own tools."""
     from botocore.configprovider import ConfiguredEndpointProvider
     from botocore.session import Session
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -305,7 +305,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
 
 
 def _object_version(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
-    """Return an object's ETag, or its size and time in seconds if the listing has no ETag."""
+    """Return an object's ETag. Without one in the listing, return its size and time in seconds."""
     if listed.identity is not None:
         return entry.identity, 0, 0
     return None, entry.size, entry.modified_ns // 10**9

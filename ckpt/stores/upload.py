@@ -37,7 +37,7 @@ _AHEAD = 3  # parts per file
 _CLAIM = ".ckpt-uploading"  # exists while a process writes
 _MAX_PARTS = 9000  # S3's limit is 10,000
 
-#: Files that tell a loader the checkpoint exists. They are sent after all others arrived.
+#: They tell a loader that the checkpoint exists, so they are sent last.
 LAST_FILES = re.compile(
     r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
 )
@@ -149,7 +149,7 @@ def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[Targe
 
 
 def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
-    """Create stand-ins for the target's files, so that they can be read before the upload ends."""
+    """Create stand-ins, so that files can be read before the upload ends."""
 
     def fetch(name: str, start: int, stop: int) -> memoryview:
         buffer = memoryview(bytearray(stop - start))
@@ -189,7 +189,6 @@ class _Sending:
     def send(
         self, files: Sequence[TargetFile], hashing: bool, contents: Mapping[str, bytes] | None = None
     ) -> dict[str, FileDigest]:
-        """Send files in parallel. Return their digests if `hashing`."""
         pieces = {file.name: pieces_of(file, max_pieces(len(files))) for file in files}
         found: dict[str, FileDigest] = {}
 
