@@ -1,11 +1,4 @@
-"""Work in the training loop besides training.
-
-OUTPUT/metrics.jsonl     one line per step: loss, grad norm, learning rate, tokens per second, the batch with a
-                         digest of its tokens, and each rank's step time, peak memory and own loss
-OUTPUT/spikes.jsonl      one line per loss spike
-OUTPUT/records/          one record per complete checkpoint (records.py)
-OUTPUT/heartbeats/       signs of life (heartbeat.py)
-"""
+"""Work in the training loop besides training. docs/operations.md describes its files."""
 
 import json
 import resource

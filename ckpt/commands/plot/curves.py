@@ -1,7 +1,7 @@
 """Loss curves of runs as an SVG, and the largest distance between them.
 
 A run is a folder of `python -m train` (with metrics.jsonl) or of an HF Trainer script (with trainer_state.json in its
-newest checkpoint). Each start of a run has a mark. Repeated steps are drawn twice.
+newest checkpoint). Each start has a mark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Comparison of a job's nodes within a minute: `srun ckpt preflight RUN_FOLDER`.
-
-    n2: deepspeed 0.18.1, and 0.19.8 on n1
-    n3: not heard of within 40 s; its task did not start, or it cannot reach n1 at port 24017
+"""Comparison of a job's nodes within a minute: `srun ckpt preflight RUN_FOLDER` (docs/training.md).
 
 All nodes send their facts to the first node, at the port for training. It tests the way back, and reports each
 difference. No framework is imported: imports are slow, and may fail on one node.

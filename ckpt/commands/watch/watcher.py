@@ -1,8 +1,7 @@
 """Search for a run's rank that died or stalled, with its stack.
 
-A rank is dead when its process is gone. It is frozen when it beats no more (a stopped process, a machine that is down).
-It is stuck when it beats, but has been in the same step and phase for too long. One stuck rank makes all ranks stuck:
-the guilty one is outside a collective while others wait in it, or is behind them.
+docs/operations.md defines dead, frozen and stuck ranks. One stuck rank makes all ranks stuck: the guilty one is outside
+a collective while others wait in it, or is behind them.
 """
 
 from __future__ import annotations
