@@ -1,7 +1,7 @@
 """Files and param groups for experts in DeepSpeed MoE layers, loaded by a ZeRO-1 or 2 engine.
 
 All layers need the same `ep_size`. With several, the order of the optimizer's groups differs in each process, because
-DeepSpeed sorts them by a set of strings (deepspeed 0.19.8, moe/utils.py,
+DeepSpeed orders them by a set of strings (deepspeed 0.19.8, moe/utils.py,
 `split_params_into_different_moe_groups_for_optimizer`).
 """
 

@@ -138,7 +138,7 @@ class Full(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Return a torch file, or a folder with one (`tag` names one in it).
 
-        Skip safetensors weights: `pytorch_model.bin` is only a copy beside them.
+        Skip a folder with safetensors weights: its `pytorch_model.bin` is only a copy.
         """
         if path.is_file():
             return path if _is_weights_name(path.name) and _is_torch_file(path, or_large=True) else None

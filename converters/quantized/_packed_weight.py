@@ -21,13 +21,13 @@ from converters.quantized.blocks import spans
 
 #: Elements computed at a time, in steps.
 ELEMENTS = 1 << 21
-#: Elements per step. A step's temporaries fit the processor's cache.
+#: A step's temporaries fit the processor's cache.
 STEP = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """Weight in the dtype in which it would be written plain. `path` is the checkpoint's.
+    """Weight in the dtype in which it would be written plain.
 
     `fused` are the weights that servers fuse with this one. `stored` has its parts in a model to imitate.
     """
@@ -44,7 +44,7 @@ class PlainWeight:
         return self.choice.tensor.shape
 
     def read(self, box: Box) -> NDArray:
-        """Return a box's values in fp32, rounded to the weight's dtype. Raise CorruptError for NaN or infinity."""
+        """Return fp32 values, rounded to the weight's dtype. Raise CorruptError for NaN or infinity."""
         bits, dtype = read_box(self.choice.tensor, box, self.computed).reshape(-1), self.choice.tensor.dtype
         for target in (self.choice.dtype, FLOAT32):
             if target != dtype:
@@ -68,7 +68,7 @@ class PlainWeight:
         )
 
     def row_boxes(self, size: int, step: int = 1) -> list[Box]:
-        """Return boxes of whole rows that tile the weight: `size` elements, and a multiple of `step` rows, each."""
+        """Return boxes of whole rows: `size` elements, and a multiple of `step` rows, each."""
         shape = self.shape
         rows = max(step, size // max(1, shape[-1]) // step * step)
         return [
@@ -78,7 +78,6 @@ class PlainWeight:
         ]
 
     def check_dtype(self, method: str, *dtypes: DType) -> None:
-        """Raise UsageError unless the weight has one of the `dtypes`."""
         if self.choice.dtype not in dtypes:
             raise UsageError(
                 f"--quantize {method} can't quantize weights in {self.choice.dtype}",
@@ -90,7 +89,6 @@ class PlainWeight:
             )
 
     def refused(self, why: str, found: object) -> CorruptError:
-        """Return the error for values that the method can't hold."""
         return CorruptError(why, path=self.path, fqn=self.fqn, found=found)
 
 
@@ -101,7 +99,6 @@ class FusedWeights:
         self._members, self._lock, self._largest = members, Lock(), np.float32(-1)
 
     def largest(self) -> np.float32:
-        """Return the largest absolute value."""
         with self._lock:
             if self._largest < 0:
                 found = [np.float32(0)]
@@ -114,14 +111,13 @@ class FusedWeights:
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Tensor of a quantized weight: one element for every `rows` by `columns` plain ones. None is the whole row."""
+    """Part with one element for every `rows` by `columns` plain ones. None is the whole row."""
 
     dtype: DType
     rows: int = 1
     columns: int | None = 1
 
     def box(self, box: Box) -> Box:
-        """Return the part's box for some plain rows."""
         *lead, first, _ = box.offsets
         *ones, num_rows, num_columns = box.sizes
         columns = 1 if self.columns is None else num_columns // self.columns
@@ -133,7 +129,7 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """A box in each part, and a function that computes all boxes' bytes, one after the other.
+    """A box in each part, and a function that computes all boxes' bytes in a row.
 
     `plain` is the box in the plain weight; None means that all rows share the parts. `is_transposed` if the parts' rows
     are its columns.
@@ -147,7 +143,7 @@ class PackedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PackedParts:
-    """Parts of a quantized weight: their dtypes and shapes by name template, and blocks that tile them."""
+    """Parts of a quantized weight: dtypes and shapes by name template, and blocks that tile them."""
 
     parts: Mapping[str, tuple[DType, Shape]]
     blocks: tuple[PackedBlock, ...]
@@ -155,13 +151,12 @@ class PackedParts:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """Parts of a quantized weight in a checkpoint, with their `names` by template."""
+    """Parts of a weight in a checkpoint, with their `names` by template."""
 
     weights: StoredWeights
     names: Mapping[str, str]
 
     def content(self, parts: PackedParts, block: PackedBlock) -> memoryview:
-        """Return a block's bytes, like the block's own."""
         boxes = zip((self.names[template] for template in parts.parts), block.boxes, strict=True)
         found = [self.weights.read(name, box).reshape(-1).view(np.uint8) for name, box in boxes]
         return np.concatenate(found).data
@@ -188,7 +183,7 @@ Computation = Callable[[PlainWeight, NDArray], Sequence[NDArray]]
 
 
 def packed_by_rows(weight: PlainWeight, parts: Mapping[str, PackedPart], compute: Computation) -> PackedParts:
-    """Return parts computed some rows at a time. `compute` returns the parts of some fp32 rows."""
+    """Return parts computed some rows at a time. `compute` takes fp32 rows."""
     boxes = weight.row_boxes(ELEMENTS, max(part.rows for part in parts.values()))
     kinds = tuple(parts.values())
     blocks = (
@@ -199,7 +194,7 @@ def packed_by_rows(weight: PlainWeight, parts: Mapping[str, PackedPart], compute
 
 
 def _content_of_rows(weight: PlainWeight, box: Box, parts: Sequence[PackedPart], compute: Computation) -> memoryview:
-    """Return the bytes of all parts for some rows, computed in steps that fit the processor's cache."""
+    """Compute all parts' bytes for some rows, in steps that fit the processor's cache."""
     *lead, first, _ = box.offsets
     *ones, num_rows, num_columns = box.sizes
     step = max(part.rows for part in parts)

@@ -24,12 +24,12 @@ from ckpt.plan.tensors import Box, Region, Shape, Tensor, Whole, whole
 from converters.quantized.blocks import BLOCK, spans
 from converters.quantized.floats import e2m1_pairs, e4m3_values, e8m0_values
 
-#: Elements per step of an operation on a matrix, fitting the processor's cache.
+#: Elements per step of a matrix operation, fitting the processor's cache.
 _CACHE_SIZED = 1 << 18
 #: Dtypes for exponents.
 _EXPONENTS = (BY_NAME["float8_e8m0fnu"], BY_NAME["uint8"])
 E4M3 = BY_NAME["float8_e4m3fn"]
-#: Models with transformers' Conv1D linear layers, for use without transformers.
+#: Models with Conv1D layers, for use without transformers.
 _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 
 
@@ -63,22 +63,19 @@ class Weight:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Tensors to search for quantized weights.
-
-    `dtype` is the target dtype.
-    """
+    """Tensors to search for quantized weights. `dtype` is the target's."""
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Tensor]
     dtype: DType
 
     def read(self, fqn: str, box: Box | None = None) -> NDArray:
-        """Return raw bits from a tensor, or from a box in it."""
+        """Return raw bits."""
         tensor = self.tensors[fqn]
         return read_box(tensor, whole(tensor.shape) if box is None else box, self.checkpoint.computed)
 
     def header(self, fqn: str) -> Mapping[str, str]:
-        """Return the header metadata of a tensor's safetensors file. Empty if the tensor is not in one file."""
+        """Return the header metadata of a tensor's safetensors file."""
         source = self.tensors[fqn].source
         path = source.extent.path if isinstance(source, Whole) else ""
         if path and path not in self._headers:
@@ -165,17 +162,15 @@ def as_rounded(values: NDArray, dtype: DType) -> NDArray:
 
 
 def as_bits(values: NDArray, dtype: DType) -> NDArray:
-    """Return fp32 `values` as raw bits in `dtype`."""
     return np.frombuffer(rounded(values, dtype), storage_dtype(dtype)).reshape(values.shape)
 
 
 def read_e4m3(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-    """Return some rows of an e4m3 matrix in fp32."""
     return e4m3_values()[stored.read(fqn, box).view(np.uint8).reshape(box.sizes[-2:])]
 
 
 def read_e2m1(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-    """Return some rows of an e2m1 matrix in fp32. `box` is in the plain matrix; a byte packs two of its columns."""
+    """Return rows in fp32. `box` is in the plain matrix; a byte packs two of its columns."""
     packed = stored.read(fqn, Box(box.offsets, (*box.sizes[:-1], box.sizes[-1] // 2)))
     return e2m1_pairs()[packed.view(np.uint8)].reshape(box.sizes[-2:])
 
@@ -194,7 +189,7 @@ def grouped(operate: np.ufunc, values: NDArray, numbers: NDArray, index: NDArray
 
 
 def model_dtype(config: Mapping[str, Any] | None) -> DType:
-    """Return the dtype in the model's config, or bfloat16, the usual dtype for loading quantized models."""
+    """Return the config's dtype, or bfloat16, the usual dtype for loading quantized models."""
     for part in config_parts(config):
         name = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
         for dtype in CASTABLE.values():
@@ -204,7 +199,7 @@ def model_dtype(config: Mapping[str, Any] | None) -> DType:
 
 
 def rounded(values: NDArray, *dtypes: DType) -> memoryview:
-    """Round fp32 `values` to each dtype in turn, and return the bytes in the last one."""
+    """Round fp32 `values` to each dtype in turn, and return the last one's bytes."""
     bits, now = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32), FLOAT32
     for dtype in dtypes:
         if dtype != now:
@@ -213,12 +208,11 @@ def rounded(values: NDArray, *dtypes: DType) -> memoryview:
 
 
 def num_groups(num_in: int, size: int) -> int:
-    """Return the number of groups of inputs. A `size` of -1 means one group for all."""
+    """Return the number of groups. A `size` of -1 means one group for all."""
     return 1 if size <= 0 else -(-num_in // size)
 
 
 def group_index(num_in: int, size: int) -> NDArray:
-    """Return each input's group, in order."""
     return np.arange(num_in) // (size if size > 0 else max(1, num_in))
 
 
@@ -245,10 +239,7 @@ class ScaleGrid:
     columns: int | None = None
 
     def scales(self, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-        """Return the scales for some of a matrix's rows in fp32, with shape [blocks of rows, blocks of columns].
-
-        `box` starts at a block's start.
-        """
+        """Return fp32 scales, [blocks of rows, blocks of columns]. `box` starts at a block's start."""
         part, count = self._part(stored.tensors[fqn].shape, box)
         return stored.scales(fqn, part).reshape(count, -1)
 
@@ -258,7 +249,7 @@ class ScaleGrid:
         return stored.read(fqn, part).reshape(count, -1)
 
     def _part(self, shape: Shape, box: Box) -> tuple[Box, int]:
-        """Return the box in a tensor of this `shape`, and its blocks of rows. Dims of size 1 may differ."""
+        """Return the box in this `shape`, and its blocks of rows. Dims of size 1 may differ."""
         *lead, first, _ = box.offsets
         start, stop = (0, 1) if self.rows is None else (first // self.rows, -(-(first + box.sizes[-2]) // self.rows))
         inner = shape[len(lead) :]
@@ -280,7 +271,7 @@ class ScaleGrid:
                 some = np.repeat(some, self.columns, axis=1)[:, :num_columns]
             if some.shape[0] > 1 and height > 1:
                 some = np.repeat(some, height, axis=0)[start - first * height : stop - first * height]
-            with np.errstate(over="ignore", invalid="ignore"):  # a value may be out of range, like in the library
+            with np.errstate(over="ignore", invalid="ignore"):  # out of range, like in the library
                 operate(values[start:stop], some, out=values[start:stop])
 
 
@@ -294,7 +285,7 @@ def by_rows(
     *,
     step: int = 1,
 ) -> Weight:
-    """Return a weight computed some rows at a time: a multiple of `step`."""
+    """Compute some rows at a time: a multiple of `step`."""
     rows = max(step, BLOCK // max(1, shape[-1]) // step * step)
     boxes = (
         Box((*lead, start, 0), (*(1 for _ in lead), stop - start, shape[-1]))

@@ -39,7 +39,6 @@ class Original:
 
     @classmethod
     def of(cls, like: Checkpoint, method: str, quantizer: Quantizer) -> Original:
-        """Return the original. Raise UsageError if it is not quantized."""
         found = cls(like, quantized_weights(like), method, quantizer)
         if not found.weights.owners or found.weights.quantization is None or like.namespace != HUB:
             raise found.refused("the model given with --like has no quantized weights", found=like.format)
@@ -54,7 +53,6 @@ class Original:
 
     @property
     def entry(self) -> object:
-        """The config's entry for the quantization."""
         return (self.checkpoint.config or {})[QUANTIZATION_ENTRY]
 
     def chosen(self, weights: Mapping[str, PlainWeight], checkpoint: Checkpoint) -> dict[str, PlainWeight]:
@@ -72,7 +70,7 @@ class Original:
         return {fqn: weights[fqn] for fqn in self.weights.owners if fqn in weights}
 
     def added_to(self, checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Checkpoint:
-        """Return `checkpoint` with the original's files as sources, and a note on dtypes that differ."""
+        """Add the original's files as sources, and a note on dtypes that differ."""
         stored = self.checkpoint.tensors
         pairs = ((one.dtype, stored[fqn, WEIGHT].dtype) for fqn, one in chosen.items() if (fqn, WEIGHT) in stored)
         counts = Counter(pair for pair in pairs if pair[0] != pair[1])
@@ -89,7 +87,7 @@ class Original:
         )
 
     def pack(self, weight: PlainWeight) -> list[PackedParts]:
-        """Return the quantized parts. Rows with the original's values have the original's bytes.
+        """Return the parts, with the original's bytes for rows with the original's values.
 
         Raise UsageError if the original's parts differ in names, dtypes, shapes or meaning.
         """
@@ -123,7 +121,7 @@ class Original:
 
 @dataclass(frozen=True)
 class _KeptRows:
-    """Original's bytes for rows with the original's values. `scalars` are the parts shared by all rows."""
+    """Original's bytes for rows with the original's values. `scalars` are shared by all rows."""
 
     weight: PlainWeight
     stored: StoredParts
@@ -149,7 +147,7 @@ class _KeptRows:
         return mixed.data
 
     def _is_kept(self, block: PackedBlock) -> NDArray:
-        """Return a flag for each row of scales."""
+        """Flag the rows of scales."""
         assert block.plain is not None
         ours = self.weight.read(block.plain).view(np.uint32)
         same: NDArray = np.any([ours == _bits(one, block.plain) for one in self.originals], axis=0)

@@ -28,16 +28,14 @@ _LINEAR = re.compile(
     r"(?:self_attn|attention|mlp|feed_forward|block_sparse_moe)\.(?:(?:experts\.\d+|shared_experts?|shared_mlp)\.)?"
     r"(?P<module>[qkvo]_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|down_proj|gate_up_proj|w[123])\.weight"
 )
-#: Modules that servers fuse. They need one format, and one global scale.
+#: Servers fuse these modules. They need one format, and one global scale.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-#: Dtypes in which the libraries quantize.
 _SOURCES = (BFLOAT16, FLOAT16, FLOAT32)
 _NUMBER = re.compile(r"\d+")
 _MAX_SHOWN = 12
 
 
 def rule(checkpoint: Checkpoint, method: str) -> str:
-    """Return the rounding rule for a method and a model."""
     return _quantizer(checkpoint, method).rule
 
 
@@ -46,11 +44,11 @@ def _quantizer(checkpoint: Checkpoint, method: str) -> Quantizer:
 
 
 def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None, like: Checkpoint | None = None) -> Checkpoint:
-    """Replace plain linear weights in `checkpoint` by quantized ones, and record the method in its config.
+    """Replace plain linear weights by quantized ones, and record the method in the config.
 
-    `checkpoint` has Hub names. `method` is a value of `--quantize`. The weights are rounded to `dtype` first (None: the
-    model's own). `like` is a model to imitate. Raise UsageError for a quantized model, or a model without config or
-    suitable weights, LossError if `like` has other tensors.
+    `checkpoint` has Hub names. The weights are rounded to `dtype` first (None: the model's own). `like` is a model to
+    imitate. Raise UsageError for a quantized model, or without config or suitable weights, LossError if `like` has
+    other tensors.
     """
     quantizer = _quantizer(checkpoint, method)
     _check_plain(checkpoint)
@@ -81,7 +79,6 @@ def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None, like: Ch
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
-    """Raise UsageError for a model without config, LossError if it is quantized."""
     if checkpoint.config is None:
         raise UsageError(
             "--quantize needs the model's config.json",
@@ -107,7 +104,7 @@ def _suitable(
 ) -> dict[str, PlainWeight]:
     """Return the weights to quantize. Fused ones are quantized together, or stay plain together.
 
-    Raise UsageError if there are none, or if experts would stay plain.
+    Raise UsageError if experts would stay plain.
     """
     parts = config_parts(checkpoint.config)
     num_layers = next((n for one in reversed(parts) if type(n := one.get("num_hidden_layers")) is int), None)
@@ -170,7 +167,7 @@ def _fused_name(fqn: str) -> str:
 
 
 def _tensors(fqn: str, packed: PackedParts) -> dict[Key, Tensor]:
-    """Return the tensors of some parts. A block's content has the bytes of all of them."""
+    """Return the tensors. A block's content has the bytes of all of them."""
     module = fqn.rpartition(".")[0]
     fragments: list[list[Fragment]] = [[] for _ in packed.parts]
     for number, block in enumerate(packed.blocks):

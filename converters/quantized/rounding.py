@@ -28,8 +28,6 @@ _EPSILONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class _FilledWeights(StoredWeights):
-    """Weights with some parts replaced by a repeated byte."""
-
     fills: Mapping[str, int]
 
     def read(self, fqn: str, box: Box | None = None) -> NDArray:
@@ -43,7 +41,7 @@ class _FilledWeights(StoredWeights):
 
 @dataclass(frozen=True, slots=True)
 class _RoundedBlock:
-    """Region of a weight: its plain values, its scales, and the scales with 1.0 in place of stored e4m3 numbers."""
+    """Plain values, scales, and the scales with 1.0 in place of stored e4m3 numbers."""
 
     values: WeightBlock
     scales: WeightBlock
@@ -65,7 +63,7 @@ class RoundedWeight:
         return self.rounding.unbounded
 
     def errors(self, plain: Tensor, computed: Computed) -> Iterator[tuple[Region, int, NDArray, NDArray]]:
-        """Yield errors against `plain` in units of the scale, and True for each error beyond the bound.
+        """Yield errors in units of the scale, and True for each error beyond the bound.
 
         They belong to the elements in a region from a position on, in row-major order.
         """
@@ -131,7 +129,7 @@ def _values_and_steps(values: tuple[float, ...]) -> tuple[NDArray, NDArray]:
 
 
 def _block_values(block: WeightBlock) -> NDArray:
-    """Return a block's fp32 values in its region's row-major order."""
+    """Return fp32 values in the region's row-major order."""
     values = np.frombuffer(block.content(), np.float32)
     if block.transposed and isinstance(block.region, Box):
         values = values.reshape(block.region.sizes[::-1]).T.reshape(-1)
@@ -144,7 +142,7 @@ def _read_region(tensor: Tensor, region: Region, computed: Computed) -> NDArray:
 
 
 def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
-    """Return a checkpoint's quantized weights by plain name. Raise the errors of `dequantized`."""
+    """Return quantized weights by plain name. Raise the errors of `dequantized`."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantized = quantized_weights(checkpoint)
     check_parts_known(checkpoint, quantized)

@@ -1,7 +1,7 @@
 """Declarations: the parts of a quantized weight, their dtypes and shapes.
 
 A part's name is a template: `{w}` is the plain weight's name, `{m}` its module's path prefix. Shapes follow from the
-plain weight's shape, [..., out, in]. `converters.quantized.methods` has one module per method.
+plain weight's shape, [..., out, in].
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ EPSILON = 2.0**-20
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Rounding of numbers to a method's values. A rounded number is at most half a step off, in units of `scale`.
+    """Rounding to a method's values, at most half a step off, in units of `scale`.
 
     `unit` fills parts with bytes under which every plain value is its scale. `values` are the method's values, in
     order; if empty, they are integers with magnitudes up to `span`. Numbers beyond the last value are cut to it: how
@@ -80,14 +80,14 @@ class Rounding:
 
 
 class Dequantizer(Protocol):
-    """Computation of a plain weight from its `parts`, by name template. Schemes compare equal ones as one."""
+    """Computation of a plain weight from its `parts`. Schemes compare equal ones as one."""
 
     def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str], /) -> Weight: ...
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownValues:
-    """Dequantizer for settings under which the values are unproved. `found` names them."""
+    """Dequantizer for settings with unproved values. `found` names them."""
 
     found: str
 
@@ -101,8 +101,8 @@ class Quantizer:
 
     `pack` computes a weight's parts, by the rounding `rule`. `settings` returns the config's entry, for the modules
     that stay plain. `blocks` are the rows and columns that share a scale: a weight with a partial block stays plain.
-    `names` match the weights, with the group `layer`; None matches linear layers. `model_types` names the only models
-    for this quantizer; None means every other model.
+    `names` match the weights, with the group `layer`; None matches linear layers. `model_types` None means all models
+    without their own quantizer.
     """
 
     pack: Callable[[PlainWeight], Sequence[PackedParts]]
@@ -118,11 +118,10 @@ class Scheme:
     """All parts of a weight by name template.
 
     `plain` computes the plain shape from the shape of the part `packed`. If `may_transpose`, this is a Conv1D's
-    transposed shape. If `is_stack` is True, the scheme is only for
-    experts in one tensor, with a name not ending in `weight`. If False, it is only for all other weights. `bits` is the
-    size of an element if the packed part has no dims. `dequantize` is None if the values are unknown, `rounding` if
-    nothing is known about their error. `joins_experts` is True if transformers 5.23 joins such experts while loading
-    (`quantizers/base.py`, `update_weight_conversions`).
+    transposed shape. `is_stack` True is only for experts in one tensor, with a name not ending in `weight`, False only
+    for all others. `bits` is the size of an element if the packed part has no dims. `dequantize` is None if the values
+    are unknown, `rounding` if their error is. `joins_experts` is True if transformers 5.23 joins such experts while
+    loading (`quantizers/base.py`, `update_weight_conversions`).
     """
 
     packed: str
@@ -140,11 +139,10 @@ class Scheme:
 class Method:
     """Quantization method, with its names in `quant_method`.
 
-    `schemes` returns its schemes for the recorded settings, or None if the settings are unknown. `unrecorded` returns
-    the schemes that describe themselves, for checkpoints without a recorded method. If `takes_plain`, its loader
-    quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may have settings of their own,
-    under their names. `unwritable` is the reason why safetensors files written by ckpt can't hold the weights.
-    `quantizers` compute the weights, by value of `--quantize`.
+    `schemes` returns None for unknown settings, `unrecorded` the schemes for checkpoints without a recorded method. If
+    `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may
+    have settings of their own, under their names. `unwritable` is the reason why safetensors files written by ckpt
+    can't hold the weights. `quantizers` compute the weights, by value of `--quantize`.
     """
 
     names: tuple[str, ...]
@@ -166,12 +164,11 @@ def scalar(plain: Shape) -> list[Shape]:
 
 
 def per_output(plain: Shape) -> list[Shape]:
-    """Return the shapes for one number per output."""
     return [(*plain[:-2], plain[-2], 1), (*plain[:-2], plain[-2])]
 
 
 def per_group(rows: int, columns: int) -> ShapeList:
-    """Return the shapes for one number per block, with `rows` by `columns` elements."""
+    """Return the shapes for one number per block."""
 
     def shapes(plain: Shape) -> list[Shape]:
         return [(*plain[:-2], -(-plain[-2] // max(1, rows)), -(-plain[-1] // max(1, columns)))]
@@ -180,7 +177,7 @@ def per_group(rows: int, columns: int) -> ShapeList:
 
 
 class _AnyBlocks:
-    """Legal scale shapes for blocks that tile the weight, in any size."""
+    """Scale shapes for blocks that tile the weight, in any size."""
 
     def __init__(self, plain: Shape) -> None:
         self._plain = plain
@@ -206,12 +203,10 @@ def wider(factor: int) -> Callable[[Shape], Shape]:
 
 
 def optional(dtypes: tuple[str, ...] = FLOATS, shapes: Shapes | None = None) -> Part:
-    """Return a part that a weight may lack."""
     return Part(dtypes, shapes, required=False)
 
 
 def for_activations(dtypes: tuple[str, ...] = FLOATS, shapes: Shapes | None = None, *, required: bool = False) -> Part:
-    """Return a part without effect on the weight's values."""
     return Part(dtypes, shapes, required, is_for_activations=True)
 
 

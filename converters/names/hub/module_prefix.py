@@ -49,7 +49,7 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
     inside = {one for one in parts if one == "0"} if parts and all(map(str.isdecimal, parts)) else parts - {_VALUE_HEAD}
     if len(inside) == 1 < len(parts):
         names = [name for name in names if name.partition(".")[0] in inside]
-    # shared by all names, if by the first and last in order
+    # shared by the first and last name, so by all
     first, last = min(names, default="").split("."), max(names, default="").split(".")
     count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
     prefixes = [".".join((*first[:end], "")) for end in range(1, count + 1)]

@@ -96,9 +96,9 @@ _WORD = 8  # rows that share a word of packed zero points
 
 @dataclass(frozen=True, slots=True)
 class _CompressedWeight:
-    """Product of a matrix and its scales, after its zero points. `bits` is the size of an element of packed integers.
+    """Product of a matrix and its scales, after its zero points.
 
-    `dtype` is the product's; None is the scales'.
+    `bits` is the size of a packed integer. `dtype` is the product's; None is the scales'.
     """
 
     packed: str
@@ -121,7 +121,7 @@ class _CompressedWeight:
             raise stored.unsupported(parts[ZERO], found=f"zero points in {stored.tensors[parts[ZERO]].dtype}")
         if GLOBAL in parts:
             factor = stored.tensors[parts[GLOBAL]]
-            if factor.shape != (1,):  # a number without dims makes torch compute in another precision
+            if factor.shape != (1,):  # without dims torch computes in another precision
                 raise stored.unsupported(parts[GLOBAL], expected=[1], found=list(factor.shape))
             if not stored.scales(parts[GLOBAL]).all():
                 raise stored.corrupt(parts[GLOBAL], "a positive number", 0.0)
@@ -175,7 +175,7 @@ def _read_int8(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
 
 
 def _read_packed(bits: int, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-    """Return some rows of packed integers. Half of their range is added to them before packing."""
+    """Return packed integers. Half of their range is added to them before packing."""
     words = Box(box.offsets, (box.sizes[0], stored.tensors[fqn].shape[1]))
     values = unpacked(stored.read(fqn, words), bits)[:, : box.sizes[1]].astype(np.float32)
     values -= np.float32(1 << bits - 1)
@@ -204,7 +204,7 @@ def _compressed_tensors(settings: Settings) -> list[Scheme] | None:
 
 
 def _changes(settings: Settings) -> Iterator[str]:
-    """Yield entries under which the stored values are not the plain ones: rotations, and sparse storage."""
+    """Yield entries for stored values that are not the plain ones: rotations, and sparse storage."""
     transform, sparsity = settings.get("transform_config"), settings.get("sparsity_config")
     if transform and (not isinstance(transform, Mapping) or transform.get("config_groups")):
         yield "transform_config"
@@ -238,7 +238,7 @@ def _compressed_group(format: str, group: Settings) -> list[Scheme] | None:
 
 
 def _rounding(format: str, weights: Settings) -> Rounding | None:
-    """Return a group's rounding to the nearest value. Calibrated weights (GPTQ, SmoothQuant) are not recorded."""
+    """Return the rounding to the nearest value. Calibrated weights (GPTQ, SmoothQuant) are not recorded."""
     bits, is_symmetric = number(weights, "num_bits") or 8, weights.get("symmetric", True) is True
     if format == "pack-quantized":
         zero, repeated = 1 << bits - 1, 1 if bits == 8 else 0x11
@@ -253,7 +253,7 @@ def _rounding(format: str, weights: Settings) -> Rounding | None:
 
 
 def _dequantizer(format: str, weights: Settings) -> Dequantizer:
-    """Return the computation of a group's values. UnknownValues if they were not compared with the library's."""
+    """Return UnknownValues for values that were not compared with the library's."""
     grid, bits, is_float = _grid(weights), weights.get("num_bits"), weights.get("type") == "float"
     is_symmetric = weights.get("symmetric", True) is True
     if weights.get("actorder") in ("group", "dynamic"):
@@ -287,7 +287,7 @@ _ARGS = ("weights", "input_activations")
 
 
 def _activation_parts(weights: Settings, inputs: Settings, format: str, scales: ShapeList | None) -> dict[str, Part]:
-    """Return the parts for asymmetric weights and for activations, required if the config says so."""
+    """Return the parts for asymmetric weights and for activations."""
     is_static, is_local = bool(inputs) and inputs.get("dynamic") is False, inputs.get("dynamic") == "local"
     is_global = format.startswith("nvfp4")
     zeros = Part((*INT8, *F8), scales)
@@ -338,7 +338,7 @@ def _packed_integers(bits: int, scales: Shapes | None, extra: Mapping[str, Part]
 
 
 def _packed_bytes(per_byte: int | None, parts: Mapping[str, Part]) -> Scheme:
-    """Return a scheme with `per_byte` values in a byte. None means four 6-bit values in three bytes."""
+    """Store `per_byte` values in a byte. None means four 6-bit values in three bytes."""
 
     def plain(packed: Shape) -> Shape:
         return (*packed[:-1], packed[-1] * per_byte if per_byte else packed[-1] * 4 // 3)
@@ -352,7 +352,7 @@ def _packed_bytes(per_byte: int | None, parts: Mapping[str, Part]) -> Scheme:
 def _packed_channels(
     dtype: DType, largest: float, encode: Callable[[NDArray], NDArray], weight: PlainWeight
 ) -> list[PackedParts]:
-    """Return a weight with a scale per row: the row's maximum becomes `largest`."""
+    """Scale each row: its maximum becomes `largest`."""
     parts = {WEIGHT: PackedPart(dtype), SCALE: PackedPart(weight.choice.dtype, 1, None)}
     return [packed_by_rows(weight, parts, partial(_channel_rows, largest, encode))]
 
@@ -407,7 +407,7 @@ def _packed_nvfp4(weight: PlainWeight) -> list[PackedParts]:
 
 
 def _global_scale(weight: PlainWeight) -> NDArray:
-    """Return the factor that makes the largest scale the largest e4m3 number, in the weight's dtype.
+    """Make the largest scale the largest e4m3 number, in the weight's dtype.
 
     A model to imitate keeps its own if no scale overflows.
     """
@@ -416,7 +416,7 @@ def _global_scale(weight: PlainWeight) -> NDArray:
         stored = weight.stored.scales(GLOBAL)
         if (stored * as_rounded(largest / np.float32(E2M1_MAX), dtype) < _E4M3_LIMIT).all():
             return stored
-    with np.errstate(over="ignore"):  # torch divides a number by a tensor in two steps
+    with np.errstate(over="ignore"):  # torch divides in two steps
         inverse = as_rounded(np.float32(1) / np.maximum(largest, _TINY[dtype]), dtype)
         factor = as_rounded(inverse * np.float32(E4M3_MAX * E2M1_MAX), dtype)
     return np.where(np.isfinite(factor), factor, np.float32(1))
@@ -433,7 +433,7 @@ def _nvfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
 
 _UINT8 = BY_NAME["uint8"]
 _E4M3_LIMIT = 464  # smaller numbers are rounded to e4m3's largest, 448, or below
-_EIGHTH = 0x20  # 1/8 in e4m3, for groups whose scale would be zero
+_EIGHTH = 0x20  # 1/8 in e4m3, if a group's scale would be zero
 _EPSILON = {BFLOAT16: 2**-7, FLOAT16: 2**-10, FLOAT32: 2**-23}
 _TINY = {BFLOAT16: np.float32(2**-126), FLOAT16: np.float32(2**-14), FLOAT32: np.float32(2**-126)}
 _WEIGHTS: Settings = {"dynamic": False, "symmetric": True}

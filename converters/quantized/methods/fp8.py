@@ -105,7 +105,7 @@ def _block_size(settings: Settings) -> tuple[int, int] | None:
 
 
 def _fp8(settings: Settings) -> list[Scheme]:
-    """Return schemes with block or tensor scales: DeepSeek-V3's `weight_scale_inv`, or DeepSeek-V4's `scale`."""
+    """Return schemes: DeepSeek-V3's `weight_scale_inv`, or DeepSeek-V4's `scale`."""
     size = _block_size(settings)
     grid = ScaleGrid(*size) if size else ScaleGrid() if settings else None
     scales = per_group(*size) if size else scalar if settings else None
@@ -119,7 +119,7 @@ def _fp8(settings: Settings) -> list[Scheme]:
         for name in names
         for of, is_stack, part in kinds
     ]
-    if size is None:  # AutoFP8, read by vLLM under the same method
+    if size is None:  # AutoFP8, read by vLLM
         parts = {WEIGHT: Part(F8), "{w}_scale": Part(FLOATS, lambda plain: scalar(plain) + per_output(plain))}
         found.append(Scheme(WEIGHT, {**parts, "{m}input_scale": activations}, tuple))
     if settings.get("expert_dtype") or settings.get("scale_fmt") or not settings or size:
@@ -154,7 +154,7 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
     for start in range(0, len(values), _SIZE):
         rows = values[start : start + _SIZE]
         largest = np.maximum(rows.max(axis=0), -rows.min(axis=0)).reshape(-1, _SIZE).max(axis=1)
-        with np.errstate(over="ignore", divide="ignore"):  # torch divides a number by a tensor in these two steps
+        with np.errstate(over="ignore", divide="ignore"):  # torch divides in these two steps
             factors = np.float32(1) / largest * np.float32(E4M3_MAX)
         factors[largest == 0] = 1
         if not np.isfinite(factors).all():

@@ -67,7 +67,7 @@ def _output_groups(stored: StoredWeights, name: str, exponents_name: str, box: B
     scales = stored.read(exponents_name, box)
     stored.check_finite(exponents_name, scales.reshape(-1) != E8M0_NAN, box)
     low, high = _tables(stored.dtype)
-    # Transpose the packed bytes: they are four times smaller than the result.
+    # Transpose the packed bytes: they are four times smaller.
     pairs = np.ascontiguousarray(packed.reshape(num_out, -1).T).reshape(num_groups, _BYTES, num_out)
     exponents = np.ascontiguousarray(scales.reshape(num_out, -1).T)
     result = np.empty((num_groups, _BYTES, 2, num_out), low.dtype)
@@ -92,7 +92,7 @@ def _tables(dtype: DType) -> tuple[NDArray, NDArray]:
 
 
 def _mxfp4(_: Settings) -> list[Scheme]:
-    """Return gpt-oss's scheme for experts: blocks [experts, out, groups, 16] for a plain [experts, in, out]."""
+    """Return gpt-oss's scheme: blocks [experts, out, groups, 16] for a plain [experts, in, out]."""
 
     def plain(packed: Shape) -> Shape:
         return (*packed[:-3], packed[-2] * packed[-1] * 2, packed[-3]) if len(packed) > 2 else packed
@@ -125,7 +125,7 @@ def _packed_experts(weight: PlainWeight) -> list[PackedParts]:
 
 
 def _packed_outputs(weight: PlainWeight, box: Box) -> memoryview:
-    """Compute some outputs of one expert, all their blocks and then all their scales. `box` is in the plain weight."""
+    """Compute some outputs of one expert: all their blocks, then all their scales. `box` is in the plain weight."""
     (expert, _, first_out), (_, num_in, num_out) = box.offsets, box.sizes
     num_groups = num_in // _GROUP
     packed, scales = np.empty((num_groups, _BYTES, num_out), np.uint8), np.empty((num_groups, num_out), np.uint8)
