@@ -36,7 +36,6 @@ _MATRICES = ("w1", "w2", "w3")
 
 
 def routers(model: RankFile, module: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Map a router's second names in the module dict to its names in `router`."""
     found: dict[str, str] = {}
     for layer in model.content.get(AUTOEP) or ():
         path = layer["module_path"] + "."
@@ -97,7 +96,6 @@ def _expert_fragment(stored: Any, expert: int, shape: Shape, fqn: str, path: str
 
 
 def recorded(model: RankFile) -> Sharing:
-    """Return the sharing, in layer order."""
     layers: Sequence[Mapping[str, Any]] = model.need(AUTOEP)
     if "folding" in model.content:
         raise experts_unsupported(model.path, " (AutoEP) with tensor parallelism")

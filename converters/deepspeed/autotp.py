@@ -50,7 +50,6 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
 
 
 def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> Checkpoint:
-    """Join the tensor-parallel ranks' shards to the whole model."""
     first = slices[0].checkpoint
     for other in slices[1:]:
         _check_alike(slices[0], other)

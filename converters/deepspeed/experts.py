@@ -58,7 +58,6 @@ def is_in_rows(config: Any) -> bool:
 
 
 def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-    """Return the number of experts per layer, and (layer, expert) for each expert."""
     recorded = model.content.get("num_experts") or []
     if not isinstance(recorded, Sequence) or not all(type(count) is int for count in recorded):
         raise CorruptError("the expert numbers are not a list", path=model.path, found=recorded)

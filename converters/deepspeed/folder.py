@@ -76,7 +76,6 @@ def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
 
 
 def zero_steps(path: Path) -> list[Path]:
-    """Return the step folders, newest first."""
     return newest_first(filter(is_step_folder, folders_in(path)))
 
 
@@ -230,7 +229,6 @@ def is_model_file(name: str) -> bool:
 
 
 def refuse_unsupported(folder: Path) -> None:
-    """Raise NotFoundError for tensor-parallel ranks or DeepSpeed-MoE without ZeRO files."""
     if not folder.is_dir() or is_universal(folder) or has_name(folder, PIPELINE_LAYER):
         return
     list_step_folder(folder)

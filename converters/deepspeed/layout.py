@@ -23,8 +23,6 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """Elements `start:stop` of parameter number `index`, at offset `at` in a rank's buffer."""
-
     index: int
     start: int
     stop: int

@@ -72,7 +72,6 @@ class DeepSpeedModel:
 
     @property
     def samples(self) -> int | None:
-        """Sequences consumed so far, counted by any trainer."""
         return positions.sequences_seen(self.state)
 
     @property

@@ -24,7 +24,6 @@ from converters.deepspeed.state_dict_names import StateDictNames, match
 
 
 def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
-    """Return the module's tensors by parameter and buffer name."""
     return module_and_names(model, num_tensor_parallel)[0]
 
 
@@ -67,7 +66,7 @@ def _state_dict(model: RankFile, num_tensor_parallel: int) -> dict[str, StoredTe
 
 
 def _is_component(name: str, value: Any) -> bool:
-    """Accept any dict as `_extra_state`."""
+    """Return True for an entry with parameters. `_extra_state` may be any dict, but has none."""
     if not isinstance(value, Mapping) or name.endswith("_extra_state"):
         return False
     return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
@@ -88,7 +87,6 @@ def whole(fqn: str, role: str, stored: StoredTensor, rank: int | None = None) ->
 def with_replicas(
     tensors: Mapping[Key, Tensor], ties: Mapping[str, str], module: Mapping[str, StoredTensor]
 ) -> dict[Key, Tensor]:
-    """Return the owners of ties, each with its stored alias as a replica."""
     found: dict[Key, Tensor] = {}
     for alias, owner in ties.items():
         tensor = tensors[owner, WEIGHT]

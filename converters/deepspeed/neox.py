@@ -45,7 +45,7 @@ _ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 
 
 def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing | None:
-    """Return how `ranks` share tensors if `file`, one rank's model file, is GPT-NeoX's."""
+    """Return None unless `file`, one rank's model file, is GPT-NeoX's."""
     args, module = attributes(file.content.get("args")), file.content.get("module")
     if "model_parallel_size" not in args or not isinstance(module, Mapping) or not all(map(sequential, module)):
         return None

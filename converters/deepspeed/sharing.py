@@ -96,7 +96,6 @@ class Sharing:
         return numbered(fqn, int(match[2]) % self._each(match)) if match else fqn
 
     def name_in_model(self, fqn: str, rank: int) -> str:
-        """Return the whole-model name of a rank's `fqn`."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, rank * self._each(match) + int(match[2])) if match else fqn
 

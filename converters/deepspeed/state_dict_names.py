@@ -30,7 +30,7 @@ class StateDictNames:
     unmatched: frozenset[str] = frozenset()
 
     def copies(self, trained: Container[str]) -> frozenset[str]:
-        """Return the names of second copies of `trained` parameters."""
+        """Return second copies' names."""
         return self.unmatched.union(fqn for fqn in self.renamed.values() if fqn in trained)
 
     def notes(self) -> Iterator[str]:

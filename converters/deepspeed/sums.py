@@ -11,7 +11,7 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 
 def added_up(tensors: Sequence[Tensor], path: str) -> tuple[Tensor, dict[str, Callable[[], memoryview]]]:
-    """Return the sum, and its computation by a made-up path for `Checkpoint.computed`."""
+    """Return the sum, and its computation by a made-up path."""
     first = tensors[0]
     if first.dtype not in (BFLOAT16, FLOAT16, FLOAT32):
         raise NotFoundError(

@@ -71,8 +71,6 @@ _STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
 
 
 class Universal(Format):
-    """Format `universal`."""
-
     name = "universal"
     title = "DeepSpeed Universal Checkpoint"
     aliases = ALIASES

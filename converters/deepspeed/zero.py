@@ -77,8 +77,6 @@ _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
 class Zero(Format):
-    """Formats `zero1`, `zero2` and `zero3`."""
-
     aliases = ALIASES
     namespace = TRANSFORMERS  # the in-memory model's names
     always_has_optimizer = True

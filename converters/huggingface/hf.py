@@ -116,7 +116,6 @@ class HuggingFace(Format):
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out one tensor per parameter and buffer, chosen by `ckpt.plan.precision`."""
         names = kept_names(checkpoint) if checkpoint.config else {}
         run = checkpoint.computes_in if layout.dtype is None else None
         dtype = run.dtype if run else layout.dtype

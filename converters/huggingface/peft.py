@@ -84,7 +84,6 @@ class Peft(Format):
         return find_step(path, tag, Steps(lambda folder: _weights(folder) is not None))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe an adapter's tensors, under the file's names without wrappers' names."""
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights(folder)
         if name is None:
@@ -114,7 +113,6 @@ class Peft(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out one safetensors file, with config and tokenizer."""
         adapter.check_is_there(checkpoint)
         parsed = map(adapter.parse_name, (fqn for fqn, _ in checkpoint.tensors))
         raw, config = settings_of(checkpoint, layers={name.module for name in parsed if name.kind == adapter.A})
@@ -158,7 +156,7 @@ PEFT = Peft()
 
 
 def prove_names(folder: Path) -> None:
-    """Raise LossError if names contain a wrapper's name, because PEFT does not load them."""
+    """Raise LossError for wrappers' names: PEFT does not load them."""
     name = _weights(folder) if PEFT.find(folder, None) else None
     _, wrapped = _stored(confined(folder, name)) if name else ({}, [])
     if wrapped:

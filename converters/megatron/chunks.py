@@ -123,8 +123,6 @@ class _Listed:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """Checkpoint as Megatron's model, with the source's or the target's layout."""
-
     checkpoint: Checkpoint
     args: Mapping[str, Any]
     grid: Grid
@@ -304,7 +302,6 @@ def _extra_name(module: str, spelling: Spelling) -> str:
 
 
 def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
-    """Describe the source's tensors in the layout to write."""
     args: dict[str, Any] = dict(checkpoint.state.args or {})
     if args.get("gpt_j_residual"):
         raise LossError(
@@ -353,7 +350,6 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
 
 
 def refuse_encoder(model: MegatronModel, form: str) -> None:
-    """Raise LossError for a BertModel, which not every form supports."""
     if model.encodes:
         raise LossError(
             f"{form} can't hold a BertModel",

@@ -51,7 +51,6 @@ def read_state(
     fqns: Collection[str],
     per_rank: Mapping[str, Mapping[str, Any]],
 ) -> TrainingState:
-    """Return the training state from `content`, equal on all ranks."""
     step = content.get("iteration")
     return TrainingState.of_entries(
         "megatron",

@@ -135,7 +135,6 @@ class Optimizers:
             self.states.agree(fqns, "step", step, path=file)
 
     def param_groups(self, order: Iterable[str]) -> tuple[ParamGroup, ...]:
-        """Return the groups, each with its parameters in model order."""
         place = {fqn: number for number, fqn in enumerate(order)}
         return tuple(
             ParamGroup(tuple(sorted(fqns, key=place.__getitem__)), options) for fqns, options in self.groups.values()

@@ -40,8 +40,6 @@ _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Parameter in a rank's optimizer, with its model chunk's number."""
-
     local: LocalTensor
     vp: int
 

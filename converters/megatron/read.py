@@ -111,8 +111,6 @@ class RankContent:
 
 @dataclass
 class MegatronReading:
-    """Parts of one iteration's folder read so far."""
-
     folder: Path
     args: Mapping[str, Any] = field(default_factory=dict)
     grid: Grid = field(default_factory=Grid)
@@ -159,7 +157,6 @@ class MegatronReading:
 
 
 def read_ranks(reading: MegatronReading) -> list[RankContent]:
-    """Read all ranks' files, and add the model's tensors to `reading`."""
     names = rank_folders(reading.folder)
     if not names:
         raise NotFoundError("no rank folders found", path=reading.folder, expected="mp_rank_00, ...")

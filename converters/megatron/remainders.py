@@ -28,7 +28,6 @@ _BLOCK = 1 << 23
 
 
 def are_gathered(args: Mapping[str, Any]) -> bool:
-    """Return True if masters gathered in fp32 are remainders."""
     dtype = str(args.get("main_params_dtype") or FLOAT32)
     is_kept = bool(args.get("store_param_remainders", True)) and dtype.removeprefix("torch.") in ("fp32", "float32")
     return bool(args.get("use_precision_aware_optimizer")) and bool(args.get("bf16")) and is_kept

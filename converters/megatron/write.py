@@ -30,7 +30,6 @@ from converters.names.megatron.model.axes import Grid
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer."""
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
     files: list[TargetFile] = []

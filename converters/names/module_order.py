@@ -46,7 +46,7 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
 
 
 def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return a config's in-memory parameters, tied ones once. Empty if they are unknown."""
+    """Return parameters, tied ones once, or {} if unknown."""
     model_type = str(config.get("model_type"))
     if model_type not in architectures() and find_spec("torch") is None:
         return {}

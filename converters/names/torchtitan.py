@@ -80,7 +80,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Rename the Hub's names to torchtitan's. Raises the same errors as `to_hub`."""
+    """Raise the same errors as `to_hub`."""
     saved = _saved(checkpoint)
     relation = _relation(checkpoint, saved, ())
     check_complete(relation, checkpoint.shapes)
@@ -157,7 +157,6 @@ def recognizes(names: Collection[str]) -> bool:
 
 
 def namespace_of(checkpoint: Checkpoint) -> str | None:
-    """Return `torchtitan` if a run uses its names, and it trains the config's architecture."""
     known = (checkpoint.config or {}).get("model_type") in _PERMUTED
     return TORCHTITAN if known and recognizes({fqn for fqn, _ in checkpoint.tensors}) else None
 

@@ -17,7 +17,7 @@ _SHOWN = 16
 
 
 def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> None:
-    """Raise CorruptError, listing each file's value, unless all values are equal."""
+    """List each file's value in the error."""
     values: list[tuple[Any, list[RankFile]]] = []
     for file, value in said:
         held = next((files for known, files in values if known == value), None)
@@ -44,7 +44,7 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
 
 
 def check_same_options(ranks: Sequence[tuple[RankFile, Sequence[ParamGroup]]]) -> None:
-    """Raise CorruptError if ranks have different hyperparameters: a schedule changes them every step."""
+    """Compare hyperparameters: a schedule changes them every step."""
     every = [(file, _plain_options(groups)) for file, groups in ranks]
     for name in every[0][1]:
         check_same(name, [(file, options.get(name)) for file, options in every])
@@ -61,7 +61,7 @@ def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 
 def different_numbers(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> list[Any]:
-    """Return the ranks' distinct numbers for a state. Raise CorruptError if steps differ."""
+    """Raise CorruptError if steps differ."""
     numbers = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in said]
     if name.endswith("step"):
         check_same(name, numbers, fqn)

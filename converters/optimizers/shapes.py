@@ -32,7 +32,6 @@ PER_ELEMENT = frozenset(
 
 
 def must_fit(name: str, shape: Shape) -> bool:
-    """Return True if the state must have the parameter's shape."""
     return prod(shape) == 0 or (name in PER_ELEMENT and prod(shape) > 1)
 
 

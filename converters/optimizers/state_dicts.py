@@ -34,8 +34,6 @@ _LONGEST = 20
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Optimizer states and param groups, keyed by the file's parameter names or numbers."""
-
     states: Mapping[Any, Mapping[str, Any]]
     groups: tuple[ParamGroup, ...]
     left: Mapping[str, Any] = field(default_factory=dict)
@@ -114,14 +112,13 @@ class Optimizer:
         return [(name,) for name in names] if fit else None
 
     def named(self, names: Mapping[Any, str]) -> Optimizer:
-        """Return only the parameters in `names`, under their names."""
         groups = (replace(g, fqns=tuple(names[key] for key in g.fqns if key in names)) for g in self.groups)
         states = {names[key]: values for key, values in self.states.items() if key in names}
         return replace(self, states=states, groups=tuple(groups))
 
 
 def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
-    """Return True for a dict with param groups, or with states if it `is_called_so`."""
+    """Accept states without groups if it `is_called_so`."""
     if not isinstance(node, Mapping):
         return False
     spelled = {key.partition(".")[0] for key in node if isinstance(key, str) and "." in key}
@@ -131,7 +128,6 @@ def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
 
 
 def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
-    """Return a state dict's param groups. Raise CorruptError for a malformed group."""
     listed = node.get(GROUPS) if isinstance(node, Mapping) else None
     found = []
     for group in listed if isinstance(listed, list | tuple) else ():
@@ -171,7 +167,6 @@ def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -
 
 
 def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Group parameters with equal options."""
     found: list[tuple[Mapping[str, Any], list[Any]]] = []
     for fqn, chosen in options.items():
         members = next((members for known, members in found if _same(known, chosen)), None)

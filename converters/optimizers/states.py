@@ -37,7 +37,7 @@ _OF_ITS_SHAPE = (MASTER, "exp_avg")
 
 @dataclass
 class OptimizerStates:
-    """States for the fields with these names in `Checkpoint` and `TrainingState`."""
+    """States, for the fields with these names in `Checkpoint` and `TrainingState`."""
 
     groups: tuple[ParamGroup, ...] = ()
     tensors: dict[Key, Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class OptimizerStates:
         return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
-        """Add all states of a parameter. Call `check_shapes` once all parameters are added."""
+        """Add all states. Call `check_shapes` once all parameters are added."""
         nested = states.get(NESTED)
         hidden = set(nested) if isinstance(nested, Mapping) else set()
         for name, value in understood(states).items():
@@ -77,7 +77,6 @@ class OptimizerStates:
                 self.add_number(fqn, name, value)
 
     def check_shapes(self, parameters: Mapping[str, Shape], path: str) -> None:
-        """Raise CorruptError for a state that must have its parameter's shape, and does not."""
         names: dict[str, set[str]] = {}
         numbers = ((fqn, name) for name, own in self.scalars.items() for fqn in own)
         for fqn, name in (*self.tensors, *numbers):
@@ -165,11 +164,9 @@ class OptimizerStates:
             self.add_quantized(fqn, name, shape, quantized, tuple(held.values()))
 
     def know(self, fqn: str, name: str, part: Quantized) -> None:
-        """Record that part of a state was parsed, even if another part is not."""
         self.known.setdefault(part.method, (fqn, name))
 
     def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
-        """Leave out a state with an object of an unknown class."""
         kind = value.typename if isinstance(value, Record) else "a dict"
         self.objects.add(fqn)
         self.unread.add(name, f"it is {kind}, in an unknown form", [fqn])

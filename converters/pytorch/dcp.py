@@ -60,8 +60,6 @@ _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
 
 class DistributedCheckpoint(Format):
-    """Format `dcp`."""
-
     name = "dcp"
     title = "PyTorch DCP (FSDP)"
     aliases = ("fsdp", "fsdp2")

@@ -126,8 +126,6 @@ def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> tuple[U
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements of a flat parameter in a rank's file, from element `start` on."""
-
     file: RankFile
     start: int
     extent: Extent

@@ -21,7 +21,7 @@ def optimizer_file(
     groups: Sequence[ParamGroup] | None = None,
     numbers: Mapping[str, int] | None = None,
 ) -> TargetFile:
-    """Return the file with the checkpoint's states and `groups`. `numbers` replace fqns as keys."""
+    """Replace fqns by `numbers` as keys."""
     groups = checkpoint.state.param_groups if groups is None else groups
     states = _states(checkpoint)
     keys: Mapping[str, Any] = numbers or dict(zip(states, states, strict=True))

@@ -101,7 +101,6 @@ _COUNTS = ("step", "global_step", "global_steps", "iteration")
 
 
 def step_of(items: Mapping[str, Any]) -> int | None:
-    """Return the step at the training state's root or in `train_state`."""
     inner = items.get("train_state")
     for place in (items, inner if isinstance(inner, Mapping) else {}):
         for name in _COUNTS:

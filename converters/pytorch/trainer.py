@@ -103,7 +103,6 @@ class Trainer(Format):
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the weights, and the optimizer's states if their parameters are known."""
         number = number_of(path)
         reading = Reading(path if path.is_dir() else path.parent)
         folders = tuple(p for p in (request.config, *enclosing_folders(reading.folder)) if p is not None)

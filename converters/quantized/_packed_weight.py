@@ -93,8 +93,6 @@ class PlainWeight:
 
 
 class FusedWeights:
-    """Weights that servers fuse, with the largest of their numbers, read once."""
-
     def __init__(self, members: Sequence[PlainWeight]) -> None:
         self._members, self._lock, self._largest = members, Lock(), np.float32(-1)
 
@@ -151,8 +149,6 @@ class PackedParts:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """Parts of a weight in a checkpoint, with their `names` by template."""
-
     weights: StoredWeights
     names: Mapping[str, str]
 
@@ -166,7 +162,6 @@ class StoredParts:
 
 
 def largest_in(values: NDArray, axis: int) -> NDArray:
-    """Return the largest absolute values along an axis."""
     found: NDArray = np.abs(np.maximum(values.max(axis=axis), -values.min(axis=axis)))  # zero may have a sign
     return found
 

@@ -70,12 +70,10 @@ class StoredWeights:
     dtype: DType
 
     def read(self, fqn: str, box: Box | None = None) -> NDArray:
-        """Return raw bits."""
         tensor = self.tensors[fqn]
         return read_box(tensor, whole(tensor.shape) if box is None else box, self.checkpoint.computed)
 
     def header(self, fqn: str) -> Mapping[str, str]:
-        """Return the header metadata of a tensor's safetensors file."""
         source = self.tensors[fqn].source
         path = source.extent.path if isinstance(source, Whole) else ""
         if path and path not in self._headers:
@@ -133,7 +131,6 @@ class StoredWeights:
         return frozenset(name for name, module in modules.items() if module.is_conv1d)
 
     def unsupported(self, fqn: str, *, expected: object = None, found: object) -> UsageError:
-        """Return the error for a weight whose values only its own library computes."""
         return UsageError(
             "ckpt cannot dequantize this weight",
             path=self.checkpoint.path,
@@ -244,7 +241,6 @@ class ScaleGrid:
         return stored.scales(fqn, part).reshape(count, -1)
 
     def bits(self, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-        """Return raw bits, like `scales`."""
         part, count = self._part(stored.tensors[fqn].shape, box)
         return stored.read(fqn, part).reshape(count, -1)
 
@@ -261,7 +257,6 @@ class ScaleGrid:
         return Box(offsets, (*(1 for _ in lead), stop - start, *inner[1:])), stop - start
 
     def apply(self, operate: np.ufunc, values: NDArray, numbers: NDArray) -> None:
-        """Combine a matrix with the numbers for its blocks, in place."""
         num_rows, num_columns = values.shape
         height = max(1, num_rows) if self.rows is None else self.rows
         for start, stop in spans(num_rows, _CACHE_SIZED // max(1, num_columns)):

@@ -55,7 +55,7 @@ def can_dequantize(checkpoint: Checkpoint) -> bool:
 
 
 def check_parts_known(checkpoint: Checkpoint, quantized: QuantizedWeights) -> None:
-    """Raise UsageError for an unknown method, CorruptError if parts are missing, unexpected or misshapen."""
+    """Raise UsageError for an unknown method, CorruptError for faults."""
     if quantized.quantization is not None and not quantized.can_dequantize:
         raise UsageError(
             "ckpt cannot dequantize this quantization method",

@@ -33,8 +33,6 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NestedState:
-    """Quantization of the block scales themselves."""
-
     block_size: int
     offset: float
 
@@ -58,7 +56,7 @@ class FourBitState:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of elements in each other part, by name suffix."""
+        """Number of elements in each other part."""
         found = {".absmax": self.num_blocks, ".quant_map": NUM_VALUES}
         if self.nested is not None:
             num_nested = -(-self.num_blocks // self.nested.block_size)
@@ -67,7 +65,6 @@ class FourBitState:
 
 
 def parse_state(stored: bytes, kind: str) -> FourBitState:
-    """Parse the JSON `stored` for a weight of `kind` nf4 or fp4."""
     try:
         content: Any = json.loads(stored)
     except (ValueError, RecursionError) as error:

@@ -29,8 +29,6 @@ from converters.quantized.scheme import Quantizer
 
 @dataclass(frozen=True)
 class Original:
-    """Quantized model to imitate, and the quantizer for its method."""
-
     checkpoint: Checkpoint
     weights: QuantizedWeights
     method: str
@@ -70,7 +68,7 @@ class Original:
         return {fqn: weights[fqn] for fqn in self.weights.owners if fqn in weights}
 
     def added_to(self, checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Checkpoint:
-        """Add the original's files as sources, and a note on dtypes that differ."""
+        """Note dtypes that differ from the original's."""
         stored = self.checkpoint.tensors
         pairs = ((one.dtype, stored[fqn, WEIGHT].dtype) for fqn, one in chosen.items() if (fqn, WEIGHT) in stored)
         counts = Counter(pair for pair in pairs if pair[0] != pair[1])

@@ -52,8 +52,6 @@ UNKNOWN_SHAPE: Shape = (-1,)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Part that is missing or unexpected, or has a wrong shape or dtype."""
-
     fqn: str
     what: str
     is_missing: bool = False
@@ -143,7 +141,6 @@ class QuantizedWeights:
 
     @cached_property
     def schemes(self) -> Mapping[str, Sequence[Scheme]]:
-        """Schemes that fit a quantized weight without fault."""
         return {owner: fit.schemes for owner, fit in self._fitted.items()}
 
     @property
@@ -154,7 +151,6 @@ class QuantizedWeights:
 
     @property
     def unsupported(self) -> list[str]:
-        """Settings under which the values are unknown."""
         return sorted({s.dequantize.found for s in self._schemes or () if isinstance(s.dequantize, UnknownValues)})
 
     @cached_property
@@ -276,7 +272,7 @@ class QuantizedWeights:
 
     @property
     def unread(self) -> str | None:
-        """Reason why transformers does not load the quantized weights."""
+        """Reason why transformers does not load the weights."""
         if self.quantization is None or self.quantization.is_for_transformers or not self.parts:
             return None
         where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
@@ -291,7 +287,7 @@ class QuantizedWeights:
 
     @property
     def unwritable(self) -> str | None:
-        """Reason why safetensors files written by ckpt can't hold the quantized weights."""
+        """Reason why files written by ckpt can't hold the weights."""
         return self._known.unwritable if self._known and self.parts else None
 
     @property

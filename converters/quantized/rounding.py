@@ -142,7 +142,7 @@ def _read_region(tensor: Tensor, region: Region, computed: Computed) -> NDArray:
 
 
 def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
-    """Return quantized weights by plain name. Raise the errors of `dequantized`."""
+    """Raise the errors of `dequantized`."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantized = quantized_weights(checkpoint)
     check_parts_known(checkpoint, quantized)

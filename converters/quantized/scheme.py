@@ -168,8 +168,6 @@ def per_output(plain: Shape) -> list[Shape]:
 
 
 def per_group(rows: int, columns: int) -> ShapeList:
-    """Return the shapes for one number per block."""
-
     def shapes(plain: Shape) -> list[Shape]:
         return [(*plain[:-2], -(-plain[-2] // max(1, rows)), -(-plain[-1] // max(1, columns)))]
 

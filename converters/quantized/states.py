@@ -88,7 +88,7 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """State of a parameter: its quantized boxes, and its boxes kept in fp32."""
+    """A parameter's state: quantized boxes, and boxes kept in fp32."""
 
     shape: Shape
     parts: Mapping[Box, Quantized]
@@ -128,7 +128,6 @@ def _block(extent: Extent, number: int) -> Extent:
 
 
 def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
-    """Return the plain values for a tensor whose boxes are quantized separately."""
     found = []
     for box, one in parts.items():
         flat = one.extent.reshape((one.numel,))
@@ -158,7 +157,6 @@ def understood(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def torchao(value: Any) -> Quantized | None:
-    """Parse a torchao state."""
     kind = kind_of(value)
     if kind is None:
         return None
@@ -185,7 +183,6 @@ def kind_of(value: Any) -> str | None:
 
 
 def check_place(state: Quantized, box: Box, path: str | Path, fqn: str, name: str) -> None:
-    """Raise CorruptError unless the shape of `state` fits its place in the tensor."""
     if state.shape != box.sizes:
         raise CorruptError(
             f"the quantized {name} has the wrong shape",

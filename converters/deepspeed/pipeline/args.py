@@ -24,7 +24,6 @@ def attributes(args: Any) -> Mapping[str, Any]:
 
 
 def current(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Add current names for renamed arguments."""
     found = dict(args)
     groups, heads = args.get("num_key_value_heads"), args.get("num_attention_heads")
     if isinstance(groups, int):

@@ -44,8 +44,6 @@ _STEPS = Steps(
 
 
 class MegatronDeepSpeed(Format):
-    """Format `megatron-deepspeed`."""
-
     name = "megatron-deepspeed"
     title = "Megatron-DeepSpeed, pipeline"
     aliases = ALIASES

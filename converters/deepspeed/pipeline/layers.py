@@ -66,7 +66,6 @@ def is_recomputed(name: str) -> bool:
 
 
 def sequential(fqn: str) -> tuple[int, str] | None:
-    """Return the layer number and entry name in GPT-NeoX without a pipeline."""
     match = _SEQUENTIAL.fullmatch(fqn)
     return (int(match[1]), match[2]) if match else None
 
@@ -77,7 +76,6 @@ def is_neox(names: Collection[str]) -> bool:
 
 
 def kind_of(names: Collection[str]) -> Kind | None:
-    """Return the kind of a layer with these entries."""
     if "word_embeddings.weight" in names:
         return Kind.EMBEDDING
     if any(_ATTENTION.match(name) for name in names):
@@ -89,7 +87,7 @@ def kind_of(names: Collection[str]) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Pipeline layers with parameters: kinds by pipeline number, ascending."""
+    """Kinds by pipeline number, ascending."""
 
     kinds: Mapping[int, Kind]
     neox: bool = False
@@ -109,7 +107,7 @@ class Layers:
 
     @classmethod
     def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
-        """Return the layers with these entries. Raise LossError for an unknown layer."""
+        """Raise LossError for an unknown layer."""
         kinds = {}
         for layer in sorted(names):
             entries = list(names[layer])
@@ -149,7 +147,6 @@ class Layers:
         return Kind.OUTPUT not in self.kinds.values()
 
     def canonical(self, layer: int, name: str) -> str | None:
-        """Return the whole-model name for an entry of a layer."""
         kind = self.kinds.get(layer)
         if kind is Kind.TRANSFORMER:
             prefix = f"decoder.layers.{layer - self.transformers[0]}."

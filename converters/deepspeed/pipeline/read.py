@@ -65,8 +65,6 @@ _GroupKey = tuple[str, int]
 
 @dataclass
 class PipelineReading:
-    """Parts of one step folder read so far."""
-
     folder: Folder
     layers: Layers = field(default_factory=lambda: Layers({}))
     sources: Sources = field(default_factory=Sources)

@@ -53,7 +53,6 @@ _POSITIONS = "embedding.position_embeddings.weight"
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: a step folder, `latest`, Megatron's tracker, config and tokenizer."""
     pipeline = _describe(checkpoint, layout)
     model, step = pipeline.model, checkpoint.state.step
     folder = step_folder(checkpoint)

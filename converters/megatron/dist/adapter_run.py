@@ -81,7 +81,6 @@ def has_adapter(fqns: Iterable[str]) -> bool:
 
 
 def without_optimizer(reading: DistReading) -> Optimizers:
-    """Remove an adapter's states from `reading`, with a note."""
     states = [key for key in reading.placed if key[1] not in MODEL_ROLES]
     if states or reading.flat or reading.common.get("optimizer"):
         reading.notes.append("the adapter's optimizer is not read: no other trainer has a place for it")
@@ -151,7 +150,6 @@ def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def read_run(path: Path) -> _Read:
-    """Read the adapter and the model's settings from a Megatron-Bridge run's config."""
     content = read_run_config(path)
     peft, model, checkpoint = (_section(content, name) for name in ("peft", "model", "checkpoint"))
     base = model.get("hf_model_id") or checkpoint.get("pretrained_checkpoint")
@@ -160,7 +158,6 @@ def read_run(path: Path) -> _Read:
 
 
 def read_nemos_run(path: Path) -> _Read:
-    """Read the adapter and the model's settings from NeMo's `model.yaml`."""
     content = read_run_config(path)
     sections = {name: _section(content, name) for name in ("model_transform", "config")}
     beside = path.parents[1] / WEIGHTS / NEMOS_BASE
@@ -342,7 +339,7 @@ def stored_rows(name: ModuleName, kind: str, rows: int, run: AdapterRun) -> RowR
 
 
 def is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
-    """Return True if the row order depends on the number of tensor-parallel ranks."""
+    """Return True if the row order depends on the tensor-parallel size."""
     if name.leaf != "linear_fc1":
         return False
     return (kind == OUT and bool(name.part or not run.gated)) or (kind == MAGNITUDE and run.gated)

@@ -291,7 +291,6 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
 
 
 def note_on_config(run: BridgeRun) -> str | None:
-    """Note that the Hub may have the model's config.json."""
     hub = run.config["model"].get("hf_model_id")
     if not isinstance(hub, str):
         return None

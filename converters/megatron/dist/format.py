@@ -43,8 +43,6 @@ from converters.names.megatron.options import NEMO, TORCH_DIST, DistOptions
 
 
 class MegatronDist(Format):
-    """Format `megatron-dist`."""
-
     name = "megatron-dist"
     title = "Megatron-core, torch_dist format"
     namespace = NAMESPACE

@@ -158,7 +158,6 @@ def _refuse_flat(metadata: Metadata) -> None:
 
 
 def value_of(reading: DistReading, found: Any) -> Any:
-    """Return a value that each rank has but the checkpoint stores once."""
     if not isinstance(found, ChunkedTensor):
         return found
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):

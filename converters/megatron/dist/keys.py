@@ -50,7 +50,7 @@ _FUSED, _UNFUSED = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
 def state_key(key: str) -> tuple[str, str] | None:
-    """Return (role, model tensor's key) for an optimizer key."""
+    """Return (role, model tensor's key)."""
     match = _STATE.fullmatch(key)
     if match is None:
         return None
@@ -59,7 +59,7 @@ def state_key(key: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """Key of a non-tensor value: an element in an array of values."""
+    """Key of an element in an array of values."""
 
     key: str
     offsets: Shape
@@ -150,7 +150,6 @@ class TensorKey:
 
 
 def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dict[str, TensorKey]:
-    """Add row ranges for sections, from the key tensors' shapes."""
     found, layers = dict(keys), dict[str, dict[str, str]]()
     for key, one in keys.items():
         if one.section is not None:

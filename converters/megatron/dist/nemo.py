@@ -56,7 +56,7 @@ _TIED, _UNTIED = "share_embeddings_and_output_weights", "untie_embeddings_and_ou
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out one checkpoint. Raise UsageError without a context, LossError for another model's context."""
+    """Raise UsageError without a context, LossError for another model's context."""
     folder = _context(checkpoint)
     model = describe_model(checkpoint, layout)
     refuse_encoder(model, "NeMo 2")

@@ -46,7 +46,6 @@ _OF_ENGINE = {"bias_correction": True}
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
-    """Lay out a run folder with the iteration stored in this `form`."""
     requested = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
     if requested:
         raise UsageError(

@@ -85,7 +85,6 @@ class DistReading:
 
     @property
     def sharding(self) -> str | None:
-        """Recorded form of the distributed optimizer's state."""
         for content in (self.common.get("optimizer"), self.common.get("content_metadata")):
             for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
                 if isinstance(content, Mapping) and isinstance(content.get(name), str):
@@ -93,7 +92,7 @@ class DistReading:
         return None
 
     def add(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
-        """Record the places of a tensor's boxes, or of its copy with this number."""
+        """Record a tensor's boxes, or its copy's with this number."""
         known = self.shapes.setdefault(key, (shape, dtype))
         if known != (shape, dtype):
             raise CorruptError(
@@ -180,7 +179,6 @@ class DistReading:
         return kept
 
     def read_keys(self, models: Collection[str], tensors: Mapping[str, ChunkedTensor]) -> None:
-        """Add the model's tensors, and optimizer states with their own keys."""
         meanings = {key: (BUFFER if key.endswith(BUFFERS) else WEIGHT, key) for key in models}
         meanings |= {key: known for key in tensors if (known := state_key(key)) is not None}
         shapes: dict[str, Shape] = {}
@@ -249,7 +247,7 @@ class DistReading:
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
-    """Read one iteration's folder. Raise NotFoundError for another backend's files."""
+    """Raise NotFoundError for another backend's files."""
     _check_backends(folder)
     reading = DistReading(folder, accepted=accepted)
     metadata = read_metadata(folder, _CLASSES)

@@ -42,7 +42,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
-    """Read one iteration's folder. Raise LossError if it lacks parts of the model."""
+    """Raise LossError if parts of the model are missing."""
     reading, metadata = DistReading(folder, accepted=accepted), read_metadata(folder)
     found, steps = reading.data.read(metadata), metadata.steps
     reading.data.count_ranks(folder)

@@ -51,7 +51,6 @@ _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer."""
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)

@@ -175,7 +175,6 @@ class Family:
         return Saved(cls, required, optional, (*DERIVED, *self.ignored), self.base)
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Return the sizes for a model with an output layer."""
         return self._sizes(self._config(config), self.output)
 
     def prefix(self, layer: int | str) -> str:
@@ -218,7 +217,6 @@ class Family:
 def filled(
     text: str, config: Config, dims: Mapping[str, int], kinds: Collection[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Shape]]:
-    """Yield names and shapes of a table's rows for a layer of these `kinds`."""
     for row in parse(text):
         if all(_holds(condition, config, kinds) for condition in row.conditions):
             yield prefix + row.name, shape_of(row, dims)

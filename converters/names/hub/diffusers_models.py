@@ -19,7 +19,6 @@ STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
 
 
 def class_name(config: Mapping[str, Any]) -> str | None:
-    """Return a diffusers model's class. None for any other config."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and not config.get("model_type") else None
 

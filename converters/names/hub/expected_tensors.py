@@ -66,7 +66,6 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
-    """Return the shapes of the architecture's plain tensors. Empty without a table."""
     for table in (tables.saved, encoders.saved, composites.saved):
         with suppress(CkptError):
             if config and (saved := table(config)) is not None:

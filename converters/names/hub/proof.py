@@ -146,7 +146,6 @@ def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seq
 
 
 def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    """Return names that no table of the architecture has, and the table's class."""
     found: Sequence[str] = ()
     cls = ""
     for ask in _TABLES if _names_class(config) else ():
@@ -292,7 +291,6 @@ def _library(config: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def ways_to_compare(config: Mapping[str, Any]) -> str:
-    """Return advice for an unknown architecture."""
     library, is_available = _library(config)
     if is_available:
         return "load the output with the model's own code to compare them"

@@ -16,7 +16,6 @@ from converters.names.transformers.transformers_source import converted_identifi
 
 
 def is_available() -> bool:
-    """Return True if transformers 5 and torch are installed."""
     return find_spec("torch") is not None and converted_identifiers() is not None
 
 

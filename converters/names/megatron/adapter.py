@@ -112,7 +112,7 @@ class Modules:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Modules:
-        """Return the modules, under PEFT's names."""
+        """Use PEFT's names."""
         table, sizes = table_of_checkpoint(checkpoint)
         if table.beside:
             raise LossError(
@@ -142,7 +142,7 @@ class Modules:
         return cls(checkpoint.path, sizes, shapes, hubs, frozenset(stacked), family is not None)
 
     def parts(self, name: ModuleName, run: AdapterRun) -> tuple[HubModule, ...]:
-        """Return the Hub modules adapted by `name`. Raise LossError if the model has none."""
+        """Raise LossError if the model has none."""
         if name.module in self.stacked:
             raise LossError(
                 "PEFT's files can't hold an adapter for a single expert: the Hub has one tensor for all experts",

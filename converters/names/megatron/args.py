@@ -19,7 +19,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def common(sizes: Sizes) -> dict[str, Any]:
-    """Return arguments shared by most architectures."""
     config, dims = sizes.config, sizes.dims
     return {
         "num_layers": sizes.num_layers,
@@ -162,7 +161,6 @@ def yarn(config: Config, base: float) -> dict[str, Any]:
 
 
 def unrotated(sizes: Sizes) -> dict[str, Any]:
-    """Turn off rotary positions in layers without a sliding window."""
     layers = sizes.config.get("layer_types")
     if not isinstance(layers, list):
         raise LossError("the config doesn't list the layers with rotary positions", expected="layer_types")
@@ -191,7 +189,6 @@ def window(config: Config, *, used: bool = True, listed: bool = False) -> dict[s
 
 
 def experts(sizes: Sizes) -> dict[str, Any]:
-    """Return a mixture of experts with a softmax over the chosen experts."""
     sparse = [int(layer in sizes.sparse) for layer in range(sizes.num_layers)]
     return {
         "num_experts": sizes.num_experts,

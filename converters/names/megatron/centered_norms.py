@@ -15,7 +15,6 @@ from ckpt.plan.tensors import Extent, Source, Tensor, Whole, whole
 
 
 def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoint:
-    """Add `by` to these tensors, and to their masters."""
     tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
 
     def shifted_source(tensor: Tensor, source: Source, number: int) -> Source:

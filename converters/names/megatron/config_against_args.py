@@ -230,7 +230,7 @@ def _partial_check_note(error: CkptError) -> str:
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield arguments with different meanings: name, recorded value, expected value."""
+    """Yield name, recorded value and expected value."""
     recorded = rotary_settings.with_scaling(rotary_settings.with_yarn(under_older_names(recorded)))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)
@@ -242,7 +242,6 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
 
 
 def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the other names of arguments renamed by Megatron-LM."""
     if args.get("rotary_base") is None and "rope_theta" in args:  # Megatron-DeepSpeed
         args = {**args, "rotary_base": args["rope_theta"]}
     if args.get("num_experts") is None and "num_moe_experts" in args:  # megatron-core's config

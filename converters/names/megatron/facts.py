@@ -44,8 +44,6 @@ class AdapterRun:
 
 @dataclass(frozen=True, slots=True)
 class BridgeRun:
-    """Megatron-Bridge's records of a whole run, in the iteration's `folder`."""
-
     folder: str
     config: Mapping[str, Any]
     counters: Mapping[str, int]

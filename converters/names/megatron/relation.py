@@ -117,7 +117,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename Megatron's names to the Hub's. Raise the same errors as `to_megatron`."""
+    """Raise the same errors as `to_megatron`."""
     table, sizes = table_of_checkpoint(checkpoint)
     checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
@@ -242,7 +242,6 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Remove padding rows if they differ and the vocabulary is known."""
     shapes = _shapes(a), _shapes(b)
     sizes = [_vocabulary(checkpoint, checkpoint.state.args or {}) for checkpoint in (a, b)]
     vocabulary = next((size for size in sizes if size is not None), None)
@@ -298,7 +297,7 @@ def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
 
 
 def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
-    """Return the table and the sizes. Raise UsageError without a table."""
+    """Raise UsageError without a table."""
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
     if str(model_type) in MISSING:

@@ -81,7 +81,6 @@ def with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def other_scaling(args: Mapping[str, Any]) -> Any:
-    """Return scaled positions that Megatron-LM has no argument for."""
     scaling = args.get("rope_scaling")
     if not isinstance(scaling, Mapping):
         return scaling or None
@@ -90,7 +89,6 @@ def other_scaling(args: Mapping[str, Any]) -> Any:
 
 
 def contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings with two values, by their recorded names."""
     flat = dict(recorded)
     for nested in ("yarn", "rope_scaling"):
         if isinstance(values := recorded.get(nested), Mapping):

@@ -71,7 +71,6 @@ class MegatronRow:
 
 @cache
 def parse(text: str, prefix: str = "") -> tuple[MegatronRow, ...]:
-    """Parse rows, adding a prefix to Megatron's names."""
     return tuple(row for line in filter(None, map(str.strip, text.splitlines())) for row in _parallel(line, prefix))
 
 

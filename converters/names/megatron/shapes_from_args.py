@@ -90,7 +90,7 @@ def check_expected_shapes(
 
 
 def expected_shapes(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the implied tensors. Empty for other kinds of layers."""
+    """Return {} for other kinds of layers."""
     expected = model_shapes(args)
     if not expected or any(map(_OTHERS.match, shapes)):
         return {}
@@ -100,7 +100,7 @@ def expected_shapes(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dic
 
 
 def model_shapes(args: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the whole model's tensors. Empty unless the arguments describe equal layers."""
+    """Return {} unless the arguments describe equal layers."""
     layers = _sparse(args) if _are_plain(args) else []
     if not layers:
         return {}

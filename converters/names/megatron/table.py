@@ -35,7 +35,6 @@ class RowPlace:
 
     @property
     def megatron(self) -> str:
-        """Megatron's name, possibly with `{e}`."""
         return self.row.megatron.replace("{n}", str(self.layer))
 
     @property
@@ -75,11 +74,9 @@ class Table:
 
     @property
     def kept(self) -> tuple[MegatronRow, ...]:
-        """Rows of unchanged modules."""
         return tuple(row for row in parse(self.top) if row.hubs[0].endswith(EVERY))
 
     def hub_name(self, megatron: str) -> str:
-        """Return the Hub's name of a tensor outside all layers."""
         return next(row.hubs[0] for row in parse(self.top) if row.megatron == megatron)
 
     @property
@@ -102,7 +99,6 @@ class Table:
                         yield RowPlace(row, layer, prefix, shapes, pattern(row, shapes[0]))
 
     def centred(self, sizes: Sizes) -> list[str]:
-        """Return Megatron's names of tensors stored less one."""
         return [place.megatron for place in self.places(sizes) if place.row.kind == CENTRED]
 
     def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
@@ -167,7 +163,6 @@ class Table:
         return Relation(tuple(links), hub, megatron, b_padding=padding, a_copies=dict(copies))
 
     def copies(self, sizes: Sizes) -> dict[str, str]:
-        """Map the Hub names of second copies to the original's name."""
         owners = {name: self.hub_name(name) for name in (EMBEDDING, OUTPUT)}
         found = {}
         if sizes.tied:

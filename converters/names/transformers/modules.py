@@ -45,7 +45,7 @@ def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
 def describe(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
 ) -> dict[str, Module] | None:
-    """Describe the modules called `names`, or all. None if the model's class is unknown."""
+    """Return None if the model's class is unknown."""
     if config is None or has_conv1d(config) is None:
         return None
     model = build_model(config, shapes)

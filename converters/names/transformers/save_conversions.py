@@ -10,7 +10,6 @@ from typing import Any
 
 
 def stored_names(model: Any) -> Any:
-    """Make `save_pretrained` write the Hub's names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

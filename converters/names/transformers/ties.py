@@ -26,7 +26,6 @@ _TIE = "tie_word_embeddings"
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
-    """Return True if the config ties the embeddings, or its class does by default."""
     stated = config.get(_TIE)
     if stated is None:
         model_type = config.get("model_type")

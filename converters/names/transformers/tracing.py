@@ -29,7 +29,7 @@ _SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
 
 @dataclass(frozen=True, slots=True)
 class TracedPiece:
-    """Box `source_box` of tensor `source`, found at the traced tensor's `box`."""
+    """Box `source_box` of `source`, found at the traced tensor's `box`."""
 
     source: str
     source_box: Box
@@ -56,13 +56,11 @@ class TracedPiece:
         return TracedPiece(self.source, self.source_box, box, self.dims)
 
     def without(self, dim: int) -> TracedPiece:
-        """Remove dim `dim`, which has size 1."""
         box = Box(_spliced(self.box.offsets, dim, 1), _spliced(self.box.sizes, dim, 1))
         dims = tuple(None if d is None or d == dim else d - (d > dim) for d in self.dims)
         return TracedPiece(self.source, self.source_box, box, dims)
 
     def at(self, dim: int, offset: int) -> TracedPiece:
-        """Insert a new dim `dim` with the elements at `offset`."""
         box = Box(_spliced(self.box.offsets, dim, 0, offset), _spliced(self.box.sizes, dim, 0, 1))
         return TracedPiece(
             self.source, self.source_box, box, tuple(None if d is None else d + (d >= dim) for d in self.dims)
@@ -78,8 +76,6 @@ def _cut_box(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
-    """Tensor on the meta device with its pieces."""
-
     pieces: tuple[TracedPiece, ...]
     #: Shape; torch's own property goes through `__torch_function__`.
     sizes: Shape

@@ -147,7 +147,7 @@ def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
 
 
 def all_tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
-    """Return `tied_weights`, adding those of inner models under the whole model's names."""
+    """Add inner models' `tied_weights` under the whole model's names."""
     found = tied_weights(config)
     if found is None:
         return None

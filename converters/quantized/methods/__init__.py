@@ -31,7 +31,6 @@ def schemes_of(name: str | None, settings: Settings) -> Sequence[Scheme] | None:
 
 
 def quantizer_of(name: str, model_type: str) -> Quantizer:
-    """Return the quantizer for a value of `--quantize` and a model."""
     found = [method.quantizers[name] for method in methods().values() if name in method.quantizers]
     own = (one for one in found if one.model_types is not None and model_type in one.model_types)
     return next(own, None) or next(one for one in found if one.model_types is None)

@@ -143,7 +143,7 @@ class Stages:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Stages:
-        """Return the stages. Raise LossError if megatron-core refuses them."""
+        """Raise LossError if megatron-core refuses the stages."""
         grid = Grid.of_args(args)
         even = cls(_size(args, "num_layers", 0), grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
         old_names = {
@@ -174,7 +174,7 @@ class Stages:
         )
 
     def check(self) -> Stages:
-        """Return the stages. Raise UsageError if layers and stages do not fit."""
+        """Raise UsageError if layers and stages do not fit."""
         chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
         if self.layout is not None and len(self.layout) != len(chunks):
             raise UsageError(

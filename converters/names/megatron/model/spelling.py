@@ -235,7 +235,6 @@ def _position(name: str, prefixes: tuple[str, ...]) -> int:
 
 @lru_cache(_NAMES)
 def registered(name: str) -> tuple[Any, ...]:
-    """Return a sort key for module order."""
     if is_outside_language_model(name):
         return (-1,)  # first, in the given order: transformers' modules
     place: tuple[Any, ...] = (_position(name, _MODULES),)

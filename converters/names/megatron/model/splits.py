@@ -75,7 +75,7 @@ class GateBlocks:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any], accepted: Collection[str] = ()) -> GateBlocks:
-        """Return the recorded blocks, ignoring settings that the user `accepted`."""
+        """Ignore settings that the user `accepted`."""
         if not any(args.get(name) for name in GATED_ARGS):
             return cls()
         sizes = {name: args.get(name) for name in (ROUTED_BLOCK, SHARED_BLOCK) if name not in accepted}
@@ -90,7 +90,6 @@ class GateBlocks:
         return cls(sizes.get(ROUTED_BLOCK), sizes.get(SHARED_BLOCK))
 
     def of(self, name: str) -> int | None:
-        """Return the block size for an expert's first layer."""
         if not (self.routed or self.shared) or not _FIRST_LINEAR.fullmatch(name):
             return None
         return self.routed if is_expert(name) else self.shared if ".mlp.shared_experts." in name else None
