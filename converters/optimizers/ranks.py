@@ -17,7 +17,7 @@ _SHOWN = 16
 
 
 def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> None:
-    """List each file's value in the error."""
+    """Raise CorruptError, with each file's value, unless all are equal."""
     values: list[tuple[Any, list[RankFile]]] = []
     for file, value in said:
         held = next((files for known, files in values if known == value), None)
@@ -61,7 +61,7 @@ def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 
 def different_numbers(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> list[Any]:
-    """Raise CorruptError if steps differ."""
+    """Return the distinct numbers. Raise CorruptError if steps differ."""
     numbers = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in said]
     if name.endswith("step"):
         check_same(name, numbers, fqn)

@@ -122,7 +122,7 @@ class Tower:
     inside: str = ""
 
     def shapes(self, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
-        """Use transformers' registration order."""
+        """Return tensors in transformers' registration order."""
         stated = {name: value for name, value in config.items() if value is not None}
         read, prefix = Config({**self.defaults, **stated, str(config.get("norm_type")): True}), prefix + self.inside
         dims = self.sizes(read)

@@ -112,7 +112,7 @@ class Modules:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Modules:
-        """Use PEFT's names."""
+        """Return the config's modules, under PEFT's names."""
         table, sizes = table_of_checkpoint(checkpoint)
         if table.beside:
             raise LossError(
