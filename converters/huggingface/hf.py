@@ -47,6 +47,7 @@ from converters.names.hub.diffusers_models import TRANSFORMERS_STEM, class_name,
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions, ProofOptions
 from converters.names.transformers.ties import kept_names, tied_names
+from converters.quantized.misnamed import with_plain_names
 from converters.quantized.parts import quantized_weights
 
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
@@ -87,6 +88,8 @@ class HuggingFace(Format):
         index, names, notes = _weight_files(path, folder)
         sources = Sources()
         tensors = read_weights(folder, names, index.weight_map if index else None, sources)
+        tensors, renamed = with_plain_names(tensors)
+        notes += renamed
         if index is not None:
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
         modules = module_folders(folders)

@@ -67,6 +67,7 @@ from converters.pytorch.full import (
 )
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import Reading
+from converters.quantized.misnamed import with_plain_names
 
 _UNORDERED = "the model's parameter order is unknown, and HF Trainer's optimizer needs it"
 _NO_STATE = f"the source has no {TRAINER_STATE}: add one from the same step, because HF Trainer needs it to resume"
@@ -180,7 +181,8 @@ def _read_weights(reading: Reading, single: str) -> None:
         path = confined(folder, INDEX)
         weight_map = parse_index(read_json(path, unique=True, max_bytes=MAX_INDEX), path).weight_map
         names = sorted(set(weight_map.values()))
-    reading.tensors = read_weights(folder, names, weight_map, reading.sources)
+    reading.tensors, notes = with_plain_names(read_weights(folder, names, weight_map, reading.sources))
+    reading.notes += notes
 
 
 def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
