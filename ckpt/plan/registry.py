@@ -41,6 +41,7 @@ FORMATS = {
     "trainer": "converters.pytorch.trainer:TRAINER",
     "hf": "converters.huggingface.hf:HF",
     "peft": "converters.huggingface.peft:PEFT",
+    "gguf": "converters.gguf.format:GGUF",
 }
 
 _MEGATRON = "converters.names.megatron.options:MegatronOptions"
@@ -55,6 +56,7 @@ OPTIONS = {
     **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
     "peft": "converters.huggingface.peft_options:ServerOptions",
+    "gguf": "converters.gguf.options:GgufOptions",
 }
 
 #: Parameters for every format.
@@ -67,6 +69,7 @@ NAMESPACES = {
     "transformers": "converters.names.hub.module_prefix:NAMESPACE",
     "megatron": "converters.names.megatron.namespace:NAMESPACE",
     "torchtitan": "converters.names.torchtitan:NAMESPACE",
+    "gguf": "converters.gguf.names:NAMESPACE",
 }
 
 

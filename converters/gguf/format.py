@@ -1,0 +1,123 @@
+"""GGUF files: a model's weights, hyperparameters and tokenizer for llama.cpp in one file, or cut into several.
+
+Format facts: `docs/gguf.md` in ggml, and llama.cpp's converter (November 2026).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.base.text import pluralize
+from ckpt.containers.sources import Sources
+from ckpt.move.listing import names_in
+from ckpt.move.source import read_file
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Key, Layout, ReadRequest, Target
+from ckpt.plan.tensors import Extent, Tensor, Whole
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.model_files import read_config
+from converters.gguf.facts import GgufFacts
+from converters.gguf.header import MAGIC, read_header
+from converters.gguf.names import NAME
+
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class Gguf(Format):
+    name, title = NAME, "GGUF (llama.cpp)"
+    namespace = NAME
+    carries_optimizer = False
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        """Find a GGUF file, or a folder with one model in GGUF and no other."""
+        if path.is_file():
+            return path if tag is None and _is_gguf(path) else None
+        return find_step(path, tag, Steps(_holds_one_model))
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe the tensors under llama.cpp's names. Quantized tensors are rows of bytes."""
+        files = _files(path)
+        folders = tuple(one for one in (request.config, files[0].parent) if one is not None)
+        sources = Sources()
+        tensors: dict[Key, Tensor] = {}
+        blocks: dict[str, str] = {}
+        architecture: str | None = None
+        for number, file in enumerate(files):
+            sources.add(file)
+            header = read_header(file)
+            _check_split(file, header.metadata, number, len(files))
+            architecture = header.metadata.get("general.architecture", architecture)
+            for one in header.entries:
+                if (one.name, WEIGHT) in tensors:
+                    raise CorruptError("the tensor is in two files", path=file, fqn=one.name)
+                dtype, shape = one.type.stored(one.shape)
+                extent = Extent.contiguous(str(file), one.start, dtype, shape)
+                tensors[one.name, WEIGHT] = Tensor(one.name, WEIGHT, dtype, shape, Whole(extent))
+                if one.type.dtype is None:
+                    blocks[one.name] = one.type.name
+        counts = {kind: list(blocks.values()).count(kind) for kind in sorted(set(blocks.values()))}
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors=tensors,
+            files=sources.files,
+            framework="llama.cpp",
+            namespace=NAME,
+            config=read_config(folders),
+            folders=tuple(map(str, folders)),
+            notes=tuple(
+                f"{pluralize(count, 'tensor')} in {kind}: shapes count bytes" for kind, count in counts.items()
+            ),
+            facts=GgufFacts(architecture, blocks),
+        )
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """Lay out `model.gguf`."""
+        from converters.gguf.write import target
+
+        return target(checkpoint, layout)
+
+
+GGUF = Gguf()
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.name.endswith(".gguf") and read_file(path, len(MAGIC)) == MAGIC
+
+
+def _holds_one_model(folder: Path) -> bool:
+    names = [name for name in names_in(folder) if name.endswith(".gguf")]
+    stems = {(found["stem"], found["count"]) if (found := _SPLIT.fullmatch(name)) else name for name in names}
+    return len(stems) == 1 and all(_is_gguf(folder / name) for name in names)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the model's files in order. Raise IncompleteError if one is missing."""
+    folder = path if path.is_dir() else path.parent
+    names = sorted(name for name in names_in(folder) if name.endswith(".gguf")) if path.is_dir() else [path.name]
+    if (found := _SPLIT.fullmatch(names[0])) is None:
+        return [folder / names[0]]
+    count = int(found["count"])
+    files = [folder / f"{found['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise IncompleteError(
+            "a part of the GGUF model is missing",
+            path=folder,
+            expected=pluralize(count, "file"),
+            found=f"no {missing[0]}",
+        )
+    return files
+
+
+def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
+    """Raise CorruptError if the file is another part than its name says."""
+    assert isinstance(metadata, dict)
+    recorded = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
+    if recorded != (count, number):
+        raise CorruptError(
+            "the file is not the part that its name says",
+            path=file,
+            expected=f"part {number + 1} of {count}",
+            found=f"part {recorded[1]!r} + 1 of {recorded[0]!r}",
+        )

@@ -1,0 +1,121 @@
+"""Keys that describe a model in GGUF: its hyperparameters, from the config.
+
+Keys and their conditions are those of llama.cpp's converter (`conversion/base.py`, `set_gguf_parameters`, and the
+classes in `conversion/`). Rotary settings without a key are an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt.base.errors import CorruptError, LossError
+
+#: A key without its architecture's prefix, and how `GGUFWriter` adds it: the method's name after `add_`.
+_NUMBERS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "head_count",
+    "rms_norm_eps": "layer_norm_rms_eps",
+}
+#: Types of rotary embeddings with a key or a tensor of their own.
+_ROPE = ("default", "linear", "yarn", "llama3")
+
+
+def add_hyperparameters(writer: Any, config: Mapping[str, Any], arch: str, path: str) -> None:
+    """Add the config's hyperparameters to a `gguf.GGUFWriter`. Raise LossError for settings without a key."""
+    for name, method in _NUMBERS.items():
+        if name not in config:
+            raise CorruptError("the config lacks a size that GGUF needs", path=path, expected=name)
+        getattr(writer, f"add_{method}")(config[name])
+    writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
+    head_dim = config.get("head_dim")
+    if arch == "gemma":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        return
+    for method, values in _rope_keys(rope_parameters(config), path):
+        getattr(writer, f"add_rope_{method}")(*values)
+    if head_dim is not None:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch == "llama":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(head_dim or config["hidden_size"] // config["num_attention_heads"])
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    if experts is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == "gpt-oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config's rotary settings in transformers 5's form."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "rope_theta" not in found and config.get("rope_theta") is not None:
+        found["rope_theta"] = config["rope_theta"]
+    found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
+    if "original_max_position_embeddings" not in found and config.get("original_max_position_embeddings"):
+        found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return found
+
+
+def _rope_keys(rope: Mapping[str, Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield methods of `GGUFWriter`, after `add_rope_`, with their values."""
+    from converters.gguf.package import package
+
+    kind = rope["rope_type"]
+    if kind not in _ROPE:
+        expected = "one of " + ", ".join(_ROPE)
+        raise LossError(
+            "llama.cpp's key for these rotary settings is not known", path=path, expected=expected, found=kind
+        )
+    if kind in ("linear", "yarn"):
+        yield "scaling_type", (package().RopeScalingType(kind),)
+        yield "scaling_factor", (rope["factor"],)
+    if kind == "yarn":
+        yield "scaling_orig_ctx_len", (rope["original_max_position_embeddings"],)
+        named = {"extrapolation_factor": "ext_factor", "attention_factor": "attn_factor"}
+        for name in ("extrapolation_factor", "attention_factor", "beta_fast", "beta_slow"):
+            if rope.get(name) is not None:
+                yield f"scaling_yarn_{named.get(name, name)}", (rope[name],)
+    if rope.get("rope_theta") is not None:
+        yield "freq_base", (rope["rope_theta"],)
+
+
+def rope_factors(config: Mapping[str, Any]) -> list[float] | None:
+    """Return llama 3's factors for rotary frequencies, or None if the config has another type.
+
+    Frequencies are rounded to float32 first, like torch's in llama.cpp's converter.
+    """
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "llama3":
+        return None
+    import numpy as np
+
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    steps = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    frequencies = np.float32(1) / np.float32(rope.get("rope_theta", 10000.0)) ** steps
+    factor, low, high = (rope.get(name, usual) for name, usual in _LLAMA3.items())
+    context = rope.get("original_max_position_embeddings", 8192)
+    found = []
+    for one in frequencies:
+        length = np.float32(2 * math.pi) / one
+        if length < context / high:
+            found.append(1.0)
+        elif length > context / low:
+            found.append(float(factor))
+        else:
+            smooth = (np.float32(context) / length - np.float32(low)) / np.float32(high - low)
+            found.append(float(1 / ((1 - smooth) / np.float32(factor) + smooth)))
+    return found
+
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -1,0 +1,267 @@
+"""llama.cpp's tensor names, and their relation to the Hub's.
+
+Names are llama.cpp's (`gguf-py/gguf/constants.py`, `tensor_mapping.py`), and changes of shape are its converter's
+(`conversion/`). Rows of llama's q and k are interleaved, experts are stacked, and gemma's norms are stored plus one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.text import pluralize
+from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.namespace import Namespace
+from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole, stepped, whole
+from converters.gguf.facts import GgufFacts
+from converters.gguf.quantize import quantized
+from converters.names.transformers.ties import tied_names
+
+NAME = "gguf"
+#: llama.cpp's architectures by transformers' model type.
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "gemma": "gemma",
+}
+#: Computed by llama.cpp's converter from the config: factors for rotary frequencies.
+ROPE_FACTORS = "rope_freqs.weight"
+
+_MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+    "mlp.gate": "ffn_gate_inp",
+}
+_GPT_OSS_LAYER = {**_LAYER, "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+
+_HUB = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+_GGUF = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+#: gpt-oss: tensors of all experts, and attention sinks.
+_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
+_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.sinks")
+_GGUF_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
+
+
+def architecture(config: Mapping[str, Any] | None, path: str) -> str:
+    """Return llama.cpp's name for the config's architecture. Raise LossError if it is not known here."""
+    model_type = (config or {}).get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise LossError(
+            "llama.cpp's names for this architecture are not known",
+            path=path,
+            expected="one of " + ", ".join(ARCHITECTURES),
+            found=f"model_type {model_type!r}",
+            hint="convert to hf, and run convert_hf_to_gguf.py of llama.cpp on the result",
+        )
+    return ARCHITECTURES[model_type]
+
+
+def relation(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Relation:
+    """Return the relation from the Hub's tensors, with these shapes, to llama.cpp's."""
+    arch = ARCHITECTURES[config["model_type"]]
+    links: list[Link] = []
+    for name, shape in shapes.items():
+        links += _links(name, shape, arch, config)
+    written: dict[str, Shape] = {}
+    for link in links:
+        ends = written.get(link.b, link.b_box.ends)
+        written[link.b] = tuple(map(max, ends, link.b_box.ends))
+    return Relation(tuple(links), dict(shapes), written)
+
+
+def _links(name: str, shape: Shape, arch: str, config: Mapping[str, Any]) -> Iterator[Link]:
+    if expert := _EXPERT.fullmatch(name):
+        layer, number, module = expert.groups()
+        place = Box((int(number), *(0,) * len(shape)), (1, *shape))
+        into = f"blk.{layer}.ffn_{module}_exps.weight"
+        yield Link(name, whole(shape), into, place, tuple(range(1, len(shape) + 1)))
+    elif stacked := _STACKED.fullmatch(name) if arch == "gpt-oss" else None:
+        yield from _stacked_links(name, shape, *stacked.groups())
+    elif sinks := _SINKS.fullmatch(name) if arch == "gpt-oss" else None:
+        yield Link.rename(name, f"blk.{sinks[1]}.attn_sinks.weight", shape)
+    else:
+        found = _HUB.fullmatch(name)
+        modules = _MODULES if found is None or found["layer"] is None else _layer_names(arch)
+        if found is None or found["module"] not in modules:
+            raise LossError(
+                "llama.cpp has no name for this tensor",
+                fqn=name,
+                found=f"architecture {arch}",
+                hint="convert to hf, and run convert_hf_to_gguf.py of llama.cpp on the result",
+            )
+        prefix = "" if found["layer"] is None else f"blk.{found['layer']}."
+        into = f"{prefix}{modules[found['module']]}.{found['kind']}"
+        heads = _heads(config, found["module"]) if arch == "llama" else None
+        yield from [Link.rename(name, into, shape)] if heads is None else _interleaved(name, into, shape, heads)
+
+
+def _layer_names(arch: str) -> Mapping[str, str]:
+    return _GPT_OSS_LAYER if arch == "gpt-oss" else _LAYER
+
+
+def _stacked_links(name: str, shape: Shape, layer: str, module: str, bias: str | None) -> Iterator[Link]:
+    """Yield gpt-oss's links: gate and up alternate in the last dim, and weights are transposed."""
+    kind, dims = ("bias", (0, 1)) if bias else ("weight", (0, 2, 1))
+    if module == "down":
+        yield Link(name, whole(shape), f"blk.{layer}.ffn_down_exps.{kind}", whole(_turned(shape, dims)), dims)
+        return
+    size = (*shape[:-1], shape[-1] // 2)
+    for first, one in enumerate(("gate", "up")):
+        box = stepped((*(0,) * (len(shape) - 1), first), size, (*(1,) * (len(shape) - 1), 2))
+        yield Link(name, box, f"blk.{layer}.ffn_{one}_exps.{kind}", whole(_turned(size, dims)), dims)
+
+
+def _turned(shape: Shape, dims: tuple[int, ...]) -> Shape:
+    return tuple(shape[dim] for dim in dims)
+
+
+def _heads(config: Mapping[str, Any], module: str) -> int | None:
+    """Return the number of heads in q or k, or None for other modules."""
+    heads = config.get("num_attention_heads")
+    if module == "self_attn.k_proj":
+        return config.get("num_key_value_heads") or heads
+    return heads if module == "self_attn.q_proj" else None
+
+
+def _interleaved(name: str, into: str, shape: Shape, heads: int) -> Iterator[Link]:
+    """Yield the links of llama's q or k: the halves of each head alternate row by row."""
+    if shape[0] % (2 * heads):
+        raise CorruptError(
+            "the rows don't divide into the config's heads", fqn=name, expected=f"{heads} heads", found=list(shape)
+        )
+    half = shape[0] // heads // 2
+    rest, dims = shape[1:], tuple(range(len(shape)))
+    zeros, ones = (0,) * len(rest), (1,) * len(rest)
+    for head in range(heads):
+        start = head * 2 * half
+        for part in range(2):
+            box = stepped((start + part, *zeros), (half, *rest), (2, *ones))
+            yield Link(name, Box((start + part * half, *zeros), (half, *rest)), into, box, dims)
+
+
+def hub_shapes(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the Hub's tensors for llama.cpp's tensors with these shapes."""
+    arch = ARCHITECTURES[config["model_type"]]
+    names = {new: old for old, new in _layer_names(arch).items()}
+    names |= {"ffn_gate_inp": "mlp.router" if arch == "gpt-oss" else "mlp.gate"}
+    top = {new: old for old, new in _MODULES.items()}
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if experts := _EXPERTS.fullmatch(name):
+            found |= _hub_experts(arch, shape, *experts.groups())
+        elif sinks := _GGUF_SINKS.fullmatch(name):
+            found[f"model.layers.{sinks[1]}.self_attn.sinks"] = shape
+        else:
+            one = _GGUF.fullmatch(name)
+            modules = top if one is None or one["layer"] is None else names
+            if one is None or one["module"] not in modules:
+                raise LossError("the Hub's name for this tensor is not known", fqn=name, found=f"architecture {arch}")
+            prefix = "" if one["layer"] is None else f"model.layers.{one['layer']}."
+            found[f"{prefix}{modules[one['module']]}.{one['kind']}"] = shape
+    return found
+
+
+def _hub_experts(arch: str, shape: Shape, layer: str, module: str, kind: str) -> dict[str, Shape]:
+    prefix = f"model.layers.{layer}.mlp.experts."
+    if arch != "gpt-oss":
+        return {f"{prefix}{number}.{module}_proj.{kind}": shape[1:] for number in range(shape[0])}
+    turned = shape if kind == "bias" else _turned(shape, (0, 2, 1))
+    suffix = "_bias" if kind == "bias" else ""
+    if module == "down":
+        return {f"{prefix}down_proj{suffix}": turned}
+    return {f"{prefix}gate_up_proj{suffix}": (*turned[:-1], 2 * turned[-1])}
+
+
+# -- the namespace --------------------------------------------------------------------------------------------------
+
+
+def _from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    arch = architecture(checkpoint.config, checkpoint.path)
+    assert checkpoint.config is not None
+    if arch == "gemma":
+        checkpoint = shifted(checkpoint, _norms(checkpoint), 1)
+    named = translate(checkpoint, relation(checkpoint.config, checkpoint.shapes), NAME)
+    return quantized(named, layout)
+
+
+def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
+    arch = architecture(checkpoint.config, checkpoint.path)
+    assert checkpoint.config is not None
+    facts = checkpoint.facts_of(GgufFacts)
+    if facts.architecture not in (None, arch):
+        raise CorruptError(
+            "the config is of another architecture",
+            path=checkpoint.path,
+            expected=f"{facts.architecture!r}, like general.architecture",
+            found=f"model_type {checkpoint.config.get('model_type')!r}",
+            hint="give the config of this model with --config",
+        )
+    if facts.blocks:
+        fqn = next(iter(facts.blocks))
+        raise LossError(
+            "quantized tensors of GGUF can't be converted",
+            path=checkpoint.path,
+            fqn=fqn,
+            expected="f32, f16 or bf16",
+            found=f"{', '.join(sorted(set(facts.blocks.values())))}: {pluralize(len(facts.blocks), 'tensor')}",
+            hint="llama-quantize --allow-requantize IN.gguf OUT.gguf f32 writes the plain values",
+        )
+    tensors = dict(checkpoint.tensors)
+    notes = checkpoint.notes
+    if tensors.pop((ROPE_FACTORS, WEIGHT), None) is not None:
+        notes += (f"{ROPE_FACTORS} is left out: transformers computes it from the config",)
+    plain = replace(checkpoint, tensors=tensors, notes=notes)
+    there = relation(checkpoint.config, hub_shapes(checkpoint.config, plain.shapes))
+    named = translate(plain, there.inverse(), HUB)
+    if arch == "gemma":
+        named = shifted(named, _norms(named), -1)
+    return replace(named, ties=tied_names(checkpoint.config, {fqn for fqn, _ in named.tensors}))
+
+
+NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized)
+
+
+def _norms(checkpoint: Checkpoint) -> list[str]:
+    return [fqn for fqn in checkpoint.shapes if fqn.endswith("norm.weight")]
+
+
+def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoint:
+    """Add `by` to these tensors and their masters in float32, like llama.cpp's converter."""
+    tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
+
+    def moved(tensor: Tensor, source: Source, number: int) -> Source:
+        path = f"plus:{by}:{tensor.fqn}:{tensor.role}:{number}"
+        computed[path] = partial(_plus, replace(tensor, source=source), by, checkpoint.computed)
+        return Whole(Extent.contiguous(path, 0, FLOAT32, tensor.shape))
+
+    for key in [(fqn, role) for fqn in fqns for role in (WEIGHT, MASTER)]:
+        if (tensor := tensors.get(key)) is not None:
+            source, *replicas = (moved(tensor, one, n) for n, one in enumerate((tensor.source, *tensor.replicas)))
+            tensors[key] = replace(tensor, dtype=FLOAT32, source=source, replicas=tuple(replicas))
+    return replace(checkpoint, tensors=tensors, computed=computed)
+
+
+def _plus(tensor: Tensor, by: int, computed: Mapping[str, Any]) -> memoryview:
+    """Return a tensor's elements plus `by` in float32."""
+    from ckpt.move.casts import cast_bits
+    from ckpt.move.reading import read_box
+
+    bits = cast_bits(read_box(tensor, whole(tensor.shape), computed).reshape(-1), tensor.dtype, FLOAT32)
+    return (bits.view("<f4") + by).data.cast("B")

@@ -1,0 +1,120 @@
+"""Types of written tensors, and tensors quantized in blocks, computed on writing.
+
+Types are chosen like in llama.cpp's converter (`conversion/base.py`, `prepare_tensors`). The arithmetic is done by the
+`gguf` package (`gguf/quants.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+from ckpt.base.errors import LossError, UsageError
+from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Layout
+from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.precision import Choice, choices
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
+from converters.gguf.facts import GgufFacts
+from converters.gguf.options import GgufOptions
+from converters.gguf.types import BY_NUMBER, F16, F32, MXFP4, PLAIN, GgmlType
+
+#: Elements that are quantized at once.
+_CHUNK = 1 << 22
+_BY_NAME = {one.name: one for one in BY_NUMBER.values()}
+_IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
+#: llama.cpp computes with these in float32.
+_ALWAYS_F32 = re.compile(r".*_norm\.weight|.*\.ffn_gate_inp\.weight|.*(?<!\.weight)")
+
+
+def wanted_type(layout: Layout) -> GgmlType | None:
+    """Return the requested type of the weights, or None for their own."""
+    asked = layout.read(GgufOptions).quantize
+    if asked is None:
+        return None if layout.dtype is None else PLAIN[layout.dtype]
+    if layout.dtype is not None and PLAIN[layout.dtype].name != asked:
+        raise UsageError(
+            "--quantize and --dtype give two types", found=f"--quantize {asked} --dtype {PLAIN[layout.dtype].name}"
+        )
+    return _BY_NAME[asked]
+
+
+def type_of(name: str, shape: Shape, dtype: DType, wanted: GgmlType | None) -> GgmlType:
+    """Return the type that llama.cpp's converter gives to a tensor."""
+    if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
+        return F32
+    if wanted == MXFP4 and not _IS_EXPERTS.fullmatch(name):
+        wanted = None
+    if wanted is None:
+        if dtype not in PLAIN:
+            raise LossError("GGUF has no type for these weights", fqn=name, found=dtype, hint="--dtype bf16 casts them")
+        return PLAIN[dtype]
+    return F16 if shape[-1] % wanted.block else wanted
+
+
+def quantized(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Return `checkpoint` with the tensors that the layout quantizes as bytes of blocks."""
+    wanted = wanted_type(layout)
+    if wanted is None or wanted.dtype is not None:
+        return checkpoint
+    tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
+    blocks = dict(checkpoint.facts_of(GgufFacts).blocks)
+    for name, choice in choices(checkpoint, None).items():
+        if name in blocks or type_of(name, choice.tensor.shape, choice.dtype, wanted) != wanted:
+            continue
+        for role in MODEL_ROLES:
+            tensors.pop((name, role), None)
+        tensors[name, WEIGHT] = _in_blocks(name, choice, wanted, checkpoint.computed, computed)
+        blocks[name] = wanted.name
+    if not blocks:
+        raise UsageError(
+            f"this model has no tensors for --quantize {wanted.name}",
+            path=checkpoint.path,
+            expected="a model with experts" if wanted == MXFP4 else f"rows that divide into {wanted.block}",
+        )
+    return replace(checkpoint, tensors=tensors, computed=computed, facts=GgufFacts(None, blocks))
+
+
+def _in_blocks(
+    name: str, choice: Choice, kind: GgmlType, sources: Mapping[str, Any], computed: dict[str, Any]
+) -> Tensor:
+    dtype, shape = kind.stored(choice.tensor.shape)
+    pieces, done = [], 0
+    for number, box in enumerate(_chunks(choice.tensor.shape)):
+        path = f"{kind.name}:{name}:{number}"
+        computed[path] = partial(_content, choice, box, kind, sources)
+        size = box.numel // kind.block * kind.size
+        pieces.append(Fragment(FlatRange(done, done + size), Extent.contiguous(path, 0, dtype, (size,))))
+        done += size
+    assert done == prod(shape)
+    return Tensor(name, WEIGHT, dtype, shape, Pieces(tuple(pieces)))
+
+
+def _chunks(shape: Shape) -> Iterator[Box]:
+    """Yield boxes of whole rows that follow each other in row-major order."""
+    *outer, rows, columns = shape
+    step = max(1, _CHUNK // columns)
+    for lead in product(*map(range, outer)):
+        for row in range(0, rows, step):
+            yield Box((*lead, row, 0), (*(1,) * len(outer), min(step, rows - row), columns))
+
+
+def _content(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any]) -> memoryview:
+    """Return the blocks of the rows in `box`. Raise LossError for a value that is not finite."""
+    import numpy as np
+
+    from ckpt.move.casts import cast_bits
+    from ckpt.move.reading import read_box
+    from converters.gguf.package import quants
+
+    tensor = choice.tensor
+    bits = cast_bits(read_box(tensor, box, sources).reshape(-1), tensor.dtype, choice.dtype)
+    values = cast_bits(bits, choice.dtype, FLOAT32).view(np.float32).reshape(-1, tensor.shape[-1])
+    if not np.isfinite(values).all():
+        raise LossError("a weight is not finite, so it can't be quantized", fqn=tensor.fqn, found=f"in {box}")
+    content: memoryview = np.ascontiguousarray(quants(kind.number)(values)).data.cast("B")
+    return content
