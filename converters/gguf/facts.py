@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class GgufFacts:
-    """llama.cpp's architecture, if recorded, and the type of each tensor stored in quantized blocks, by name."""
+    """llama.cpp's architecture in the file, and the type of each tensor to write in blocks, by name."""
 
     architecture: str | None = None
     blocks: Mapping[str, str] = field(default_factory=dict)

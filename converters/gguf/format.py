@@ -6,9 +6,12 @@ Format facts: `docs/gguf.md` in ggml, and llama.cpp's converter (November 2026).
 from __future__ import annotations
 
 import re
+import shlex
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
-from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.base.errors import CorruptError, IncompleteError, LossError
 from ckpt.base.text import pluralize
 from ckpt.containers.sources import Sources
 from ckpt.move.listing import names_in
@@ -17,8 +20,9 @@ from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Key, Layout, ReadRe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
+from converters.gguf.blocks import CHUNKS, plain_tensor
 from converters.gguf.facts import GgufFacts
-from converters.gguf.header import MAGIC, read_header
+from converters.gguf.header import MAGIC, Header, read_header
 from converters.gguf.names import NAME
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -36,27 +40,34 @@ class Gguf(Format):
         return find_step(path, tag, Steps(_holds_one_model))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the tensors under llama.cpp's names. Quantized tensors are rows of bytes."""
+        """Describe the tensors under llama.cpp's names. Quantized tensors have their values in float32."""
         files = _files(path)
         folders = tuple(one for one in (request.config, files[0].parent) if one is not None)
-        sources = Sources()
+        sources, architecture = Sources(), None
         tensors: dict[Key, Tensor] = {}
-        blocks: dict[str, str] = {}
-        architecture: str | None = None
+        computed: dict[str, Callable[[], memoryview]] = {}
+        blocks: Counter[str] = Counter()
         for number, file in enumerate(files):
             sources.add(file)
             header = read_header(file)
             _check_split(file, header.metadata, number, len(files))
+            _check_types(file, header)
             architecture = header.metadata.get("general.architecture", architecture)
             for one in header.entries:
                 if (one.name, WEIGHT) in tensors:
                     raise CorruptError("the tensor is in two files", path=file, fqn=one.name)
-                dtype, shape = one.type.stored(one.shape)
-                extent = Extent.contiguous(str(file), one.start, dtype, shape)
-                tensors[one.name, WEIGHT] = Tensor(one.name, WEIGHT, dtype, shape, Whole(extent))
                 if one.type.dtype is None:
-                    blocks[one.name] = one.type.name
-        counts = {kind: list(blocks.values()).count(kind) for kind in sorted(set(blocks.values()))}
+                    tensor, functions = plain_tensor(one, str(file))
+                    computed |= functions
+                    blocks[one.type.name] += 1
+                else:
+                    extent = Extent.contiguous(str(file), one.start, one.type.dtype, one.shape)
+                    tensor = Tensor(one.name, WEIGHT, one.type.dtype, one.shape, Whole(extent))
+                tensors[one.name, WEIGHT] = tensor
+        notes = [
+            f"{pluralize(count, 'tensor')} stored in {kind}, and read as their values in float32"
+            for kind, count in sorted(blocks.items())
+        ]
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -66,10 +77,9 @@ class Gguf(Format):
             namespace=NAME,
             config=read_config(folders),
             folders=tuple(map(str, folders)),
-            notes=tuple(
-                f"{pluralize(count, 'tensor')} in {kind}: shapes count bytes" for kind, count in counts.items()
-            ),
-            facts=GgufFacts(architecture, blocks),
+            notes=tuple(notes),
+            computed=computed,
+            facts=GgufFacts(architecture),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -121,3 +131,19 @@ def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
             expected=f"part {number + 1} of {count}",
             found=f"part {recorded[1]!r} + 1 of {recorded[0]!r}",
         )
+
+
+def _check_types(file: Path, header: Header) -> None:
+    """Raise LossError if tensors are stored in blocks whose values are not known here."""
+    others = [one for one in header.entries if one.type.dtype is None and one.type not in CHUNKS]
+    if not others:
+        return
+    counts = Counter(one.type.name for one in others)
+    raise LossError(
+        "ckpt does not read these types of GGUF tensors",
+        path=file,
+        fqn=others[0].name,
+        expected="f32, f16, bf16, " + " or ".join(one.name for one in CHUNKS),
+        found=", ".join(f"{pluralize(count, 'tensor')} in {kind}" for kind, count in sorted(counts.items())),
+        hint=f"`llama-quantize --allow-requantize {shlex.quote(file.name)} f32.gguf f32` writes their values",
+    )

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.namespace import Namespace
@@ -213,16 +212,6 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
             found=f"model_type {checkpoint.config.get('model_type')!r}",
             hint="give the config of this model with --config",
         )
-    if facts.blocks:
-        fqn = next(iter(facts.blocks))
-        raise LossError(
-            "quantized tensors of GGUF can't be converted",
-            path=checkpoint.path,
-            fqn=fqn,
-            expected="f32, f16 or bf16",
-            found=f"{', '.join(sorted(set(facts.blocks.values())))}: {pluralize(len(facts.blocks), 'tensor')}",
-            hint="llama-quantize --allow-requantize IN.gguf OUT.gguf f32 writes the plain values",
-        )
     tensors = dict(checkpoint.tensors)
     notes = checkpoint.notes
     if tensors.pop((ROPE_FACTORS, WEIGHT), None) is not None:
@@ -247,7 +236,7 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoin
     tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
 
     def moved(tensor: Tensor, source: Source, number: int) -> Source:
-        path = f"plus:{by}:{tensor.fqn}:{tensor.role}:{number}"
+        path = f"plus:{by}:{checkpoint.path}:{tensor.fqn}:{tensor.role}:{number}"
         computed[path] = partial(_plus, replace(tensor, source=source), by, checkpoint.computed)
         return Whole(Extent.contiguous(path, 0, FLOAT32, tensor.shape))
 

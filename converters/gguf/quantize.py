@@ -7,10 +7,9 @@ Types are chosen like in llama.cpp's converter (`conversion/base.py`, `prepare_t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,12 +18,11 @@ from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
+from converters.gguf.blocks import CHUNKS, whole_rows
 from converters.gguf.facts import GgufFacts
 from converters.gguf.options import GgufOptions
-from converters.gguf.types import BY_NUMBER, F16, F32, MXFP4, PLAIN, GgmlType
+from converters.gguf.types import BY_NUMBER, F16, F32, MXFP4, PLAIN, Q8_0, GgmlType
 
-#: Elements that are quantized at once.
-_CHUNK = 1 << 22
 _BY_NAME = {one.name: one for one in BY_NUMBER.values()}
 _IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
 #: llama.cpp computes with these in float32.
@@ -84,7 +82,7 @@ def _in_blocks(
 ) -> Tensor:
     dtype, shape = kind.stored(choice.tensor.shape)
     pieces, done = [], 0
-    for number, box in enumerate(_chunks(choice.tensor.shape)):
+    for number, box in enumerate(whole_rows(choice.tensor.shape, CHUNKS[kind])):
         path = f"{kind.name}:{name}:{number}"
         computed[path] = partial(_content, choice, box, kind, sources)
         size = box.numel // kind.block * kind.size
@@ -92,15 +90,6 @@ def _in_blocks(
         done += size
     assert done == prod(shape)
     return Tensor(name, WEIGHT, dtype, shape, Pieces(tuple(pieces)))
-
-
-def _chunks(shape: Shape) -> Iterator[Box]:
-    """Yield boxes of whole rows that follow each other in row-major order."""
-    *outer, rows, columns = shape
-    step = max(1, _CHUNK // columns)
-    for lead in product(*map(range, outer)):
-        for row in range(0, rows, step):
-            yield Box((*lead, row, 0), (*(1,) * len(outer), min(step, rows - row), columns))
 
 
 def _content(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any]) -> memoryview:
@@ -116,5 +105,7 @@ def _content(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any
     values = cast_bits(bits, choice.dtype, FLOAT32).view(np.float32).reshape(-1, tensor.shape[-1])
     if not np.isfinite(values).all():
         raise LossError("a weight is not finite, so it can't be quantized", fqn=tensor.fqn, found=f"in {box}")
+    if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * np.finfo(np.float16).max:
+        raise LossError("a weight is too large for q8_0, whose scales are float16", fqn=tensor.fqn, found=f"in {box}")
     content: memoryview = np.ascontiguousarray(quants(kind.number)(values)).data.cast("B")
     return content

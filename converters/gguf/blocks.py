@@ -1,0 +1,80 @@
+"""Values of tensors stored in blocks: computed on reading, with llama.cpp's bits.
+
+Layouts are ggml's (`ggml-common.h`, `ggml-quants.c`). Q8_0 has a float16 scale and 32 int8 values. MXFP4 has an E8M0
+scale and 16 bytes; byte j has value j in its low half and value j + 16 in its high half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ckpt.plan.checkpoint import WEIGHT
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
+from converters.gguf.header import Entry
+from converters.gguf.types import MXFP4, Q8_0, GgmlType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Types with known values, and the number of elements that are computed at once.
+CHUNKS = {Q8_0: 1 << 22, MXFP4: 1 << 18}
+#: FP4's values, doubled like in ggml. Minus zero is zero.
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def whole_rows(shape: Shape, size: int) -> Iterator[Box]:
+    """Yield boxes of whole rows, about `size` elements each, that follow each other in row-major order."""
+    *outer, rows, columns = shape if len(shape) > 1 else (1, *shape)
+    step = max(1, size // max(1, columns))
+    for lead in product(*map(range, outer)):
+        for row in range(0, rows, step):
+            box = Box((*lead, row, 0), (*(1,) * len(outer), min(step, rows - row), columns))
+            yield box if len(shape) > 1 else Box((0,), shape)
+
+
+def plain_tensor(entry: Entry, path: str) -> tuple[Tensor, dict[str, Callable[[], memoryview]]]:
+    """Return the tensor with its values in float32, and the functions that compute them."""
+    computed: dict[str, Callable[[], memoryview]] = {}
+    pieces, done, start = [], 0, entry.start
+    for box in whole_rows(entry.shape, CHUNKS[entry.type]):
+        size = box.numel // entry.type.block * entry.type.size
+        name = f"gguf:{path}:{start}"  # the file's path, because two files may be compared
+        computed[name] = partial(_values, path, start, size, entry.type)
+        extent = Extent.contiguous(name, 0, FLOAT32, (box.numel,))
+        pieces.append(Fragment(FlatRange(done, done + box.numel), extent))
+        done, start = done + box.numel, start + size
+    return Tensor(entry.name, WEIGHT, FLOAT32, entry.shape, Pieces(tuple(pieces))), computed
+
+
+def _values(path: str, start: int, size: int, kind: GgmlType) -> memoryview:
+    import numpy as np
+
+    from ckpt.move.source import opened, read_at
+
+    with opened(path) as descriptor:
+        stored = np.frombuffer(read_at(descriptor, path, start, size), np.uint8).reshape(-1, kind.size)
+    values = _q8_0(stored) if kind == Q8_0 else _mxfp4(stored)
+    content: memoryview = np.ascontiguousarray(values).data.cast("B")
+    return content
+
+
+def _q8_0(blocks: NDArray) -> NDArray:
+    import numpy as np
+
+    scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * scales
+
+
+def _mxfp4(blocks: NDArray) -> NDArray:
+    import numpy as np
+
+    exponents = blocks[:, :1].astype(np.uint32)  # half the scale: the values are doubled
+    small = np.uint32(1 << 21) << np.minimum(exponents, 1)
+    scales = np.where(exponents < 2, small, (np.maximum(exponents, 1) - 1) << np.uint32(23)).astype(np.uint32)
+    codes = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
+    with np.errstate(over="ignore"):  # infinite in llama.cpp, too
+        return np.array(_FP4, np.float32)[codes] * scales.view(np.float32)
