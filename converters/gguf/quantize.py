@@ -23,6 +23,8 @@ from converters.gguf.facts import GgufFacts
 from converters.gguf.options import GgufOptions
 from converters.gguf.types import BY_NUMBER, F16, F32, MXFP4, PLAIN, Q8_0, GgmlType
 
+#: Largest float16 number.
+_MAX_SCALE = 65504
 _BY_NAME = {one.name: one for one in BY_NUMBER.values()}
 _IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
 #: llama.cpp computes with these in float32.
@@ -105,7 +107,7 @@ def _content(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any
     values = cast_bits(bits, choice.dtype, FLOAT32).view(np.float32).reshape(-1, tensor.shape[-1])
     if not np.isfinite(values).all():
         raise LossError("a weight is not finite, so it can't be quantized", fqn=tensor.fqn, found=f"in {box}")
-    if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * np.finfo(np.float16).max:
+    if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * _MAX_SCALE:
         raise LossError("a weight is too large for q8_0, whose scales are float16", fqn=tensor.fqn, found=f"in {box}")
     content: memoryview = np.ascontiguousarray(quants(kind.number)(values)).data.cast("B")
     return content
