@@ -8,15 +8,12 @@ from pathlib import Path
 
 from ckpt.base.errors import NotFoundError
 from ckpt.move.listing import folders_in, names_in
-from ckpt.move.source import read_file
 
-_GGUF = b"GGUF"
 #: Files that Orbax writes into a step or an item in a step.
 _ORBAX = {"_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding", "commit_success.txt"}
 #: Rank files that torch_checkpointing writes next to its `metadata.pkl`.
 _TORCH_CHECKPOINTING = re.compile(r".+_\d+\.(?:pt|safetensors)")
 _WAYS = {
-    "GGUF (llama.cpp, Ollama)": "give the safetensors folder from before the conversion to GGUF",
     "Orbax (JAX)": "load it with orbax.checkpoint, and save the arrays with "
     "safetensors.numpy.save_file as model.safetensors",
     "torch_checkpointing": "load it with torch_checkpointing in the training script, and save the same state dict with "
@@ -43,11 +40,8 @@ def _places(path: Path) -> Iterator[Path]:
 
 
 def _program(path: Path) -> Iterator[str]:
-    gguf, orbax, torch_checkpointing = _WAYS
+    orbax, torch_checkpointing = _WAYS
     names = names_in(path) if path.is_dir() else [path.name]
-    files = [path / name for name in names if name.endswith(".gguf")] if path.is_dir() else [path]
-    if any(file.is_file() and read_file(file, len(_GGUF)) == _GGUF for file in files):
-        yield gguf
     if _ORBAX & set(names):
         yield orbax
     if "metadata.pkl" in names and any(map(_TORCH_CHECKPOINTING.fullmatch, names)):

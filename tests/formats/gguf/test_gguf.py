@@ -1,0 +1,261 @@
+"""`converters/gguf/`: GGUF files of llama.cpp, read and written.
+
+The files in `fixtures/gguf` were written by llama.cpp's own converter. Written files have the same keys and bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.tensors import whole
+from converters.gguf.header import read_header
+from converters.gguf.types import BY_NUMBER
+from tests.support.engines import raw
+from tests.support.places import FIXTURES
+
+GGUF = FIXTURES / "gguf"
+MODELS = ("llama", "qwen3_moe", "gpt_oss")
+
+
+def content(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of each tensor."""
+    from ckpt.move.reading import read_box
+
+    return {
+        fqn: (str(one.dtype), one.shape, read_box(one, whole(one.shape), checkpoint.computed).tobytes())
+        for (fqn, _), one in checkpoint.tensors.items()
+    }
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def small(
+    path: Path,
+    tensors: Sequence[tuple[str, tuple[int, ...], int, bytes]],
+    keys: Sequence[tuple[str, int, bytes]] = (),
+    version: int = 3,
+) -> Path:
+    """Write a GGUF file with these tensors (name, dims, type's number, bytes) and keys (name, kind, bytes)."""
+    head = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), len(keys))
+    for name, kind, value in keys:
+        head += text(name) + struct.pack("<I", kind) + value
+    at, data = 0, b""
+    for name, dims, number, values in tensors:
+        head += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, at)
+        data += values + b"\0" * (-len(values) % 32)
+        at = len(data)
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    return path
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_tensors_have_the_values_that_the_gguf_package_reads(kind: str) -> None:
+    truth = load_file(GGUF / "truth" / f"llama-{kind}.safetensors")
+    assert content(ckpt.open(GGUF / f"llama-{kind}.gguf")) == {fqn: raw(tensor) for fqn, tensor in truth.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_converts_back_to_the_original_bytes(name: str, tmp_path: Path) -> None:
+    ckpt.convert(GGUF / f"{name}-bf16.gguf", "hf", tmp_path / "out", config=GGUF / name, dtype="bf16")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (GGUF / name / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_compares_across_names(name: str) -> None:
+    assert ckpt.verify(GGUF / f"{name}-bf16.gguf", GGUF / name, cast=True).equal
+
+
+def test_two_quantized_files_are_compared_by_their_own_values(tmp_path: Path) -> None:
+    one = tmp_path / "one.gguf"
+    data = bytearray((GGUF / "llama-q8_0.gguf").read_bytes())
+    entry = next(one for one in read_header(GGUF / "llama-q8_0.gguf").entries if one.type.name == "q8_0")
+    data[entry.stop - 1] ^= 1
+    one.write_bytes(data)
+    assert not ckpt.verify(one, GGUF / "llama-q8_0.gguf").equal
+    assert ckpt.verify(GGUF / "llama-q8_0.gguf", GGUF / "llama-q8_0.gguf").equal
+
+
+def test_a_config_is_needed_for_other_names() -> None:
+    with pytest.raises(NotFoundError, match=r"config\.json"):
+        ckpt.plan(GGUF / "llama-bf16.gguf", "hf")
+
+
+def test_a_config_of_another_architecture_is_refused() -> None:
+    with pytest.raises(CorruptError, match="another architecture"):
+        ckpt.plan(GGUF / "llama-bf16.gguf", "hf", config=GGUF / "gpt_oss")
+
+
+def test_other_types_are_named(tmp_path: Path) -> None:
+    file = small(tmp_path / "a.gguf", [("x.weight", (256, 1), 12, bytes(144)), ("y.weight", (256, 1), 14, bytes(210))])
+    with pytest.raises(LossError) as caught:
+        ckpt.open(file)
+    assert caught.value.found == "1 tensor in q4_k, 1 tensor in q6_k"
+    assert "llama-quantize" in str(caught.value.hint)
+
+
+def test_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
+    def part(number: int, name: str) -> Path:
+        keys = [("split.no", 2, struct.pack("<H", number)), ("split.count", 2, struct.pack("<H", 2))]
+        tensors = [(name, (2,), 0, struct.pack("<2f", number, 7))]
+        return small(tmp_path / f"model-{number + 1:05d}-of-00002.gguf", tensors, keys)
+
+    first, second = part(0, "a.weight"), part(1, "b.weight")
+    for given in (tmp_path, first):
+        assert {fqn for fqn, _ in ckpt.open(given).tensors} == {"a.weight", "b.weight"}
+    shutil.copy(first, second)
+    with pytest.raises(CorruptError, match="not the part"):
+        ckpt.open(tmp_path)
+    second.unlink()
+    with pytest.raises(IncompleteError, match="missing"):
+        ckpt.open(tmp_path)
+
+
+def test_no_damaged_header_is_read(tmp_path: Path) -> None:
+    whole_file = (GGUF / "llama-q8_0.gguf").read_bytes()
+    end = min(one.start for one in read_header(GGUF / "llama-q8_0.gguf").entries)
+    file = tmp_path / "cut.gguf"
+    for length in [*range(4, end, 509), end, len(whole_file) - 1]:
+        file.write_bytes(whole_file[:length])
+        with pytest.raises(CorruptError):
+            ckpt.open(file)
+    random = np.random.default_rng(0)
+    for _ in range(300):  # any result but a traceback
+        data = bytearray(whole_file)
+        data[random.integers(4, end)] ^= 1 << int(random.integers(8))
+        file.write_bytes(data)
+        try:
+            ckpt.open(file)
+        except CkptError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("dims", "number", "values", "what"),
+    [
+        ((33,), 8, bytes(34), "whole blocks"),
+        ((1 << 40,), 0, bytes(4), "shorter"),
+        ((1,), 99, bytes(4), "unknown type"),
+        ((1,) * 9, 0, bytes(4), "too many dims"),
+        ((1,), 0, bytes(4 + 64), "longer"),
+    ],
+)
+def test_faults_are_named(dims: tuple[int, ...], number: int, values: bytes, what: str, tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match=what):
+        ckpt.open(small(tmp_path / "a.gguf", [("x.weight", dims, number, values)]))
+
+
+def test_a_name_may_not_appear_twice(tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match="twice"):
+        ckpt.open(small(tmp_path / "a.gguf", [("x.weight", (1,), 0, bytes(4))] * 2))
+
+
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LossError, match="big-endian"):
+        ckpt.open(small(tmp_path / "a.gguf", [], version=3 << 24))
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+@pytest.mark.parametrize("name", MODELS)
+def test_written_files_equal_llama_cpps(name: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    ckpt.convert(GGUF / name, "gguf", tmp_path / "out", quantize=kind, verify=True)
+    ours, theirs = tmp_path / "out/model.gguf", GGUF / f"{name}-{kind}.gguf"
+    one, other = read_header(ours), read_header(theirs)
+    later = {"tokenizer.ggml.add_eos_token"}  # the gguf package has added it after 0.19.0
+    assert {key: value for key, value in other.metadata.items() if key not in later} == {
+        key: value for key, value in one.metadata.items() if key not in later
+    }
+    assert tensors(ours) == tensors(theirs)
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    """Return type, shape and stored bytes of each tensor."""
+    data = path.read_bytes()
+    return {one.name: (one.type.name, one.shape, data[one.start : one.stop]) for one in read_header(path).entries}
+
+
+def test_mxfp4_is_for_experts(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    from gguf.quants import quantize
+
+    ckpt.convert(GGUF / "gpt_oss", "gguf", tmp_path / "out", quantize="mxfp4")
+    found, plain = tensors(tmp_path / "out/model.gguf"), content(ckpt.open(GGUF / "gpt_oss-bf16.gguf"))
+    for name, (kind, shape, data) in found.items():
+        if "_exps.weight" not in name:
+            assert kind in ("bf16", "f32")
+            continue
+        values = (np.frombuffer(plain[name][2], np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        assert (kind, data) == ("mxfp4", quantize(values, gguf.GGMLQuantizationType.MXFP4).tobytes())
+    assert read_header(tmp_path / "out/model.gguf").metadata["general.file_type"] == 38
+    read_back = ckpt.open(tmp_path / "out")
+    assert {one.dtype for (fqn, _), one in read_back.tensors.items() if "_exps.weight" in fqn} == {FLOAT32}
+    with pytest.raises(UsageError, match="no tensors for --quantize mxfp4"):
+        ckpt.plan(GGUF / "llama", "gguf", quantize="mxfp4")
+
+
+def test_types_equal_the_gguf_packages() -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    for kind, (block, size) in gguf.GGML_QUANT_SIZES.items():
+        assert BY_NUMBER[int(kind)][1:4] == (kind.name.lower(), block, size)
+
+
+def test_a_weight_must_be_finite_to_be_quantized(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    shutil.copytree(GGUF / "llama", tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    data = bytearray(file.read_bytes())
+    place = next(one.source for (fqn, _), one in ckpt.open(GGUF / "llama").tensors.items() if "q_proj" in fqn)
+    at = next(iter(place.fragments((64, 32)))).extent.offset
+    data[at : at + 2] = b"\xc0\x7f"
+    file.write_bytes(data)
+    with pytest.raises(LossError, match="not finite"):
+        ckpt.convert(tmp_path / "model", "gguf", tmp_path / "out", quantize="q8_0")
+
+
+def test_the_tokenizer_is_needed(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    shutil.copytree(GGUF / "llama", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(NotFoundError, match="tokenizer"):
+        ckpt.plan(tmp_path / "model", "gguf")
+
+
+def test_an_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    shutil.copytree(GGUF / "llama", tmp_path / "model")
+    file = tmp_path / "model/tokenizer.json"
+    file.write_text(file.read_text().replace("{1,3}", "{1,2}"))
+    with pytest.raises(LossError, match="splitting text"):
+        ckpt.plan(tmp_path / "model", "gguf")
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(GGUF / "llama", tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(file.read_text().replace('"model_type": "llama"', '"model_type": "olmo"'))
+    with pytest.raises(LossError, match="architecture"):
+        ckpt.plan(tmp_path / "model", "gguf")
+
+
+def test_dtype_and_quantize_may_not_contradict() -> None:
+    with pytest.raises(UsageError, match="two types"):
+        ckpt.plan(GGUF / "llama", "gguf", quantize="q8_0", dtype="bf16")
