@@ -140,7 +140,9 @@ def _parse(file: _Cursor) -> Header:
     if (version := file.number("I")) not in VERSIONS:
         if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
             raise LossError(
-                "big-endian GGUF files are not read", path=file.path, hint="gguf-convert-endian converts it"
+                "big-endian GGUF files are not read",
+                path=file.path,
+                hint="`gguf-convert-endian FILE little` converts it",
             )
         raise LossError("unknown version of GGUF", path=file.path, expected="2 or 3", found=version)
     num_tensors, num_keys = file.count("tensors", MAX_TENSORS), file.count("keys", MAX_KEYS)

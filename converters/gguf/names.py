@@ -67,7 +67,7 @@ def architecture(config: Mapping[str, Any] | None, path: str) -> str:
             path=path,
             expected="one of " + ", ".join(ARCHITECTURES),
             found=f"model_type {model_type!r}",
-            hint="convert to hf, and run convert_hf_to_gguf.py of llama.cpp on the result",
+            hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
         )
     return ARCHITECTURES[model_type]
 
@@ -103,7 +103,7 @@ def _links(name: str, shape: Shape, arch: str, config: Mapping[str, Any]) -> Ite
                 "llama.cpp has no name for this tensor",
                 fqn=name,
                 found=f"architecture {arch}",
-                hint="convert to hf, and run convert_hf_to_gguf.py of llama.cpp on the result",
+                hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
             )
         prefix = "" if found["layer"] is None else f"blk.{found['layer']}."
         into = f"{prefix}{modules[found['module']]}.{found['kind']}"

@@ -60,7 +60,7 @@ def add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
             path=folder / FILE,
             expected="BPE",
             found=f"{kind} with byte_fallback" if kind == "BPE" else str(kind),
-            hint="convert to hf, and run convert_hf_to_gguf.py of llama.cpp on the result",
+            hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
         )
     texts, types = _tokens(found, vocab_size, folder)
     writer.add_tokenizer_model("gpt2")
@@ -79,7 +79,7 @@ def _splitting(pre_tokenizer: Any, folder: Path) -> str:
         path=folder / FILE,
         expected="the expression of " + ", ".join(_SPLITS.values()),
         found=" and ".join(map(repr, found)) or "no expression",
-        hint="convert to hf, and run convert_hf_to_gguf.py of llama.cpp on the result",
+        hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
     )
 
 

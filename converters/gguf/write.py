@@ -69,6 +69,7 @@ def target(checkpoint: Checkpoint, layout: Layout) -> Target:
         (TargetFile(FILE, at, tuple(literals), tuple(slots), tuple(zeros)),),
         dropped=(*training_left_out(checkpoint), *run_files_left_out(checkpoint)),
         notes=tuple(_notes(planned)),
+        is_rearranged=bool(blocks),  # read back, they are values
     )
 
 

@@ -35,7 +35,7 @@ KINDS = (
         "another program",
         "The command or the function belongs to another program.",
         (
-            r"`(?:hf|git|aws|mkdir|fusermount3|gsutil|gcloud) [^`]*`",
+            r"`(?:hf|git|aws|mkdir|fusermount3|gsutil|gcloud|llama-quantize|gguf-convert-endian) [^`]*`",
             r"\bhf download \S+",
             r"\b(?:load|save|have|train|fetch|merge)\b.* with (?:[A-Z]\w+|the |a newer |torch\b|orbax|megatron)",
             r"\bload and save the model with transformers\b",
