@@ -189,6 +189,7 @@ class FormatKeywords(TypedDict, total=False):
     fsdp_version: int | None
     mesh_device: str | None
     server: Literal["vllm", "sglang"] | None
+    quantize: Literal["f32", "f16", "bf16", "q8_0", "mxfp4"] | None
 
 
 class ConvertKeywords(

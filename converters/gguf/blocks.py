@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
-from converters.gguf.header import Entry
+from converters.gguf.header import TensorInfo
 from converters.gguf.types import MXFP4, Q8_0, GgmlType
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def whole_rows(shape: Shape, size: int) -> Iterator[Box]:
             yield box if len(shape) > 1 else Box((0,), shape)
 
 
-def plain_tensor(entry: Entry, path: str) -> tuple[Tensor, dict[str, Callable[[], memoryview]]]:
+def plain_tensor(entry: TensorInfo, path: str) -> tuple[Tensor, dict[str, Callable[[], memoryview]]]:
     """Return the tensor with its values in float32, and the functions that compute them."""
     computed: dict[str, Callable[[], memoryview]] = {}
     pieces, done, start = [], 0, entry.start
@@ -77,4 +77,5 @@ def _mxfp4(blocks: NDArray) -> NDArray:
     scales = np.where(exponents < 2, small, (np.maximum(exponents, 1) - 1) << np.uint32(23)).astype(np.uint32)
     codes = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
     with np.errstate(over="ignore"):  # infinite in llama.cpp, too
-        return np.array(_FP4, np.float32)[codes] * scales.view(np.float32)
+        values: NDArray = np.array(_FP4, np.float32)[codes] * scales.view(np.float32)
+    return values

@@ -22,7 +22,7 @@ from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
 from converters.gguf.blocks import CHUNKS, plain_tensor
 from converters.gguf.facts import GgufFacts
-from converters.gguf.header import MAGIC, Header, read_header
+from converters.gguf.header import MAGIC, GgufHeader, read_header
 from converters.gguf.names import NAME
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -41,7 +41,7 @@ class Gguf(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the tensors under llama.cpp's names. Quantized tensors have their values in float32."""
-        files = _files(path)
+        files = _parts(path)
         folders = tuple(one for one in (request.config, files[0].parent) if one is not None)
         sources, architecture = Sources(), None
         tensors: dict[Key, Tensor] = {}
@@ -102,7 +102,7 @@ def _holds_one_model(folder: Path) -> bool:
     return len(stems) == 1 and all(_is_gguf(folder / name) for name in names)
 
 
-def _files(path: Path) -> list[Path]:
+def _parts(path: Path) -> list[Path]:
     """Return the model's files in order. Raise IncompleteError if one is missing."""
     folder = path if path.is_dir() else path.parent
     names = sorted(name for name in names_in(folder) if name.endswith(".gguf")) if path.is_dir() else [path.name]
@@ -133,7 +133,7 @@ def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
         )
 
 
-def _check_types(file: Path, header: Header) -> None:
+def _check_types(file: Path, header: GgufHeader) -> None:
     """Raise LossError if tensors are stored in blocks whose values are not known here."""
     others = [one for one in header.entries if one.type.dtype is None and one.type not in CHUNKS]
     if not others:

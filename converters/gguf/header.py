@@ -40,7 +40,7 @@ class Skipped(NamedTuple):
     length: int
 
 
-class Entry(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor: its type, its shape in torch's order, and its byte range in the file."""
 
     name: str
@@ -51,8 +51,8 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    entries: tuple[Entry, ...]
+class GgufHeader:
+    entries: tuple[TensorInfo, ...]
     metadata: Mapping[str, Any]
 
 
@@ -124,7 +124,7 @@ class _Cursor:
         return CorruptError(what, path=self.path, **{"found": f"{pluralize(self.size, 'byte')}", **more})
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """Return the header of a GGUF file. Raise CorruptError if it breaks a rule of the format."""
     name = os.fspath(path)
     try:
@@ -134,7 +134,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise StorageError(f"the file cannot be read: {error.strerror}", path=name) from error
 
 
-def _parse(file: _Cursor) -> Header:
+def _parse(file: _Cursor) -> GgufHeader:
     if file.take(4) != MAGIC:
         raise file.fault("this is not a GGUF file", expected=MAGIC.decode())
     if (version := file.number("I")) not in VERSIONS:
@@ -152,14 +152,14 @@ def _parse(file: _Cursor) -> Header:
         if key in metadata:
             raise file.fault("a key appears twice in the header", found=repr(key))
         metadata[key] = file.value(file.number("I"))
-    listed = [_listed(file) for _ in range(num_tensors)]
+    listed = [_tensor_record(file) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise file.fault("general.alignment is not a power of two", found=repr(alignment))
     base = aligned(file.at, alignment)
     entries = [_placed(file, base, alignment, *one) for one in listed]
     _check_places(file, entries, base, alignment)
-    return Header(tuple(entries), metadata)
+    return GgufHeader(tuple(entries), metadata)
 
 
 def aligned(offset: int, alignment: int = ALIGNMENT) -> int:
@@ -167,7 +167,7 @@ def aligned(offset: int, alignment: int = ALIGNMENT) -> int:
     return -(-offset // alignment) * alignment
 
 
-def _listed(file: _Cursor) -> tuple[str, Shape, int, int]:
+def _tensor_record(file: _Cursor) -> tuple[str, Shape, int, int]:
     name, dims = file.text(), file.number("I")
     if dims > MAX_DIMS:
         raise file.fault("a tensor has too many dims", fqn=name, expected=f"at most {MAX_DIMS}", found=dims)
@@ -175,19 +175,19 @@ def _listed(file: _Cursor) -> tuple[str, Shape, int, int]:
     return name, shape[::-1], file.number("I"), file.number("Q")
 
 
-def _placed(file: _Cursor, base: int, alignment: int, name: str, shape: Shape, number: int, offset: int) -> Entry:
+def _placed(file: _Cursor, base: int, alignment: int, name: str, shape: Shape, number: int, offset: int) -> TensorInfo:
     if (kind := BY_NUMBER.get(number)) is None:
         known = ", ".join(one.name for one in BY_NUMBER.values())
         raise LossError("unknown type of a tensor in GGUF", path=file.path, fqn=name, expected=known, found=number)
     if offset % alignment:
         raise file.fault("a tensor is not aligned", fqn=name, expected=f"a multiple of {alignment}", found=offset)
     try:
-        return Entry(name, kind, shape, base + offset, base + offset + kind.nbytes(shape))
+        return TensorInfo(name, kind, shape, base + offset, base + offset + kind.nbytes(shape))
     except ValueError as error:
         raise file.fault("a row is not a number of whole blocks", fqn=name, expected=str(error), found=shape) from None
 
 
-def _check_places(file: _Cursor, entries: Iterable[Entry], base: int, alignment: int) -> None:
+def _check_places(file: _Cursor, entries: Iterable[TensorInfo], base: int, alignment: int) -> None:
     """Check that names are unique, and that the tensors fill the file in their order with nothing but padding."""
     names: set[str] = set()
     reached, end = base, base

@@ -193,23 +193,24 @@ def _hub_experts(arch: str, shape: Shape, layer: str, module: str, kind: str) ->
 
 def _from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     arch = architecture(checkpoint.config, checkpoint.path)
-    assert checkpoint.config is not None
+    config = checkpoint.config
+    assert config is not None
     if arch == "gemma":
         checkpoint = shifted(checkpoint, _norms(checkpoint), 1)
-    named = translate(checkpoint, relation(checkpoint.config, checkpoint.shapes), NAME)
+    named = translate(checkpoint, relation(config, checkpoint.shapes), NAME)
     return quantized(named, layout)
 
 
 def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
     arch = architecture(checkpoint.config, checkpoint.path)
     assert checkpoint.config is not None
-    facts = checkpoint.facts_of(GgufFacts)
+    config, facts = checkpoint.config, checkpoint.facts_of(GgufFacts)
     if facts.architecture not in (None, arch):
         raise CorruptError(
             "the config is of another architecture",
             path=checkpoint.path,
             expected=f"{facts.architecture!r}, like general.architecture",
-            found=f"model_type {checkpoint.config.get('model_type')!r}",
+            found=f"model_type {config.get('model_type')!r}",
             hint="give the config of this model with --config",
         )
     tensors = dict(checkpoint.tensors)
@@ -217,11 +218,11 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
     if tensors.pop((ROPE_FACTORS, WEIGHT), None) is not None:
         notes += (f"{ROPE_FACTORS} is left out: transformers computes it from the config",)
     plain = replace(checkpoint, tensors=tensors, notes=notes)
-    there = relation(checkpoint.config, hub_shapes(checkpoint.config, plain.shapes))
+    there = relation(config, hub_shapes(config, plain.shapes))
     named = translate(plain, there.inverse(), HUB)
     if arch == "gemma":
         named = shifted(named, _norms(named), -1)
-    return replace(named, ties=tied_names(checkpoint.config, {fqn for fqn, _ in named.tensors}))
+    return replace(named, ties=tied_names(config, {fqn for fqn, _ in named.tensors}))
 
 
 NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized)

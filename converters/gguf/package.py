@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from ckpt.base.errors import UsageError
@@ -11,18 +12,15 @@ from ckpt.base.errors import UsageError
 def package() -> Any:
     """Return the `gguf` module. Raise UsageError if it is not installed."""
     try:
-        import gguf
+        return import_module("gguf")
     except ImportError:
         raise UsageError(
             "writing GGUF needs the gguf package", hint="pip install 'ckpt-toolkit[gguf]'", code="needs-gguf"
         ) from None
-    return gguf
 
 
 def quants(number: int) -> Callable[[Any], Any]:
     """Return the function that quantizes float32 rows to the type with this number."""
-    gguf = package()
-    from gguf import quants
-
-    kind = gguf.GGMLQuantizationType(number)
-    return lambda rows: quants.quantize(rows, kind)
+    kind = package().GGMLQuantizationType(number)
+    quantize = import_module("gguf.quants").quantize
+    return lambda rows: quantize(rows, kind)

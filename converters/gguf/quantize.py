@@ -86,7 +86,7 @@ def _in_blocks(
     pieces, done = [], 0
     for number, box in enumerate(whole_rows(choice.tensor.shape, CHUNKS[kind])):
         path = f"{kind.name}:{name}:{number}"
-        computed[path] = partial(_content, choice, box, kind, sources)
+        computed[path] = partial(_quantized_rows, choice, box, kind, sources)
         size = box.numel // kind.block * kind.size
         pieces.append(Fragment(FlatRange(done, done + size), Extent.contiguous(path, 0, dtype, (size,))))
         done += size
@@ -94,7 +94,7 @@ def _in_blocks(
     return Tensor(name, WEIGHT, dtype, shape, Pieces(tuple(pieces)))
 
 
-def _content(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any]) -> memoryview:
+def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any]) -> memoryview:
     """Return the blocks of the rows in `box`. Raise LossError for a value that is not finite."""
     import numpy as np
 

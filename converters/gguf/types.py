@@ -36,11 +36,11 @@ class GgmlType(NamedTuple):
         return prod(stored) * dtype.itemsize
 
 
-def _plain(number: int, name: str, dtype: DType) -> GgmlType:
+def _of_dtype(number: int, name: str, dtype: DType) -> GgmlType:
     return GgmlType(number, name, 1, dtype.itemsize, dtype)
 
 
-F32, F16, BF16 = _plain(0, "f32", FLOAT32), _plain(1, "f16", FLOAT16), _plain(30, "bf16", BFLOAT16)
+F32, F16, BF16 = _of_dtype(0, "f32", FLOAT32), _of_dtype(1, "f16", FLOAT16), _of_dtype(30, "bf16", BFLOAT16)
 Q8_0, MXFP4 = GgmlType(8, "q8_0", 32, 34), GgmlType(39, "mxfp4", 32, 17)
 PLAIN = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: BF16}
 
@@ -49,8 +49,8 @@ BY_NUMBER = {
     one.number: one
     for one in (
         *(F32, F16, BF16, Q8_0, MXFP4),
-        *(_plain(24 + n, f"i{8 << n}", BY_NAME[f"int{8 << n}"]) for n in range(3)),
-        *(_plain(27, "i64", INT64), _plain(28, "f64", FLOAT64)),
+        *(_of_dtype(24 + n, f"i{8 << n}", BY_NAME[f"int{8 << n}"]) for n in range(3)),
+        *(_of_dtype(27, "i64", INT64), _of_dtype(28, "f64", FLOAT64)),
         *(GgmlType(number, f"q{name}", 32, size) for number, name, size in ((2, "4_0", 18), (3, "4_1", 20))),
         *(GgmlType(number, f"q{name}", 32, size) for number, name, size in ((6, "5_0", 22), (7, "5_1", 24))),
         *(GgmlType(9, "q8_1", 32, 36), GgmlType(20, "iq4_nl", 32, 18), GgmlType(40, "nvfp4", 64, 36)),

@@ -24,7 +24,7 @@ ROOMS = (
 )
 #: Formats by uncommon ability.
 SAID: dict[str, tuple[Callable[[Format], bool], str]] = {
-    "no optimizer": (lambda one: not one.carries_optimizer, "hf peft"),
+    "no optimizer": (lambda one: not one.carries_optimizer, "gguf hf peft"),
     "blocks": (lambda one: one.carries_blocks, "dcp fsdp-ranks full"),
     "an optimizer always": (lambda one: one.always_has_optimizer, "trainer zero0 zero1 zero2 zero3"),
     "loaded from the run": (
