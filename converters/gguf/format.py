@@ -41,7 +41,7 @@ class Gguf(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the tensors under llama.cpp's names. Quantized tensors have their values in float32."""
-        files = _parts(path)
+        files = _split_files(path)
         folders = tuple(one for one in (request.config, files[0].parent) if one is not None)
         sources, architecture = Sources(), None
         tensors: dict[Key, Tensor] = {}
@@ -102,7 +102,7 @@ def _holds_one_model(folder: Path) -> bool:
     return len(stems) == 1 and all(_is_gguf(folder / name) for name in names)
 
 
-def _parts(path: Path) -> list[Path]:
+def _split_files(path: Path) -> list[Path]:
     """Return the model's files in order. Raise IncompleteError if one is missing."""
     folder = path if path.is_dir() else path.parent
     names = sorted(name for name in names_in(folder) if name.endswith(".gguf")) if path.is_dir() else [path.name]

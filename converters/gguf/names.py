@@ -20,6 +20,7 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole, stepped, whole
 from converters.gguf.facts import GgufFacts
 from converters.gguf.quantize import quantized
+from converters.gguf.tokenizer import OTHER_WAY
 from converters.names.transformers.ties import tied_names
 
 NAME = "gguf"
@@ -67,7 +68,7 @@ def architecture(config: Mapping[str, Any] | None, path: str) -> str:
             path=path,
             expected="one of " + ", ".join(ARCHITECTURES),
             found=f"model_type {model_type!r}",
-            hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
+            hint=OTHER_WAY,
         )
     return ARCHITECTURES[model_type]
 
@@ -103,7 +104,7 @@ def _links(name: str, shape: Shape, arch: str, config: Mapping[str, Any]) -> Ite
                 "llama.cpp has no name for this tensor",
                 fqn=name,
                 found=f"architecture {arch}",
-                hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
+                hint=OTHER_WAY,
             )
         prefix = "" if found["layer"] is None else f"blk.{found['layer']}."
         into = f"{prefix}{modules[found['module']]}.{found['kind']}"

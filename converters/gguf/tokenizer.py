@@ -1,19 +1,27 @@
-"""Keys that describe the tokenizer in GGUF: a byte-level BPE in `tokenizer.json`.
+"""Keys that describe the tokenizer in GGUF: byte-level BPE in `tokenizer.json`, or SentencePiece in `tokenizer.model`.
 
-llama.cpp names a tokenizer's way of splitting text, and computes with its own code for that name. The name follows from
-the regular expression in `tokenizer.json` (`src/llama-vocab.cpp`). Any other expression is an error.
+llama.cpp names a BPE tokenizer's way of splitting text, and computes with its own code for that name. The name follows
+from the regular expression in `tokenizer.json` (`src/llama-vocab.cpp`). Any other expression is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.base.errors import LossError, NotFoundError
 from ckpt.move.json_files import read_json
+from converters.gguf import sentencepiece
+from converters.gguf.package import package
 
-FILE = "tokenizer.json"
+FILE, _SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+#: Architectures whose converter looks for a SentencePiece model first.
+_WITH_SENTENCEPIECE = ("llama", "qwen2", "qwen3", "gemma")
+OTHER_WAY = "convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result"
+#: Special tokens for code that the converter gives to every gemma, and to a llama with CodeLlama's vocabulary.
+_OF_CODE_GEMMA = {"prefix": 67, "suffix": 69, "middle": 68, "fsep": 70, "eot": 107}
+_OF_CODE_LLAMA = {"prefix": 32007, "suffix": 32008, "middle": 32009, "eot": 32010}
 _MAX = 256 << 20
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -27,40 +35,70 @@ _SPLITS = {
     f"{_START}[{_UPPER}]*[{_LOWER}]+{_SUFFIX}{_START}[{_UPPER}]+[{_LOWER}]*{_SUFFIX}"
     r"\p{N}{1,3}" + _END.replace(r"[\r\n]*", r"[\r\n/]*"): "gpt-4o",
 }
-#: llama.cpp's types of tokens.
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+
+
+class _Token(NamedTuple):
+    """A token in GGUF. Types have the same numbers as in SentencePiece."""
+
+    text: str
+    score: float
+    type: int
+
+
 #: Added tokens that llama.cpp takes for control tokens even if they are not marked as special.
 _CONTROL_NAMES = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 _CONTROL_FORMS = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
 
 
 def tokenizer_folder(folders: tuple[str, ...], path: str) -> Path:
-    """Return the nearest folder with a `tokenizer.json`. Raise NotFoundError if there is none."""
+    """Return the nearest folder with a tokenizer. Raise NotFoundError if there is none."""
     for one in map(Path, folders):
         folder = one.parent if one.is_file() else one
-        if (folder / FILE).is_file():
+        if any((folder / name).is_file() for name in (FILE, sentencepiece.FILE)):
             return folder
     raise NotFoundError(
         "GGUF holds the tokenizer, and there is none next to the model",
         path=path,
-        expected=FILE,
+        expected=f"{FILE} or {sentencepiece.FILE}",
         hint="give the folder or Hub name of the base model with --config",
     )
 
 
-def add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
+def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], arch: str) -> None:
     """Add the tokenizer in `folder` to a `gguf.GGUFWriter`. Raise LossError if llama.cpp has no name for it."""
-    from converters.gguf.package import package
+    settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
+    size = int(config["vocab_size"])
+    if arch == "llama" and settings.get("add_prefix_space") is not None:
+        writer.add_add_space_prefix(settings["add_prefix_space"])
+    if (folder / sentencepiece.FILE).is_file() and arch in _WITH_SENTENCEPIECE:
+        _add_sentencepiece(writer, folder, settings, size)
+    elif arch == "gemma":
+        raise NotFoundError("llama.cpp needs gemma's SentencePiece model", path=folder, expected=sentencepiece.FILE)
+    else:
+        _add_bpe(writer, folder, size)
+    special = {"gemma": _OF_CODE_GEMMA}.get(arch, _OF_CODE_LLAMA if arch == "llama" and size == 32016 else {})
+    if special:
+        vocabulary = package().SpecialVocab(folder, special_token_types=list(special))
+        for name, number in special.items():
+            vocabulary.special_token_ids.setdefault(name, number)
+        vocabulary.chat_template = None  # it is there already
+        vocabulary.add_to_gguf(writer, quiet=True)
+    if arch == "gemma":
+        writer.add_add_space_prefix(False)
+    if arch == "llama" and size == 49152:  # granite's
+        writer.add_add_bos_token(False)
 
-    found = read_json(folder / FILE, max_bytes=_MAX)
+
+def _add_bpe(writer: Any, folder: Path, vocab_size: int) -> None:
+    found = read_json(folder / FILE, max_bytes=_MAX) if (folder / FILE).is_file() else {}
     kind = found.get("model", {}).get("type")
     if kind != "BPE" or found["model"].get("byte_fallback"):
         raise LossError(
-            "only byte-level BPE tokenizers are written to GGUF",
+            "only byte-level BPE and SentencePiece tokenizers are written to GGUF",
             path=folder / FILE,
-            expected="BPE",
+            expected=f"BPE, or {sentencepiece.FILE} next to it",
             found=f"{kind} with byte_fallback" if kind == "BPE" else str(kind),
-            hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
+            hint=OTHER_WAY,
         )
     texts, types = _tokens(found, vocab_size, folder)
     writer.add_tokenizer_model("gpt2")
@@ -68,6 +106,27 @@ def add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     writer.add_token_list(texts)
     writer.add_token_types(types)
     package().SpecialVocab(folder, load_merges=True).add_to_gguf(writer, quiet=True)
+
+
+def _add_sentencepiece(writer: Any, folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
+    tokens = [_Token(f"[PAD{number}]", -10000.0, sentencepiece.UNUSED) for number in range(vocab_size)]
+    for number, piece in enumerate(sentencepiece.read_pieces(folder / sentencepiece.FILE)[:vocab_size]):
+        kind = sentencepiece.NORMAL if piece.type == sentencepiece.USER_DEFINED else piece.type
+        tokens[number] = _Token(piece.text, piece.score, kind)
+    listed = read_json(folder / _ADDED) if (folder / _ADDED).is_file() else {}
+    known_as = {number: _Token(text, -1000.0, sentencepiece.USER_DEFINED) for text, number in listed.items()}
+    for number, one in settings.get("added_tokens_decoder", {}).items():
+        text, kind = _added_token(one)
+        known_as[int(number)] = _Token(text, -1000.0, kind)
+    for number, token in known_as.items():
+        if number < vocab_size:
+            tokens[number] = token
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([one.text for one in tokens])
+    writer.add_token_scores([one.score for one in tokens])
+    writer.add_token_types([one.type for one in tokens])
+    package().SpecialVocab(folder, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
 
 
 def _splitting(pre_tokenizer: Any, folder: Path) -> str:
@@ -79,7 +138,7 @@ def _splitting(pre_tokenizer: Any, folder: Path) -> str:
         path=folder / FILE,
         expected="the expression of " + ", ".join(_SPLITS.values()),
         found=" and ".join(map(repr, found)) or "no expression",
-        hint="convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result",
+        hint=OTHER_WAY,
     )
 
 
@@ -99,7 +158,7 @@ def _expressions(pre_tokenizer: Any) -> Iterator[str]:
 def _tokens(found: Mapping[str, Any], vocab_size: int, folder: Path) -> tuple[list[str], list[int]]:
     """Return the text and type of each token, with unused ones up to `vocab_size`."""
     texts = [f"[PAD{number}]" for number in range(vocab_size)]
-    types = [_UNUSED] * vocab_size
+    types = [sentencepiece.UNUSED] * vocab_size
     added = {one["id"]: one for one in found.get("added_tokens", ())}
     listed = {**{number: text for text, number in found["model"]["vocab"].items()}}
     listed |= {number: one["content"] for number, one in added.items()}
@@ -111,12 +170,18 @@ def _tokens(found: Mapping[str, Any], vocab_size: int, folder: Path) -> tuple[li
             found=f"id {max(listed)}",
         )
     for number, text in listed.items():
-        texts[number], types[number] = text, _NORMAL
+        texts[number], types[number] = text, sentencepiece.NORMAL
         if (one := added.get(number)) is not None:
-            is_control = one.get("special") or _looks_like_control(text)
-            types[number] = _CONTROL if is_control else _USER_DEFINED
-            texts[number] = text if is_control else text.replace("▁", " ")
+            texts[number], types[number] = _added_token(one)
     return texts, types
+
+
+def _added_token(one: Mapping[str, Any]) -> tuple[str, int]:
+    """Return text and type of an added token. Spaces of a plain one are real spaces."""
+    text: str = one["content"]
+    if one.get("special") or _looks_like_control(text):
+        return text, sentencepiece.CONTROL
+    return text.replace("▁", " "), sentencepiece.USER_DEFINED
 
 
 def _looks_like_control(text: str) -> bool:

@@ -129,7 +129,7 @@ def _header(checkpoint: Checkpoint, arch: str, planned: Sequence[_Planned]) -> b
     add_hyperparameters(writer, config, arch, checkpoint.path)
     writer.add_file_type(_FILE_TYPES[main.name])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_tokenizer(writer, folder, int(config["vocab_size"]))
+    add_tokenizer(writer, folder, config, arch)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / FILE
         writer.write_header_to_file(path=file)
