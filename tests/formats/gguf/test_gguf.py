@@ -1,4 +1,4 @@
-"""`converters/gguf/header.py`, `names.py`, `format.py`, `write.py`: GGUF files of llama.cpp, read and written.
+"""`converters/gguf/header.py`, `names.py`, `tokenizer.py`, `format.py`, `write.py`: GGUF files of llama.cpp, read and written.
 
 The files in `fixtures/gguf` were written by llama.cpp's own converter. Written files have the same keys and bytes.
 """
@@ -21,6 +21,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import whole
 from converters.gguf.header import read_header
+from converters.gguf.sentencepiece import read_pieces
 from converters.gguf.types import BY_NUMBER
 from tests.support.engines import raw
 from tests.support.places import FIXTURES
@@ -261,3 +262,14 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 def test_dtype_and_quantize_may_not_contradict() -> None:
     with pytest.raises(UsageError, match="two types"):
         ckpt.plan(GGUF / "llama", "gguf", quantize="q8_0", dtype="bf16")
+
+
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    piece = b"\x0a\x03abc\x15" + struct.pack("<f", -2.5) + b"\x18\x06"
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(b"\x0a" + bytes([len(piece)]) + piece)
+    assert read_pieces(file) == [("abc", -2.5, 6)]
+    for content in (b"\x0a", b"\x0a\xff", b"\x0f", b"\x0a\x02\x0a\x05", b"\xff" * 12, b""):
+        file.write_bytes(content)
+        with pytest.raises(CorruptError, match="SentencePiece"):
+            read_pieces(file)
