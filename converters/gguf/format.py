@@ -20,11 +20,13 @@ from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Key, Layout, ReadRe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
+from ckpt.runs.steps import run_at
 from converters.gguf.blocks import CHUNKS, plain_tensor
 from converters.gguf.facts import GgufFacts
 from converters.gguf.header import MAGIC, GgufHeader, read_header
 from converters.gguf.names import NAME
 
+_SUFFIX = ".gguf"
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -36,7 +38,7 @@ class Gguf(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Find a GGUF file, or a folder with one model in GGUF and no other."""
         if path.is_file():
-            return path if tag is None and _is_gguf(path) else None
+            return path if tag is None and (path.name.endswith(_SUFFIX) or _is_gguf(path)) else None
         return find_step(path, tag, Steps(_holds_one_model))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
@@ -93,19 +95,21 @@ GGUF = Gguf()
 
 
 def _is_gguf(path: Path) -> bool:
-    return path.name.endswith(".gguf") and read_file(path, len(MAGIC)) == MAGIC
+    """Return True for GGUF under another name: Ollama names files by digest."""
+    return read_file(path, len(MAGIC)) == MAGIC
 
 
 def _holds_one_model(folder: Path) -> bool:
-    names = [name for name in names_in(folder) if name.endswith(".gguf")]
-    stems = {(found["stem"], found["count"]) if (found := _SPLIT.fullmatch(name)) else name for name in names}
-    return len(stems) == 1 and all(_is_gguf(folder / name) for name in names)
+    """Return True for one model, except next to a run's steps, where it is an export."""
+    names = [name for name in names_in(folder) if name.endswith(_SUFFIX)]
+    models = {(found["stem"], found["count"]) if (found := _SPLIT.fullmatch(name)) else name for name in names}
+    return len(models) == 1 and not run_at(folder).steps
 
 
 def _split_files(path: Path) -> list[Path]:
     """Return the model's files in order. Raise IncompleteError if one is missing."""
     folder = path if path.is_dir() else path.parent
-    names = sorted(name for name in names_in(folder) if name.endswith(".gguf")) if path.is_dir() else [path.name]
+    names = sorted(name for name in names_in(folder) if name.endswith(_SUFFIX)) if path.is_dir() else [path.name]
     if (found := _SPLIT.fullmatch(names[0])) is None:
         return [folder / names[0]]
     count = int(found["count"])

@@ -49,7 +49,8 @@ def target(checkpoint: Checkpoint, layout: Layout) -> Target:
         _planned(name, choice, blocks.get(name), wanted)
         for name, choice in sorted(choices(checkpoint, None).items(), key=lambda one: _order(one[0]))
     ]
-    if arch == "llama" and (factors := rope_factors(checkpoint.config)) is not None:
+    is_there = any(one.name == ROPE_FACTORS for one in planned)
+    if arch == "llama" and not is_there and (factors := rope_factors(checkpoint.config)) is not None:
         content = struct.pack(f"<{len(factors)}f", *factors)
         planned.insert(0, _Planned(ROPE_FACTORS, F32, (len(factors),), None, content))
     header = _header(checkpoint, arch, planned)

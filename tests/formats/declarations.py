@@ -135,6 +135,22 @@ def saved_by_pipeline(folder: Path) -> tuple[Path, Tensors]:
     return run, pipeline_runs.truth("qwen2").tensors
 
 
+def written_by_llama_cpp(folder: Path) -> tuple[Path, Tensors]:
+    """Copy a model from llama.cpp's converter, with its config and tokenizer, and what the gguf package reads."""
+    from safetensors.torch import load_file
+
+    run = folder / "gguf"
+    shutil.copytree(FIXTURES / "gguf/llama", run, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copy(FIXTURES / "gguf/llama-bf16.gguf", run / "model.gguf")
+    truth = load_file(FIXTURES / "gguf/truth/llama-bf16.safetensors")
+    return run, {(fqn, WEIGHT): raw(tensor) for fqn, tensor in truth.items()}
+
+
+def unknown_to_llama_cpp(sample: Declaration, _: Checkpoint) -> Refusal | None:
+    """Expect an error for every model but llama.cpp's: a GGUF file holds an architecture and a tokenizer."""
+    return None if sample.format == "gguf" else ((LossError, NotFoundError), "llama.cpp|tokenizer|config.json")
+
+
 def unknown_to_megatron(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
     """Return the refusal, if any: Megatron's formats need a known architecture."""
     known = checkpoint.namespace == MEGATRON or sample.is_known_model
@@ -336,5 +352,13 @@ DECLARATIONS = [
     ),
     Declaration(
         "peft", saved_by_peft, ("adapter_model.safetensors",), is_unchecked_data=True, refuses=without_an_adapter
+    ),
+    Declaration(
+        "gguf",
+        written_by_llama_cpp,
+        ("model.gguf",),
+        is_unchecked_data=True,
+        is_known_model=True,
+        refuses=unknown_to_llama_cpp,
     ),
 ]
