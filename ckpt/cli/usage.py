@@ -24,6 +24,13 @@ _MEANT = {
     "--out-dir": ("--output", "-o"),
     "--output-dir": ("--output", "-o"),
 }
+#: Other programs' values, each with the option and the hint.
+_MEANT_VALUES = {
+    r"(?i)i?q[1-6]_.+|tq\d_0": (
+        "--quantize",
+        "llama.cpp makes this type: write with --quantize bf16, then run `llama-quantize model.gguf out.gguf {}`",
+    ),
+}
 
 
 def say_error(error: CkptError, *more: str) -> None:
@@ -76,6 +83,7 @@ def _ours(error: Any, command: str) -> UsageError:
             (getattr(error.param, "metavar", None) or "").strip("<>").replace("|", ", ")
         )  # typer's own choices have hyphens
         expected = f"one of {spelled or found[3].replace(chr(39), '')}"
+        hint = _foreign_value_hint(_name(found[1]), found[2]) or hint
         return UsageError(f"unknown value for {_name(found[1])}", expected=expected, found=found[2], hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: (?:Input should be )?(.*)", message, re.DOTALL):
         expected = found[2].partition(", unable")[0]
@@ -86,6 +94,12 @@ def _ours(error: Any, command: str) -> UsageError:
 def _name(hint: str) -> str:
     """Return `--output` for typer's `-o' / '--output`."""
     return hint.rpartition(" / ")[2].strip("'")
+
+
+def _foreign_value_hint(option: str, value: str) -> str | None:
+    """Return a hint for another program's value."""
+    found = (hint for pattern, (of, hint) in _MEANT_VALUES.items() if of == option and re.fullmatch(pattern, value))
+    return next(found, "").format(value.upper()) or None
 
 
 def _foreign_option_hint(option: str, context: Any) -> str | None:

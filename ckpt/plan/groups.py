@@ -16,7 +16,7 @@ from ckpt.plan.options import MAX_SIZE
 
 Config = str | PathLike[str] | None
 Cast = Literal["keep", "fp32", "bf16", "fp16"]
-Quantized = Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"]
+Quantized = Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16", "f32", "f16", "bf16", "q8_0"]
 Only = Literal["weights", "optimizer", "all"]
 Names = Literal["hub", "own"]
 ExpertLayout = Literal["peft", "unsloth"]

@@ -22,7 +22,7 @@ class PlanningKeywords(TypedDict, total=False):
     complete_from: str | PathLike[str] | Checkpoint | None
     dtype: Literal["keep", "fp32", "bf16", "fp16"]
     dequantize: bool
-    quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"] | None
+    quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16", "f32", "f16", "bf16", "q8_0"] | None
     like: str | PathLike[str] | Checkpoint | None
     optimizer_dtype: Literal["keep", "fp32"]
     max_shard_size: str | int
@@ -148,7 +148,7 @@ class SelectionKeywords(TypedDict, total=False):
 class PrecisionKeywords(TypedDict, total=False):
     dtype: Literal["keep", "fp32", "bf16", "fp16"]
     dequantize: bool
-    quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16"] | None
+    quantize: Literal["fp8-block", "fp8-dynamic", "int8", "mxfp4", "nvfp4a16", "f32", "f16", "bf16", "q8_0"] | None
     like: str | PathLike[str] | Checkpoint | None
 
 
@@ -189,7 +189,6 @@ class FormatKeywords(TypedDict, total=False):
     fsdp_version: int | None
     mesh_device: str | None
     server: Literal["vllm", "sglang"] | None
-    quantize: Literal["f32", "f16", "bf16", "q8_0", "mxfp4"] | None
 
 
 class ConvertKeywords(

@@ -56,7 +56,6 @@ OPTIONS = {
     **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
     "peft": "converters.huggingface.peft_options:ServerOptions",
-    "gguf": "converters.gguf.options:GgufOptions",
 }
 
 #: Parameters for every format.

@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, LossError
 from ckpt.base.text import pluralize
@@ -25,6 +26,7 @@ from converters.gguf.blocks import CHUNKS, plain_tensor
 from converters.gguf.facts import GgufFacts
 from converters.gguf.header import MAGIC, GgufHeader, read_header
 from converters.gguf.names import NAME
+from converters.gguf.types import TYPES
 
 _SUFFIX = ".gguf"
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -34,6 +36,7 @@ class Gguf(Format):
     name, title = NAME, "GGUF (llama.cpp)"
     namespace = NAME
     carries_optimizer = False
+    quantizes = TYPES
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Find a GGUF file, or a folder with one model in GGUF and no other."""
@@ -45,7 +48,7 @@ class Gguf(Format):
         """Describe the tensors under llama.cpp's names. Quantized tensors have their values in float32."""
         files = _split_files(path)
         folders = tuple(one for one in (request.config, files[0].parent) if one is not None)
-        sources, architecture = Sources(), None
+        sources, recorded = Sources(), dict[str, Any]()
         tensors: dict[Key, Tensor] = {}
         computed: dict[str, Callable[[], memoryview]] = {}
         blocks: Counter[str] = Counter()
@@ -54,7 +57,7 @@ class Gguf(Format):
             header = read_header(file)
             _check_split(file, header.metadata, number, len(files))
             _check_types(file, header)
-            architecture = header.metadata.get("general.architecture", architecture)
+            recorded = {**header.metadata, **recorded}
             for one in header.entries:
                 if (one.name, WEIGHT) in tensors:
                     raise CorruptError("the tensor is in two files", path=file, fqn=one.name)
@@ -66,6 +69,7 @@ class Gguf(Format):
                     extent = Extent.contiguous(str(file), one.start, one.type.dtype, one.shape)
                     tensor = Tensor(one.name, WEIGHT, one.type.dtype, one.shape, Whole(extent))
                 tensors[one.name, WEIGHT] = tensor
+        numbers = {key: value for key, value in recorded.items() if type(value) in (int, float)}
         notes = [
             f"{pluralize(count, 'tensor')} stored in {kind}, and read as their values in float32"
             for kind, count in sorted(blocks.items())
@@ -81,7 +85,7 @@ class Gguf(Format):
             folders=tuple(map(str, folders)),
             notes=tuple(notes),
             computed=computed,
-            facts=GgufFacts(architecture),
+            facts=GgufFacts(recorded.get("general.architecture"), numbers),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

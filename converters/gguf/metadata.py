@@ -7,11 +7,14 @@ classes in `conversion/`). Rotary settings without a key are an error.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
 
+#: Tensor computed by llama.cpp's converter from the config: factors for rotary frequencies.
+ROPE_FACTORS = "rope_freqs.weight"
 #: A key without its architecture's prefix, and how `GGUFWriter` adds it: the method's name after `add_`.
 _NUMBERS = {
     "max_position_embeddings": "context_length",
@@ -21,12 +24,52 @@ _NUMBERS = {
     "num_attention_heads": "head_count",
     "rms_norm_eps": "layer_norm_rms_eps",
 }
-#: Types of rotary embeddings with a key or a tensor of their own.
-_ROPE = ("default", "linear", "yarn", "llama3")
+#: Types of rotary embeddings with a key or a tensor of their own, and their settings.
+_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "extrapolation_factor", "attention_factor"),
+        *("beta_fast", "beta_slow", "truncate"),
+    ),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+#: Settings without a key, by architecture: the values in llama.cpp's code. None means that the config lacks it.
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish", None), "partial_rotary_factor": (1, None)}
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {**_SILU, "use_sliding_window": (False, None)}
+_FIXED = {
+    "llama": _SILU,
+    "qwen2": _NO_WINDOW,
+    "qwen3": _NO_WINDOW | {"attention_bias": (False, None)},
+    "qwen3moe": _NO_WINDOW
+    | {
+        "attention_bias": (False, None),
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1, None),
+        "mlp_only_layers": ([], None),
+    },
+    "gpt-oss": _SILU | {"swiglu_limit": (7, None), "swiglu_alpha": (1.702, None)},
+    "gemma": {
+        "hidden_act": ("gelu_pytorch_tanh", "gelu", None),
+        "attention_bias": (False, None),
+        "use_bidirectional_attention": (False, None),
+    },
+}
+#: Config entries by their keys in GGUF, without the architecture's prefix.
+_RECORDED = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "expert_used_count": "num_experts_per_tok",
+}
 
 
 def add_hyperparameters(writer: Any, config: Mapping[str, Any], arch: str, path: str) -> None:
     """Add the config's hyperparameters to a `gguf.GGUFWriter`. Raise LossError for settings without a key."""
+    _check_fixed(config, arch, path)
     for name, method in _NUMBERS.items():
         if name not in config:
             raise CorruptError("the config lacks a size that GGUF needs", path=path, expected=name)
@@ -56,6 +99,48 @@ def add_hyperparameters(writer: Any, config: Mapping[str, Any], arch: str, path:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
+def _check_fixed(config: Mapping[str, Any], arch: str, path: str) -> None:
+    """Raise LossError if llama.cpp would compute with other settings than the config's."""
+    sliding = [int(one == "sliding_attention") for one in config.get("layer_types") or ()]
+    pattern = [(number + 1) % 2 * (arch == "gpt-oss") for number in range(len(sliding))]
+    differing = {name: config.get(name) for name, values in _FIXED[arch].items() if config.get(name) not in values}
+    if sliding != pattern:
+        differing["layer_types"] = config["layer_types"]
+    for name, value in differing.items():
+        raise LossError(
+            "GGUF has no key for this setting, and llama.cpp computes with another value",
+            path=path,
+            expected=f"{name} {_FIXED[arch][name][0]!r}" if name in _FIXED[arch] else None,
+            found=f"{name} {value!r}",
+        )
+
+
+def rounding_notes(config: Mapping[str, Any]) -> list[str]:
+    """Return a note if llama.cpp rounds a rotary setting."""
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "yarn" or rope.get("truncate", True):
+        return []
+    return ["llama.cpp rounds YaRN's range, as with truncate true; the config has truncate false"]
+
+
+def check_recorded(config: Mapping[str, Any], arch: str, recorded: Mapping[str, Any], path: str) -> None:
+    """Raise CorruptError if the config differs from the hyperparameters recorded in the file."""
+    expected = {key: config.get(name) for key, name in _RECORDED.items()}
+    expected["rope.freq_base"] = rope_parameters(config).get("rope_theta")
+    if recorded.get(ROPE_FACTORS) and rope_factors(config) is None:
+        raise CorruptError("the config lacks the file's rotary factors", path=path, expected="rope_type 'llama3'")
+    for key, value in expected.items():
+        found = recorded.get(f"{arch}.{key}", value)
+        if value is not None and struct.pack("<f", found) != struct.pack("<f", value):
+            raise CorruptError(
+                "the config is of another model",
+                path=path,
+                expected=f"{arch}.{key} {found}, as in the file",
+                found=f"{_RECORDED.get(key, 'rope_theta')} {value}",
+                hint="give the config of this model with --config",
+            )
+
+
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config's rotary settings in transformers 5's form."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -72,11 +157,11 @@ def _rope_keys(rope: Mapping[str, Any], path: str) -> Iterator[tuple[str, tuple[
     from converters.gguf.package import package
 
     kind = rope["rope_type"]
-    if kind not in _ROPE:
-        expected = "one of " + ", ".join(_ROPE)
-        raise LossError(
-            "llama.cpp's key for these rotary settings is not known", path=path, expected=expected, found=kind
-        )
+    more = [name for name in rope.keys() - {"rope_type", "rope_theta", *_ROPE.get(kind, ())} if rope[name] is not None]
+    if kind not in _ROPE or more:
+        what = "llama.cpp's key for these rotary settings is not known"
+        expected = ", ".join(_ROPE[kind]) if more and kind in _ROPE else "one of " + ", ".join(_ROPE)
+        raise LossError(what, path=path, expected=expected, found=", ".join(sorted(more)) or kind)
     if kind in ("linear", "yarn"):
         yield "scaling_type", (package().RopeScalingType(kind),)
         yield "scaling_factor", (rope["factor"],)

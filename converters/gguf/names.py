@@ -19,6 +19,7 @@ from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole, stepped, whole
 from converters.gguf.facts import GgufFacts
+from converters.gguf.metadata import ROPE_FACTORS, check_recorded
 from converters.gguf.quantize import quantized
 from converters.gguf.tokenizer import OTHER_WAY
 from converters.names.transformers.ties import tied_names
@@ -33,8 +34,6 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "gemma": "gemma",
 }
-#: Computed by llama.cpp's converter from the config: factors for rotary frequencies.
-ROPE_FACTORS = "rope_freqs.weight"
 
 _MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -215,6 +214,8 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
             hint="give the config of this model with --config",
         )
     tensors = dict(checkpoint.tensors)
+    has_factors = (ROPE_FACTORS, WEIGHT) in tensors
+    check_recorded(config, arch, {**facts.recorded, ROPE_FACTORS: has_factors}, checkpoint.path)
     notes = checkpoint.notes
     if tensors.pop((ROPE_FACTORS, WEIGHT), None) is not None:
         notes += (f"{ROPE_FACTORS} is left out: transformers computes it from the config",)

@@ -20,7 +20,6 @@ from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
 from converters.gguf.blocks import CHUNKS, whole_rows
 from converters.gguf.facts import GgufFacts
-from converters.gguf.options import GgufOptions
 from converters.gguf.types import BY_NUMBER, F16, F32, MXFP4, PLAIN, Q8_0, GgmlType
 
 #: Largest float16 number.
@@ -33,7 +32,7 @@ _ALWAYS_F32 = re.compile(r".*_norm\.weight|.*\.ffn_gate_inp\.weight|.*(?<!\.weig
 
 def wanted_type(layout: Layout) -> GgmlType | None:
     """Return the requested type of the weights, or None for their own."""
-    asked = layout.read(GgufOptions).quantize
+    asked = layout.quantize
     if asked is None:
         return None if layout.dtype is None else PLAIN[layout.dtype]
     if layout.dtype is not None and PLAIN[layout.dtype].name != asked:
@@ -76,7 +75,7 @@ def quantized(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             path=checkpoint.path,
             expected="a model with experts" if wanted == MXFP4 else f"rows that divide into {wanted.block}",
         )
-    return replace(checkpoint, tensors=tensors, computed=computed, facts=GgufFacts(None, blocks))
+    return replace(checkpoint, tensors=tensors, computed=computed, facts=GgufFacts(blocks=blocks))
 
 
 def _in_blocks(

@@ -19,9 +19,8 @@ FILE, _SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_toke
 #: Architectures whose converter looks for a SentencePiece model first.
 _WITH_SENTENCEPIECE = ("llama", "qwen2", "qwen3", "gemma")
 OTHER_WAY = "convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result"
-#: Special tokens for code that the converter gives to every gemma, and to a llama with CodeLlama's vocabulary.
-_OF_CODE_GEMMA = {"prefix": 67, "suffix": 69, "middle": 68, "fsep": 70, "eot": 107}
-_OF_CODE_LLAMA = {"prefix": 32007, "suffix": 32008, "middle": 32009, "eot": 32010}
+#: Tokens that end a turn, which the converter gives to every gemma, and to a llama with CodeLlama's vocabulary.
+_EOT_OF_GEMMA, _EOT_OF_CODE_LLAMA = 107, 32010
 _MAX = 256 << 20
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -76,13 +75,10 @@ def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], arch: st
         raise NotFoundError("llama.cpp needs gemma's SentencePiece model", path=folder, expected=sentencepiece.FILE)
     else:
         _add_bpe(writer, folder, size)
-    special = {"gemma": _OF_CODE_GEMMA}.get(arch, _OF_CODE_LLAMA if arch == "llama" and size == 32016 else {})
-    if special:
-        vocabulary = package().SpecialVocab(folder, special_token_types=list(special))
-        for name, number in special.items():
-            vocabulary.special_token_ids.setdefault(name, number)
-        vocabulary.chat_template = None  # it is there already
-        vocabulary.add_to_gguf(writer, quiet=True)
+    is_code_llama = arch == "llama" and size == 32016
+    if arch == "gemma" or is_code_llama:
+        found = package().SpecialVocab(folder, special_token_types=["eot"]).special_token_ids
+        writer.add_eot_token_id(found.get("eot", _EOT_OF_CODE_LLAMA if is_code_llama else _EOT_OF_GEMMA))
     if arch == "gemma":
         writer.add_add_space_prefix(False)
     if arch == "llama" and size == 49152:  # granite's

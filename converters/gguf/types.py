@@ -42,6 +42,8 @@ def _of_dtype(number: int, name: str, dtype: DType) -> GgmlType:
 
 F32, F16, BF16 = _of_dtype(0, "f32", FLOAT32), _of_dtype(1, "f16", FLOAT16), _of_dtype(30, "bf16", BFLOAT16)
 Q8_0, MXFP4 = GgmlType(8, "q8_0", 32, 34), GgmlType(39, "mxfp4", 32, 17)
+#: Types to write, by name.
+TYPES = ("f32", "f16", "bf16", "q8_0", "mxfp4")
 PLAIN = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: BF16}
 
 #: Every type in ggml.h of llama.cpp (November 2026), by number.

@@ -17,8 +17,8 @@ from ckpt.plan.tensors import Extent, Shape, whole
 from ckpt.runs.omitted_content import run_files_left_out, training_left_out
 from converters.gguf.facts import GgufFacts
 from converters.gguf.header import aligned
-from converters.gguf.metadata import add_hyperparameters, rope_factors
-from converters.gguf.names import ROPE_FACTORS, architecture
+from converters.gguf.metadata import ROPE_FACTORS, add_hyperparameters, rope_factors, rounding_notes
+from converters.gguf.names import architecture
 from converters.gguf.package import package
 from converters.gguf.quantize import type_of, wanted_type
 from converters.gguf.tokenizer import add_tokenizer, tokenizer_folder
@@ -69,7 +69,7 @@ def target(checkpoint: Checkpoint, layout: Layout) -> Target:
     return Target(
         (TargetFile(FILE, at, tuple(literals), tuple(slots), tuple(zeros)),),
         dropped=(*training_left_out(checkpoint), *run_files_left_out(checkpoint)),
-        notes=tuple(_notes(planned)),
+        notes=(*_notes(planned), *rounding_notes(checkpoint.config)),
         is_rearranged=bool(blocks),  # read back, they are values
     )
 

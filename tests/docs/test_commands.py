@@ -33,7 +33,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "doctor": {"": {"trl-lora-zero3/outputs/qwen3-lora": "outputs"}},
     "exit-codes": {"": RUN},
     "estimate": {"": RUN},
-    "formats": {"": RUN},
+    "formats": {"": RUN, "Write GGUF for llama.cpp": {"gguf/llama": "model"}},
     "how-it-works": {"": RUN},
     "index": {"": RUN},
     "journeys/axolotl-gpt-oss": {

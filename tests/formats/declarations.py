@@ -153,7 +153,9 @@ def unknown_to_llama_cpp(sample: Declaration, _: Checkpoint) -> Refusal | None:
 
 def unknown_to_megatron(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
     """Return the refusal, if any: Megatron's formats need a known architecture."""
-    known = checkpoint.namespace == MEGATRON or sample.is_known_model
+    known = checkpoint.namespace == MEGATRON or (
+        sample.is_known_model and sample.format != "gguf"
+    )  # its rotary scaling
     return None if known else ((UsageError, NotFoundError, LossError), None)
 
 

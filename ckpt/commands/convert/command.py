@@ -176,9 +176,11 @@ def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
 
 
 def _quantizes(words: list[str]) -> str:
-    if re.search(r"gptq|awq|gguf|ggml|q\d|bnb|nf4|fp8|int\d|mlx|onnx|exl|quant", words[1].lower()):
-        line = f"ckpt convert {shlex.quote(words[0])} hf"
-        return f"ckpt quantizes nothing: `{line}` writes the model; use another tool to quantize it"
+    line = f"ckpt convert {shlex.quote(words[0])}"
+    if re.search(r"ggml|^i?q\d", words[1].lower()):
+        return f"`{line} gguf` writes the model for llama.cpp, whose `llama-quantize` makes smaller types"
+    if re.search(r"gptq|awq|bnb|nf4|fp8|int\d|fp4|mlx|onnx|exl|quant", words[1].lower()):
+        return f"`{line} hf` writes the model; add --quantize, or use another tool to quantize it"
     return "`ckpt formats` lists them"
 
 

@@ -1,4 +1,4 @@
-"""`converters/gguf/header.py`, `names.py`, `tokenizer.py`, `format.py`, `write.py`: GGUF files.
+"""`converters/gguf/header.py`, `metadata.py`, `names.py`, `tokenizer.py`, `format.py`, `write.py`: GGUF files.
 
 The files in `fixtures/gguf` were written by llama.cpp's own converter. Written files have the same keys and bytes.
 """
