@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from ckpt.base.flags import HOW, HUB, READ, SHOWN, WRITTEN, Flag, OptionGroup
 from ckpt.plan.checkpoint import Checkpoint
@@ -78,7 +78,14 @@ AcceptSettingsOption = Annotated[
     ),
 ]
 DequantizeOption = Annotated[bool, Flag(help="Convert quantized weights to plain values.", section=WRITTEN)]
-QuantizeOption = Annotated[Quantized | None, Flag(help="Quantize attention and MLP weights.", section=WRITTEN)]
+QuantizeOption = Annotated[
+    Quantized | None,
+    Flag(
+        metavar=f"<{'|'.join(get_args(Quantized))}>",
+        help="Quantize attention and MLP weights. The types from f32 to q8_0, and mxfp4, are for llama.cpp.",
+        section=WRITTEN,
+    ),
+]
 LikeOption = Annotated[
     str | PathLike[str] | Checkpoint | None,
     Flag(

@@ -39,9 +39,9 @@ FORMATS = {
     "full": "converters.pytorch.full:FULL",
     "fsdp-ranks": "converters.pytorch.fsdp_ranks:FSDP_RANKS",
     "trainer": "converters.pytorch.trainer:TRAINER",
+    "gguf": "converters.gguf.format:GGUF",
     "hf": "converters.huggingface.hf:HF",
     "peft": "converters.huggingface.peft:PEFT",
-    "gguf": "converters.gguf.format:GGUF",
 }
 
 _MEGATRON = "converters.names.megatron.options:MegatronOptions"

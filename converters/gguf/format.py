@@ -29,6 +29,8 @@ from converters.gguf.names import NAME
 from converters.gguf.types import TYPES
 
 _SUFFIX = ".gguf"
+#: Names of weights in other formats.
+_WEIGHTS = re.compile(r".*model.*\.(?:safetensors|bin|pt)(?:\.index\.json)?|adapter_config\.json")
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -104,8 +106,10 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _holds_one_model(folder: Path) -> bool:
-    """Return True for one model, except next to a run's steps, where it is an export."""
+    """Return True for one model, except next to other weights or a run's steps, where it is an export."""
     names = [name for name in names_in(folder) if name.endswith(_SUFFIX)]
+    if any(map(_WEIGHTS.fullmatch, names_in(folder))):
+        return False
     models = {(found["stem"], found["count"]) if (found := _SPLIT.fullmatch(name)) else name for name in names}
     return len(models) == 1 and not run_at(folder).steps
 

@@ -135,8 +135,8 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
 
 
 def _parse(file: _Cursor) -> GgufHeader:
-    if file.take(4) != MAGIC:
-        raise file.fault("this is not a GGUF file", expected=MAGIC.decode())
+    if (magic := file.take(4)) != MAGIC:
+        raise file.fault("this is not a GGUF file", expected=repr(MAGIC), found=repr(magic))
     if (version := file.number("I")) not in VERSIONS:
         if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
             raise LossError(

@@ -14,9 +14,8 @@ def package() -> Any:
     try:
         return import_module("gguf")
     except ImportError:
-        raise UsageError(
-            "writing GGUF needs the gguf package", hint="pip install 'ckpt-toolkit[gguf]'", code="needs-gguf"
-        ) from None
+        what, hint = "writing GGUF needs the gguf package", "pip install 'ckpt-toolkit[gguf]'"
+        raise UsageError(what, hint=hint) from None
 
 
 def quants(number: int) -> Callable[[Any], Any]:

@@ -451,7 +451,7 @@ def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
     checkpoint = ckpt.open(str(run))
     for mistake in (
         lambda: ckpt.open("outputs", "zero9"),
-        lambda: ckpt.plan(checkpoint, "gguf"),
+        lambda: ckpt.plan(checkpoint, "ggml"),
         lambda: ckpt.plan(checkpoint, "hf").run("outputs"),
     ):
         with pytest.raises(UsageError):

@@ -17,8 +17,8 @@ from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
 from tests.support.commands import ckpt as process
 
-#: An adapter folder has no model config, and HF Trainer's format needs an optimizer.
-TARGETS = [name for name in registry.names() if registry.get(name).writes and name not in ("peft", "trainer")]
+#: Adapter folders and GGUF have no model config, and HF Trainer's format needs an optimizer.
+TARGETS = [name for name in registry.names() if registry.get(name).writes and name not in ("peft", "trainer", "gguf")]
 
 
 @pytest.fixture(scope="module")
