@@ -158,6 +158,7 @@ def test_commands_other_than_convert_do_not_look_for_options() -> None:
 # -- every target and every option -------------------------------------------------------------------------------------
 #: Sources with base options; each tested option is added to them.
 SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
+    "gguf/llama": ({},),
     "trainer-plain": ({"world_size": 2}, {}, {"tp": 2}),
     "autotp-zero1": (
         {},
