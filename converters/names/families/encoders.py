@@ -1,91 +1,18 @@
-"""Tables of encoders and encoder-decoders: the output of `save_pretrained` in transformers 5.23."""
+"""Tables of encoders and encoder-decoders: the output of `save_pretrained` in transformers 5.23.
+
+`tests/names/test_encoders.py` compares each class with models built and saved by transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from ckpt.plan.tensors import Shape
 from converters.names.families.config import Config, architectures
-from converters.names.families.rows import DERIVED, Saved, filled, num_labels
-
-_FIRST, _LATER = "first_layer", "later_layer"
-_TIED = "tie_word_embeddings"
-
-
-@dataclass(frozen=True)
-class Head:
-    """Tensors of one class: `rows` under their full names, besides the base model's under `prefix`.
-
-    `optional` rows are a tied tensor's other names. `kinds` meet conditions in the base model's rows.
-    """
-
-    rows: str = ""
-    optional: str = ""
-    prefix: str | None = None
-    kinds: Collection[str] = ()
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Layers under one prefix, counted by a config entry. `needs` is a kind of the class, if not all have them."""
-
-    prefix: str
-    count: tuple[str, ...]
-    default: int
-    rows: str
-    needs: str = ""
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """One `model_type`. `stem` begins its class names, `base` its tensor names except in `Model`.
-
-    `sizes` maps short names to a config entry and its default. `dims` adds computed sizes, and `kinds` computed
-    conditions. `flags` are defaults for entries in conditions. The table covers a config if `covers` returns True.
-    """
-
-    stem: str
-    base: str
-    top: str
-    stacks: tuple[Stack, ...]
-    heads: Mapping[str, Head]
-    sizes: Mapping[str, tuple[str, int | None]]
-    dims: Callable[[Config, Mapping[str, int]], Mapping[str, int]] = lambda config, dims: {}
-    kinds: Callable[[Config], Collection[str]] = lambda config: ()
-    flags: Mapping[str, Any] = field(default_factory=lambda: {_TIED: True})
-    covers: Callable[[Config], bool] = lambda config: True
-    labels: int = 2
-    ignored: tuple[str, ...] = (r"(.*\.)?embeddings\.position_ids",)
-
-    def saved(self, values: Mapping[str, Any], cls: str) -> Saved | None:
-        """Return the tensors saved by the class `cls`. None if the table does not cover it."""
-        stated = {name: value for name, value in values.items() if value is not None}
-        config = Config({**self.flags, **stated})
-        head = self.heads.get(cls.removeprefix(self.stem)) if cls.startswith(self.stem) else None
-        if head is None or not self.covers(config):
-            return None
-        dims = {short: config.size(name, default=default) for short, (name, default) in self.sizes.items()}
-        dims["labels"] = num_labels(config, self.labels)
-        dims |= self.dims(config, dims)
-        prefix = f"{self.base}." if head.prefix is None else head.prefix
-        kinds = (*head.kinds, *self.kinds(config))
-        required = dict(filled(self.top, config, dims, kinds, prefix))
-        for name, shape in self._layers(config, dims, kinds):
-            required[prefix + name] = shape
-        required |= filled(head.rows, config, dims, kinds)
-        optional = {name: shape for name, shape in filled(head.optional, config, dims) if name not in required}
-        return Saved(cls, required, optional, (*DERIVED, *self.ignored), self.base)
-
-    def _layers(self, config: Config, dims: Mapping[str, int], kinds: Collection[str]) -> Iterator[tuple[str, Shape]]:
-        for stack in self.stacks:
-            if stack.needs and stack.needs not in kinds:
-                continue
-            for number in range(config.count(*stack.count, default=stack.default)):
-                here = (*kinds, _LATER if number else _FIRST)
-                yield from filled(stack.rows, config, dims, here, f"{stack.prefix}.{number}.")
-
+from converters.names.families.encoder import TIED, Encoder, Head, Stack
+from converters.names.families.media import MEDIA
+from converters.names.families.rows import Saved
 
 # -- BERT and its kind -----------------------------------------------------------------------------------------
 
@@ -124,7 +51,7 @@ _PREDICTIONS = """
     cls.predictions.decoder.weight v h ? !tie_word_embeddings
     cls.predictions.decoder.bias v ? !tie_word_embeddings
 """
-_PREDICTIONS_TIED = """
+_PREDICTIONSTIED = """
     cls.predictions.decoder.weight v h
     cls.predictions.decoder.bias v
 """
@@ -139,11 +66,11 @@ _DENSE_CLASSIFIER = """
     classifier.out_proj.bias labels
 """
 _POOLED = ("pooled",)
-_BERT_LM = Head(_PREDICTIONS, _PREDICTIONS_TIED)
+_BERT_LM = Head(_PREDICTIONS, _PREDICTIONSTIED)
 
 
 def _plain_positions(config: Config) -> bool:
-    """Return False for cross attention, or relative positions (transformers 4)."""
+    """Return False for layers with further tensors: cross attention, or relative positions (transformers 4)."""
     return not config.flag("add_cross_attention") and config.get("position_embedding_type") in (None, "absolute")
 
 
@@ -338,7 +265,7 @@ _MODERNBERT = Encoder(
         "ForMultipleChoice": Head(_MODERN_HEAD + _CHOICE),
     },
     {"h": ("hidden_size", 768), "f": ("intermediate_size", 1152), "v": ("vocab_size", 50368)},
-    flags={_TIED: True, "decoder_bias": True},
+    flags={TIED: True, "decoder_bias": True},
 )
 _CONTEXT_POOLER = "pooler.dense.weight c c \n pooler.dense.bias c \n"
 
@@ -401,7 +328,7 @@ _DEBERTA = Encoder(
     },
     dims=_deberta_dims,
     kinds=lambda config: ("norm_rel_ebd_layer_norm",) if "layer_norm" in str(config.get("norm_rel_ebd")) else (),
-    flags={_TIED: True, "position_biased_input": True},
+    flags={TIED: True, "position_biased_input": True},
     covers=_is_plain_deberta,
     ignored=(r"(.*\.)?embeddings\.position_ids", r"mask_predictions\..*"),
 )
@@ -474,7 +401,7 @@ _MT5 = replace(
     _T5,
     stem="MT5",
     stacks=tuple(replace(one, default=8) for one in _T5.stacks),
-    flags={_TIED: True, "feed_forward_proj": "gated-gelu"},
+    flags={TIED: True, "feed_forward_proj": "gated-gelu"},
     sizes={**_T5.sizes, "f": ("d_ff", 1024), "v": ("vocab_size", 250112), "heads": ("num_heads", 6)},
 )
 
@@ -600,14 +527,19 @@ ENCODERS: Mapping[str, Encoder] = {
     "bart": _BART,
     "marian": _MARIAN,
     "whisper": _WHISPER,
+    **MEDIA,
 }
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """Return the tensors saved by the config's class. None without a table for it, or without a class."""
+    """Return the tensors saved by the config's class. None without a table for it, or without a class.
+
+    Raise CorruptError if the config has an impossible size.
+    """
     encoder, named = ENCODERS.get(str(config.get("model_type"))), architectures(config)
     return encoder.saved(config, named[0]) if encoder is not None and named else None
 
 
 def knows_class(cls: str) -> bool:
+    """Return True if a table has the class `cls`."""
     return any(cls in (one.stem + head for head in one.heads) for one in ENCODERS.values())

@@ -41,6 +41,13 @@ _FORGET_GATE = tuple(
 )
 
 
+def _attention(hub: str) -> tuple[NameRule, ...]:
+    """Return rules for the attention of an encoder of images, with its projections under `hub` in files."""
+    words = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+    names = (rename(f"attention.{memory}", f"attention.{hub}.{word}") for memory, word in words.items())
+    return (*names, rename("attention.o_proj", "attention.output.dense"))
+
+
 def _convolution(inside: str) -> NameRule:
     return joined(f"{inside}.conv1d.weight", *(f"{inside}.{which}_conv1d.weight" for which in "qkv"))
 
@@ -65,6 +72,7 @@ def _inner_model_rules(**others: str) -> tuple[NameRule, ...]:
 _LLAVA = _top_level_rules("vision_tower", "multi_modal_projector")
 _LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
 _OMNI = _inner_model_rules(visual="visual", audio_tower="audio_tower")
+_MLP = (rename("mlp.fc1", "intermediate.dense"), rename("mlp.fc2", "output.dense"))
 #: Text model of a model with images. Its files may name it as a part.
 _WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
 _COSMOS3 = tuple(
@@ -159,6 +167,16 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("mlp", "block_sparse_moe"),
         rename("router.weight", "gate.weight"),
         *_experts("mlp", "w1", "w3", "w2"),
+    ),
+    "vit": (rename("layers", "encoder.layer"), *_attention("attention"), *_MLP),
+    "dinov2": _attention("attention"),
+    "swin": (
+        rename(
+            "attention.relative_position_bias.relative_position_bias_table",
+            "attention.self.relative_position_bias_table",
+        ),
+        *_attention("self"),
+        *_MLP,
     ),
     # models with images
     **dict.fromkeys(
@@ -276,6 +294,8 @@ PARTS: Mapping[str, tuple[NameRule, ...]] = {
     ),
 }
 
+#: Encoders of images with rules for their usual classes and MLPs.
+_IMAGES = ("vit", "dinov2", "swin")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -288,6 +308,8 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
     rules = list(RULES.get(whole, ()))
     if is_base_model(config) and any(rule.memory.startswith("^") for rule in rules):
         return None  # its names begin differently
+    if whole in _IMAGES and (config.get("use_swiglu_ffn") or str(config.get("architectures")).endswith("Backbone']")):
+        return None  # further differences
     has_text = any(rule.memory == "^model.language_model" for rule in rules)
     for part in types[1:]:
         inner = PARTS.get(part, () if part in UNCHANGED else None)
