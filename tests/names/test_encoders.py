@@ -1,4 +1,4 @@
-"""`converters/names/families/encoders.py`: tables of encoders and encoder-decoders, against saved models."""
+"""`converters/names/families/encoders.py` and `media.py`: tables of encoders, against saved models."""
 
 from __future__ import annotations
 
