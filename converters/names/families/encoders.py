@@ -1,7 +1,4 @@
-"""Tables of encoders and encoder-decoders: the output of `save_pretrained` in transformers 5.23.
-
-`tests/names/test_encoders.py` compares each class with models built and saved by transformers.
-"""
+"""Tables of encoders and encoder-decoders: the output of `save_pretrained` in transformers 5.23."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ _BERT_LM = Head(_PREDICTIONS, _PREDICTIONSTIED)
 
 
 def _plain_positions(config: Config) -> bool:
-    """Return False for layers with further tensors: cross attention, or relative positions (transformers 4)."""
+    """Return False for cross attention, or relative positions (transformers 4)."""
     return not config.flag("add_cross_attention") and config.get("position_embedding_type") in (None, "absolute")
 
 
@@ -532,14 +529,10 @@ ENCODERS: Mapping[str, Encoder] = {
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """Return the tensors saved by the config's class. None without a table for it, or without a class.
-
-    Raise CorruptError if the config has an impossible size.
-    """
+    """Return the tensors saved by the config's class. None without a table for it, or without a class."""
     encoder, named = ENCODERS.get(str(config.get("model_type"))), architectures(config)
     return encoder.saved(config, named[0]) if encoder is not None and named else None
 
 
 def knows_class(cls: str) -> bool:
-    """Return True if a table has the class `cls`."""
     return any(cls in (one.stem + head for head in one.heads) for one in ENCODERS.values())
