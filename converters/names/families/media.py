@@ -119,7 +119,7 @@ _DINOV2 = Encoder(
 )
 
 
-def _listed(config: Config, name: str, default: list[int]) -> list[int]:
+def _stage_sizes(config: Config, name: str, default: list[int]) -> list[int]:
     values = config.numbers(name) or default
     return [Config({name: value}).count(name) for value in values]
 
@@ -139,11 +139,11 @@ _SWIN_BLOCK = """
 
 
 def _swin_depths(config: Config) -> list[int]:
-    return _listed(config, "depths", [2, 2, 6, 2])
+    return _stage_sizes(config, "depths", [2, 2, 6, 2])
 
 
 def _swin_stages(config: Config) -> Iterator[tuple[str, Shape]]:
-    depths, heads = _swin_depths(config), _listed(config, "num_heads", [3, 6, 12, 24])
+    depths, heads = _swin_depths(config), _stage_sizes(config, "num_heads", [3, 6, 12, 24])
     window = config.size("window_size", default=7)
     for number, depth in enumerate(depths):
         hidden = config.size("embed_dim", default=96) << number
@@ -198,13 +198,13 @@ _CONVNEXT_LAYER = """
 
 
 def _convnext_sizes(config: Config) -> list[int]:
-    return _listed(config, "hidden_sizes", [96, 192, 384, 768])
+    return _stage_sizes(config, "hidden_sizes", [96, 192, 384, 768])
 
 
 def _convnext_stages(config: Config) -> Iterator[tuple[str, Shape]]:
     sizes = _convnext_sizes(config)
     kinds = ("scaled",) if config.number("layer_scale_init_value", 1e-6) > 0 else ()
-    for number, (depth, hidden) in enumerate(zip(_listed(config, "depths", [3, 3, 9, 3]), sizes, strict=False)):
+    for number, (depth, hidden) in enumerate(zip(_stage_sizes(config, "depths", [3, 3, 9, 3]), sizes, strict=False)):
         place = f"encoder.stages.{number}."
         for layer in range(depth):
             yield from filled(_CONVNEXT_LAYER, config, {"h": hidden}, kinds, f"{place}layers.{layer}.")
@@ -332,7 +332,7 @@ _CONVOLUTIONS = {"conv_dim": [512] * 7, "conv_kernel": [10, 3, 3, 3, 3, 2, 2]}
 
 def _features(config: Config) -> Iterator[tuple[str, Shape]]:
     """Yield the convolutions that turn sound into features."""
-    widths, kernels = (_listed(config, name, default) for name, default in _CONVOLUTIONS.items())
+    widths, kernels = (_stage_sizes(config, name, default) for name, default in _CONVOLUTIONS.items())
     before, every = 1, config.get("feat_extract_norm") == "layer"
     rows = "conv.weight w b k \n conv.bias w ? conv_bias \n layer_norm.[weight|bias] w ? normed"
     for number, (width, kernel) in enumerate(zip(widths, kernels, strict=False)):
@@ -347,7 +347,7 @@ def _speech_dims(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     codebooks = config.size("num_codevector_groups", default=2)
     codes = config.size("codevector_dim", default=256)
     return {
-        "w": _listed(config, "conv_dim", _CONVOLUTIONS["conv_dim"])[-1],
+        "w": _stage_sizes(config, "conv_dim", _CONVOLUTIONS["conv_dim"])[-1],
         "s": dims["h"] // groups,
         "q": codebooks * config.size("num_codevectors_per_group", default=320),
         "x": codes // codebooks,
