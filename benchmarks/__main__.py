@@ -26,6 +26,7 @@ from benchmarks import (
     megatron,
     plans,
     processes,
+    quantized,
     readme,
     reshard,
     small,
@@ -52,6 +53,7 @@ SECTIONS = {
     "values": values,
     "stores": stores,
     "processes": processes,
+    "quantized": quantized,
 }
 NAMED_ONLY = {"disk": disk, "huge": huge}
 ALL = SECTIONS | NAMED_ONLY
