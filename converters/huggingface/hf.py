@@ -268,6 +268,7 @@ def _proof(
     unknown = weights.unproved or (None if weights.unread else weights.untried)
     if why := unknown or weights.unread:
         loads = LoadCheck(None if unknown else False, loads.call, why)
+    loads = replace(loads, packages=weights.packages)
     return [*proof_notes(saved, shapes, loads=not why)], loads
 
 

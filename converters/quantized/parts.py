@@ -286,6 +286,11 @@ class QuantizedWeights:
         return found and f"transformers joins experts while loading, but may not join the parts of {found}"
 
     @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages that transformers needs to load the quantized weights."""
+        return self._known.packages if self._known and self.parts else ()
+
+    @property
     def unwritable(self) -> str | None:
         """Reason why files written by ckpt can't hold the weights."""
         return self._known.unwritable if self._known and self.parts else None

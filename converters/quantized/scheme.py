@@ -142,7 +142,8 @@ class Method:
     `schemes` returns None for unknown settings, `unrecorded` the schemes for checkpoints without a recorded method. If
     `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may
     have settings of their own, under their names. `unwritable` is the reason why safetensors files written by ckpt
-    can't hold the weights. `quantizers` compute the weights, by value of `--quantize`.
+    can't hold the weights. `quantizers` compute the weights, by value of `--quantize`. `packages` are required by
+    transformers 5.23 (`quantizers/`, `validate_environment`).
     """
 
     names: tuple[str, ...]
@@ -152,6 +153,7 @@ class Method:
     own_settings: bool = False
     unwritable: str | None = None
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict, hash=False)
+    packages: tuple[str, ...] = ()
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------

@@ -206,6 +206,7 @@ def test_transformers_joins_only_some_experts(method: str, says: str, moe: Path,
     """Experts in fp8-dynamic load in transformers 5.23. Experts in int8 raise an error there."""
     said = ckpt("convert", "hf", "hf", moe, "--quantize", method, "-o", tmp_path / "out").err.splitlines()
     assert said[-1].startswith(says) and "can load this folder" in said[-1]
+    assert said[-1].endswith("; it needs the Python package compressed-tensors") == ("fp8" in method)
 
 
 def test_mxfp4_keeps_the_values_of_gpt_oss(gpt_oss: Path, tmp_path: Path) -> None:

@@ -18,5 +18,9 @@ def _auto_round(settings: Settings) -> list[Scheme] | None:
 
 
 METHOD = Method(
-    ("auto-round", "intel/auto-round"), _auto_round, unrecorded=lambda: _auto_round({}) or (), takes_plain=True
+    ("auto-round", "intel/auto-round"),
+    _auto_round,
+    unrecorded=lambda: _auto_round({}) or (),
+    takes_plain=True,
+    packages=("auto-round",),
 )

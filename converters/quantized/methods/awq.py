@@ -99,4 +99,4 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     return _AwqWeight(group)
 
 
-METHOD = Method((NAME,), _awq)
+METHOD = Method((NAME,), _awq, packages=("gptqmodel",))

@@ -233,4 +233,4 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
     return [*found, Scheme(WEIGHT, rows, tuple, may_transpose=True, dequantize=_eight_bits, rounding=rounding)]
 
 
-METHOD = Method((NAME,), _bitsandbytes, unrecorded=lambda: _bitsandbytes({}), takes_plain=True)
+METHOD = Method((NAME,), _bitsandbytes, unrecorded=lambda: _bitsandbytes({}), takes_plain=True, packages=(NAME,))

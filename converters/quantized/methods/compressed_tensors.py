@@ -493,4 +493,5 @@ METHOD = Method(
     _compressed_tensors,
     lambda: [*_naive(F8, None, {}), *_integers(None, {})],
     quantizers=_QUANTIZERS,
+    packages=(NAME,),
 )

@@ -13,4 +13,4 @@ def _eetq(_: Settings) -> list[Scheme]:
     return [Scheme(WEIGHT, {WEIGHT: Part(INT8), "{w}_scales": scales}, lambda packed: packed[::-1])]
 
 
-METHOD = Method(("eetq",), _eetq)
+METHOD = Method(("eetq",), _eetq, packages=("kernels",))

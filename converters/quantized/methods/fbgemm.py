@@ -14,4 +14,4 @@ def _fbgemm(_: Settings) -> list[Scheme]:
     return [linear, Scheme(WEIGHT, {**parts, "{w}_scale": Part(F32)}, tuple, is_stack=True)]
 
 
-METHOD = Method(("fbgemm_fp8",), _fbgemm)
+METHOD = Method(("fbgemm_fp8",), _fbgemm, packages=("fbgemm-gpu",))

@@ -123,4 +123,4 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     return _GptqWeight(bits, group, _added(settings), bool(settings.get("desc_act")))
 
 
-METHOD = Method((NAME,), _gptq)
+METHOD = Method((NAME,), _gptq, packages=("optimum", "gptqmodel"))

@@ -135,4 +135,4 @@ def _torchao(_: Settings) -> list[Scheme]:
 
 _UNWRITABLE = "torchao describes each weight in its file's header, and ckpt does not carry this header"
 
-METHOD = Method((NAME,), _torchao, takes_plain=True, unwritable=_UNWRITABLE)
+METHOD = Method((NAME,), _torchao, takes_plain=True, unwritable=_UNWRITABLE, packages=(NAME,))
