@@ -45,31 +45,38 @@ def e2m1_pairs() -> NDArray:
 
 
 def e4m3_bytes(values: NDArray) -> NDArray:
-    """Round fp32 `values`, at most `E4M3_MAX` in size, to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    size = bits & np.uint32(0x7FFF_FFFF)
-    # The sum has steps of 2 ** -9, like e4m3's subnormal numbers, and is rounded by the processor.
-    small = (size.view(np.float32) + np.float32(1 << 14)).view(np.uint32) - np.float32(1 << 14).view(np.uint32)
-    is_small = size < np.float32(2**-6).view(np.uint32)
-    size += ((size >> np.uint32(20)) & np.uint32(1)) + np.uint32(0x7_FFFF)
-    size >>= np.uint32(20)
-    size -= np.uint32(127 - 7 << 3)
-    np.copyto(size, small, where=is_small)
-    size |= (bits >> np.uint32(24)) & np.uint32(0x80)
-    return size.astype(np.uint8)
+    """Round fp32 `values` to nearest, ties to even. Larger ones become `E4M3_MAX`."""
+    return _rounded(values, _rounding_table(tuple(e4m3_values()[:127].tolist()), 0x80))
 
 
 def e2m1_codes(values: NDArray) -> NDArray:
     """Round fp32 `values` to e2m1, to nearest, ties to even. Larger ones become `E2M1_MAX`."""
-    size = np.abs(values)
-    # Steps are 1/2 below 2, 1 below 4, and 2 above. A wrong step gives a larger code.
-    codes = np.full(size.shape, 7, np.float32)
-    for factor, offset in ((2, 0), (1, 2), (0.5, 4)):
-        steps = np.rint(size * np.float32(factor))
-        steps += np.float32(offset)
-        np.minimum(codes, steps, out=codes)
-    found: NDArray = codes.astype(np.uint8)
-    found |= (values.view(np.uint32) >> np.uint32(28)).astype(np.uint8) & np.uint8(8)
+    return _rounded(values, _rounding_table(_E2M1, 0x8))
+
+
+def unsigned_zero_codes(values: NDArray) -> NDArray:
+    """Round like `e2m1_codes`, but without a zero's sign. A number rounded to zero keeps its sign."""
+    return _rounded(values, _rounding_table(_E2M1, 0x8, zero_sign=0))
+
+
+@cache
+def _rounding_table(numbers: tuple[float, ...], sign: int, zero_sign: int | None = None) -> NDArray:
+    """Return the codes for the upper halves of all fp32 numbers. `numbers` are the values of codes from 0 on."""
+    halves = np.arange(1 << 16, dtype=np.uint32)
+    sizes = ((halves & np.uint32(0x7FFF)) << np.uint32(16)).view(np.float32)
+    middles = np.convolve(np.array(numbers, np.float64), (0.5, 0.5), "valid")
+    low, high = (np.searchsorted(middles, sizes, side) for side in ("left", "right"))
+    codes = np.where(low % 2, high, low)  # a tie lies between them
+    codes |= np.where(halves >> np.uint32(15), sign, 0)
+    codes[0x8000] = sign if zero_sign is None else zero_sign
+    return codes.astype(np.uint8)
+
+
+def _rounded(values: NDArray, table: NDArray) -> NDArray:
+    """Look up every number's upper half, with its last bit set if the lower half is not zero: no false ties."""
+    halves = np.ascontiguousarray(values).view("<u2").reshape(*values.shape, 2)
+    index = halves[..., 1] | (halves[..., 0] != 0)
+    found: NDArray = np.take(table, index)
     return found
 
 

@@ -47,11 +47,11 @@ from converters.quantized.floats import (
     E2M1_MAX,
     E4M3_MAX,
     E8M0_NAN,
-    e2m1_codes,
     e4m3_bytes,
     e4m3_values,
     e8m0_values,
     packed_pairs,
+    unsigned_zero_codes,
 )
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
@@ -367,7 +367,7 @@ def _channel_rows(
 
 
 def _as_e4m3(values: NDArray) -> NDArray:
-    return e4m3_bytes(np.clip(values, -E4M3_MAX, E4M3_MAX))
+    return e4m3_bytes(values)
 
 
 def _as_int8(values: NDArray) -> NDArray:
@@ -391,13 +391,15 @@ def _mxfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
     exponents = np.maximum(powers, 2) - np.uint32(2)
     if (powers == E8M0_NAN).any():
         raise weight.refused("a group's maximum is too large for MXFP4", largest.max())
-    scaled = as_rounded(groups / e8m0_values()[exponents][..., None], weight.choice.dtype)
+    scaled = groups * (np.float32(1) / e8m0_values()[exponents])[..., None]
+    if np.abs(scaled).min(initial=1, where=scaled != 0) < _SMALLEST:  # larger products are exact
+        scaled = as_rounded(scaled, weight.choice.dtype)
     return [_packed_e2m1(scaled.reshape(values.shape)), exponents.astype(np.uint8)]
 
 
 def _packed_e2m1(values: NDArray) -> NDArray:
     """Pack two e2m1 numbers per byte. A zero has no sign, but a number rounded to zero has."""
-    return packed_pairs(e2m1_codes(values + np.float32(0)))
+    return packed_pairs(unsigned_zero_codes(values))
 
 
 def _packed_nvfp4(weight: PlainWeight) -> list[PackedParts]:
@@ -432,6 +434,7 @@ def _nvfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
 
 
 _UINT8 = BY_NAME["uint8"]
+_SMALLEST = np.float32(2**-126)  # normal number in bfloat16 and fp32
 _E4M3_LIMIT = 464  # smaller numbers are rounded to e4m3's largest, 448, or below
 _EIGHTH = 0x20  # 1/8 in e4m3, if a group's scale would be zero
 _EPSILON = {BFLOAT16: 2**-7, FLOAT16: 2**-10, FLOAT32: 2**-23}

@@ -162,7 +162,7 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
         for first, last in spans(len(factors), STEP // _SIZE // _SIZE):
             place = (slice(start, start + _SIZE), slice(first * _SIZE, last * _SIZE))
             scaled = values[place] * np.repeat(factors[first:last], _SIZE)
-            codes[place] = e4m3_bytes(np.clip(scaled, -E4M3_MAX, E4M3_MAX, out=scaled))
+            codes[place] = e4m3_bytes(scaled)
         scales.append(np.float32(1) / factors)
     return [codes, np.stack(scales)]
 
