@@ -193,7 +193,7 @@ def _check_places(file: _Cursor, entries: Iterable[TensorInfo], base: int, align
     reached, end = base, base
     for entry in sorted(entries, key=lambda one: (one.start, one.stop)):
         if entry.name in names:
-            raise file.fault("a tensor appears twice in the header", fqn=entry.name)
+            raise file.fault("a tensor appears twice in the header", fqn=entry.name, found="two entries")
         names.add(entry.name)
         if entry.start != reached:
             what = (

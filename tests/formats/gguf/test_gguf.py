@@ -5,8 +5,10 @@ The files in `fixtures/gguf` were written by llama.cpp's own converter. Written 
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,60 @@ def test_an_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("{1,3}", "{1,2}"))
     with pytest.raises(LossError, match="splitting text"):
         ckpt.plan(tmp_path / "model", "gguf")
+
+
+def changed(name: str, folder: Path, **entries: Any) -> Path:
+    """Return a copy of a model with other entries in its config."""
+    shutil.copytree(GGUF / name, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("gpt_oss", {"swiglu_limit": 5.0}),
+        ("gpt_oss", {"layer_types": ["full_attention"]}),
+    ],
+)
+def test_settings_without_a_key_are_refused(name: str, entries: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    with pytest.raises(LossError, match=r"key for|computes with another"):
+        ckpt.plan(changed(name, tmp_path / "model", **entries), "gguf")
+
+
+def test_rounding_by_llama_cpp_is_noted() -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    for name, is_noted in (("gpt_oss", True), ("llama", False)):
+        assert any("YaRN" in note for note in ckpt.plan(GGUF / name, "gguf").plan.target.notes) == is_noted
+
+
+@pytest.mark.parametrize(
+    "entries", [{"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}]
+)
+def test_a_config_that_contradicts_the_file_is_refused(entries: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match="the config"):
+        ckpt.plan(GGUF / "llama-bf16.gguf", "hf", config=changed("llama", tmp_path / "model", **entries))
+
+
+def test_a_file_next_to_weights_or_steps_is_an_export(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(FIXTURES / "trainer-plain", tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
+    for folder, found in ((run, "trainer"), (Path(shutil.copytree(GGUF / "llama", tmp_path / "hf")), "hf")):
+        shutil.copy(GGUF / "llama-bf16.gguf", folder)
+        assert ckpt.open(folder).format == found
+
+
+def test_writing_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UsageError, match="needs the gguf package") as caught:
+        ckpt.plan(GGUF / "llama", "gguf")
+    assert "ckpt-toolkit[gguf]" in str(caught.value.hint)
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
