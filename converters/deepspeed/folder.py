@@ -32,6 +32,7 @@ _MODEL_SUFFIX = "model_states.pt"
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_PART = "is this folder complete? a run may still be writing it, or only part of it was copied"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Itera
             if whole is not None:
                 error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
             else:
-                error.hint = "is this folder complete? a run may still be writing it, or only part of it was copied"
+                error.hint = _PART
         raise
 
 
@@ -231,7 +232,15 @@ def is_model_file(name: str) -> bool:
 def refuse_unsupported(folder: Path) -> None:
     if not folder.is_dir() or is_universal(folder) or has_name(folder, PIPELINE_LAYER):
         return
-    list_step_folder(folder)
+    found = list_step_folder(folder)
+    if found.model_per_rank and not found.optimizer:
+        raise IncompleteError(
+            "the optimizer's files are missing: ZeRO-3 keeps the weights in them, too",
+            path=folder,
+            expected=f"*_optim_states.pt of {pluralize(len(found.model_per_rank), 'rank')}",
+            found="*_model_states.pt alone",
+            hint=_PART,
+        )
 
 
 def is_universal(folder: Path) -> bool:

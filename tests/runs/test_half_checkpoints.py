@@ -80,9 +80,25 @@ def test_no_command_makes_a_checkpoint_from_optimizer_states_alone(kind: str, tm
         done = ckpt("resume", place, *extra)
         assert (done.code, done.out) == (HalfError.exit_code, "")
         assert "has only optimizer states" in done.err
+    shown = ckpt("inspect", place)
+    assert "only optimizer states" in shown.out + shown.err
     checked = ckpt("check", place)
     assert checked.code == CorruptError.exit_code
     assert "half a checkpoint" in checked.out and "every part of every tensor" not in checked.out
+
+
+@pytest.mark.parametrize("inner", ["", "global_step2"])
+def test_zero3_without_its_optimizer_files_is_incomplete(inner: str, tmp_path: Path) -> None:
+    place = _without("toy-zero3", "*optim_states.pt")(tmp_path / "source") / inner
+    for command in ("inspect", "resume", "check"):
+        done = ckpt(command, place)
+        assert done.code == CorruptError.exit_code
+        assert "ZeRO-3 keeps the weights in them" in done.out + done.err
+
+
+def test_an_adapter_alone_is_called_an_adapter(tmp_path: Path) -> None:
+    done = ckpt("resume", _without("axolotl-lora-fsdp2/outputs/gpt-oss-lora", "checkpoint-*")(tmp_path / "source"))
+    assert done.code == 6 and "found: an adapter alone, format peft" in done.err
 
 
 def test_the_hint_names_the_model_of_the_same_save(tmp_path: Path) -> None:

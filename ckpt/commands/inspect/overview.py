@@ -20,6 +20,7 @@ from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
+from ckpt.runs.half_checkpoints import holds_model
 from ckpt.runs.quantization import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
@@ -55,7 +56,10 @@ def describe(
         "files": {"count": len(checkpoint.files), "bytes": sum(file.size for file in checkpoint.files)},
         "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
         "training": _training(checkpoint, bounds),
-        "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
+        "notes": [
+            one_line(note)
+            for note in (*_half(checkpoint), *checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)
+        ],
         "not_read": list(unread),
     }
     if tensors:
@@ -219,6 +223,11 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
         ],
         "items": {one_line(name): summarise(value, bounds) for name, value in state.entries().items()},
     }
+
+
+def _half(checkpoint: Checkpoint) -> list[str]:
+    is_half = not holds_model(checkpoint) and (checkpoint.optimizer_states or checkpoint.state.param_groups)
+    return ["half a checkpoint: this has only optimizer states, without the model of the same save"] if is_half else []
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:

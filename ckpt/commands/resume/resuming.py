@@ -318,7 +318,7 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
             "no checkpoint here has an optimizer: its states would be reset",
             path=path,
             expected="a step's checkpoint, like checkpoint-N",
-            found=f"a model alone, format {checkpoint.format}",
+            found=f"{'an adapter' if checkpoint.is_adapter else 'a model'} alone, format {checkpoint.format}",
             hint=_MODEL_ONLY,
         )
     return checkpoint
