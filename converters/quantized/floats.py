@@ -63,13 +63,14 @@ def unsigned_zero_codes(values: NDArray) -> NDArray:
 def _rounding_table(numbers: tuple[float, ...], sign: int, zero_sign: int | None = None) -> NDArray:
     """Return the codes for the upper halves of all fp32 numbers. `numbers` are the values of codes from 0 on."""
     halves = np.arange(1 << 16, dtype=np.uint32)
-    sizes = ((halves & np.uint32(0x7FFF)) << np.uint32(16)).view(np.float32)
+    sizes = (np.minimum(halves & np.uint32(0x7FFF), np.uint32(0x7F80)) << np.uint32(16)).view(np.float32)  # no NaN
     middles = np.convolve(np.array(numbers, np.float64), (0.5, 0.5), "valid")
     low, high = (np.searchsorted(middles, sizes, side) for side in ("left", "right"))
     codes = np.where(low % 2, high, low)  # a tie lies between them
     codes |= np.where(halves >> np.uint32(15), sign, 0)
     codes[0x8000] = sign if zero_sign is None else zero_sign
-    return codes.astype(np.uint8)
+    table: NDArray = codes.astype(np.uint8)
+    return table
 
 
 def _rounded(values: NDArray, table: NDArray) -> NDArray:
