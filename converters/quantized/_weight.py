@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.base.text import pluralize
-from ckpt.containers.safetensors import read_header
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import read_box
 from ckpt.plan import services
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, CASTABLE, FLOAT32, DType
 from ckpt.plan.model_config import config_parts
-from ckpt.plan.tensors import Box, Region, Shape, Tensor, Whole, whole
+from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
 from converters.quantized.blocks import BLOCK, spans
 from converters.quantized.floats import e2m1_pairs, e4m3_values, e8m0_values
+from converters.quantized.headers import file_metadata
 
 #: Elements per step of a matrix operation, fitting the processor's cache.
 _CACHE_SIZED = 1 << 18
@@ -73,16 +73,9 @@ class StoredWeights:
         tensor = self.tensors[fqn]
         return read_box(tensor, whole(tensor.shape) if box is None else box, self.checkpoint.computed)
 
-    def header(self, fqn: str) -> Mapping[str, str]:
-        source = self.tensors[fqn].source
-        path = source.extent.path if isinstance(source, Whole) else ""
-        if path and path not in self._headers:
-            self._headers[path] = read_header(path).metadata
-        return self._headers.get(path, {})
-
     @cached_property
-    def _headers(self) -> dict[str, Mapping[str, str]]:
-        return {}
+    def header(self) -> Callable[[str], Mapping[str, str]]:
+        return file_metadata(self.tensors)
 
     def scales(self, fqn: str, box: Box | None = None) -> NDArray:
         """Return a scale's values in fp32, flat. Bytes are exponents. Raise CorruptError for NaN or infinity."""

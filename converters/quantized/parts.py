@@ -18,6 +18,7 @@ from ckpt.plan.tensors import Shape, Tensor, whole
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.quantization import Quantization, quantization_of
 from converters.quantized.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
+from converters.quantized.headers import file_metadata
 from converters.quantized.methods import methods, schemes_of
 from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Settings, UnknownValues
 
@@ -73,13 +74,14 @@ class QuantizedWeights:
     """Quantized weights among `tensors`.
 
     `expected` are the architecture's plain shapes. `read` returns a tensor's bytes; without it, recorded states are not
-    compared with the parts.
+    compared with the parts. `metadata` returns the metadata of a tensor's file.
     """
 
     tensors: Mapping[str, Tensor]
     quantization: Quantization | None
     expected: Mapping[str, Shape] = field(default_factory=dict)
     read: Callable[[str], bytes] | None = None
+    metadata: Callable[[str], Mapping[str, str]] | None = None
 
     @property
     def _method(self) -> str | None:
@@ -310,8 +312,19 @@ class QuantizedWeights:
         found = [fault for fit in self._fitted.values() for fault in fit.faults]
         if not self._has_groups:
             found += self._uneven(owner for owner, fit in self._fitted.items() if not fit.faults)
-        found += [*self._unexpected(), *self._misplaced()]
+        found += [*self._unexpected(), *self._misplaced(), *self._unlike_metadata()]
         return sorted({fault.fqn: fault for fault in found}.values(), key=lambda fault: fault.fqn)
+
+    def _unlike_metadata(self) -> Iterator[Fault]:
+        if self.metadata is None or self._known is None or self._known.recorded is None:
+            return
+        for owner, parts in self.owners.items():
+            shapes = {template: self.tensors[name].shape for template, name in parts.items()}
+            recorded = self._known.recorded(self.metadata(next(iter(parts.values()))), owner, shapes)
+            for template, wanted in recorded.items():
+                if (shape := shapes.get(template, wanted)) != wanted:
+                    what = f"shape {list(shape)} instead of {list(wanted)}, recorded in the file's metadata"
+                    yield Fault(parts[template], what)
 
     @property
     def _has_groups(self) -> bool:
@@ -565,4 +578,4 @@ def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> Quantize
         return content
 
     expected = services.expected.table_shapes(checkpoint.config) if quantization or has_packed else {}
-    return QuantizedWeights(tensors, quantization, expected, read if reads else None)
+    return QuantizedWeights(tensors, quantization, expected, read if reads else None, file_metadata(tensors))

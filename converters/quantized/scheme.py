@@ -143,7 +143,8 @@ class Method:
     `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may
     have settings of their own, under their names. `unwritable` is the reason why safetensors files written by ckpt
     can't hold the weights. `quantizers` compute the weights, by value of `--quantize`. `packages` are required by
-    transformers 5.23 (`quantizers/`, `validate_environment`).
+    transformers 5.23 (`quantizers/`, `validate_environment`). `recorded` returns the shapes of a weight's parts that
+    its file's metadata records: by template, from the metadata, its name and its parts' shapes.
     """
 
     names: tuple[str, ...]
@@ -154,6 +155,7 @@ class Method:
     unwritable: str | None = None
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict, hash=False)
     packages: tuple[str, ...] = ()
+    recorded: Callable[[Mapping[str, str], str, Mapping[str, Shape]], Mapping[str, Shape]] | None = None
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import floordiv, mod
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,11 @@ _CLASSES = {"Float8Tensor": E4M3, "Int8Tensor": BY_NAME["int8"], "IntxUnpackedTo
 @dataclass(frozen=True, slots=True)
 class _RecordedWeight:
     def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
-        kind, block, dtype, names = _record(stored, owner, parts)
+        try:
+            kind, block, dtype, names = _record(stored.header(parts[DATA]), owner)
+        except ValueError as error:
+            expected = "a class, block size and dtype in the header of the weight's file"
+            raise stored.unsupported(owner, expected=expected, found=error.args[0] or "none") from None
         data = stored.tensors[parts[DATA]]
         if kind not in _CLASSES:
             raise stored.unsupported(owner, expected=" or ".join(_CLASSES), found=kind)
@@ -60,10 +65,6 @@ class _RecordedWeight:
         if {f"{{m}}_weight_{name}" for name in names} != parts.keys():
             raise stored.corrupt(owner, f"the recorded parts {', '.join(names)}", ", ".join(sorted(parts.values())))
         grid = _scale_grid(stored, owner, data.shape, block)
-        for name in (parts[name] for name in (SCALE, ZERO) if name in parts):
-            shape = (data.shape[0] // block[0], data.shape[1] // block[1])
-            if stored.tensors[name].shape != shape:
-                raise stored.corrupt(name, list(shape), list(stored.tensors[name].shape))
         if ZERO in parts and (data.dtype == E4M3 or stored.tensors[parts[ZERO]].dtype != data.dtype):
             raise stored.unsupported(parts[ZERO], found=f"zero points in {stored.tensors[parts[ZERO]].dtype}")
         used = {template: parts[template] for template in (DATA, SCALE, ZERO) if template in parts}
@@ -71,22 +72,29 @@ class _RecordedWeight:
         return by_rows(stored, NAME, owner, data.shape, tuple(used.values()), compute, step=grid.rows or 1)
 
 
-def _record(
-    stored: StoredWeights, owner: str, parts: Mapping[str, str]
-) -> tuple[str, tuple[int, ...], DType, tuple[str, ...]]:
-    """Return class, block size, plain dtype and names of tensors."""
+def _record(metadata: Mapping[str, str], owner: str) -> tuple[str, Shape, DType, tuple[str, ...]]:
+    """Return class, block size, plain dtype and names of tensors. Raise ValueError with the class if one is unknown."""
     found: Any = None
     try:
-        found = json.loads(stored.header(parts[DATA])[owner])
+        found = json.loads(metadata[owner])
         block, names = tuple(found["_data"]["block_size"]), tuple(found["_tensor_data_names"])
         dtype = _PLAIN_DTYPES[found["_data"]["dtype"]["_data"]]
         if all(type(size) is int and size > 0 for size in block) and all(isinstance(name, str) for name in names):
             return str(found["_type"]), block, dtype, names
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
-    kind = found.get("_type") if isinstance(found, dict) else None
-    expected = "a class, block size and dtype in the header of the weight's file"
-    raise stored.unsupported(owner, expected=expected, found=kind or "none")
+    raise ValueError(found.get("_type") if isinstance(found, dict) else None)
+
+
+def _recorded_shapes(metadata: Mapping[str, str], owner: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    try:
+        kind, block, _, _ = _record(metadata, owner)
+    except ValueError:
+        return {}
+    data = shapes.get(DATA, ())
+    if kind not in _CLASSES or len(block) != len(data) or any(map(mod, data, block)):
+        return {}
+    return dict.fromkeys((SCALE, ZERO), tuple(map(floordiv, data, block)))
 
 
 def _scale_grid(stored: StoredWeights, owner: str, shape: Shape, block: tuple[int, ...]) -> ScaleGrid:
@@ -135,4 +143,6 @@ def _torchao(_: Settings) -> list[Scheme]:
 
 _UNWRITABLE = "torchao describes each weight in its file's header, and ckpt does not carry this header"
 
-METHOD = Method((NAME,), _torchao, takes_plain=True, unwritable=_UNWRITABLE, packages=(NAME,))
+METHOD = Method(
+    (NAME,), _torchao, takes_plain=True, unwritable=_UNWRITABLE, packages=(NAME,), recorded=_recorded_shapes
+)
