@@ -167,11 +167,9 @@ def largest_in(values: NDArray, axis: int) -> NDArray:
 
 
 def largest_in_groups(values: NDArray, size: int) -> NDArray:
-    """Return the largest absolute values in groups along the last dim. `size` is a power of two."""
-    found: NDArray = np.abs(values).reshape(*values.shape[:-1], -1, size)
-    while (half := found.shape[-1] // 2) > 0:  # numpy is slow along short dims
-        found = np.maximum(found[..., :half], found[..., half:])
-    return found[..., 0]
+    """Return the largest absolute values in groups along the last dim."""
+    found: NDArray = np.maximum.reduceat(np.abs(values).reshape(-1), np.arange(0, values.size, size))
+    return found.reshape(*values.shape[:-1], -1)
 
 
 Computation = Callable[[PlainWeight, NDArray], Sequence[NDArray]]
