@@ -7,6 +7,7 @@ from the regular expression in `tokenizer.json` (`src/llama-vocab.cpp`). Any oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ _SPLITS = {
     f"{_START}[{_UPPER}]*[{_LOWER}]+{_SUFFIX}{_START}[{_UPPER}]+[{_LOWER}]*{_SUFFIX}"
     r"\p{N}{1,3}" + _END.replace(r"[\r\n]*", r"[\r\n/]*"): "gpt-4o",
 }
+#: Names for which llama.cpp takes a whole word if it is a token.
+_IGNORE_MERGES = ("llama-bpe",)
+#: Behaviour and inversion of splits whose words are the expression's matches.
+_WHOLE_WORDS = (("Isolated", False), ("Removed", True))
 
 
 class _Token(NamedTuple):
@@ -98,7 +103,7 @@ def _add_bpe(writer: Any, folder: Path, vocab_size: int) -> None:
         )
     texts, types = _tokens(found, vocab_size, folder)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitting(found.get("pre_tokenizer"), folder))
+    writer.add_tokenizer_pre(_splitting(found, folder))
     writer.add_token_list(texts)
     writer.add_token_types(types)
     package().SpecialVocab(folder, load_merges=True).add_to_gguf(writer, quiet=True)
@@ -125,30 +130,61 @@ def _add_sentencepiece(writer: Any, folder: Path, settings: Mapping[str, Any], v
     package().SpecialVocab(folder, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
 
 
-def _splitting(pre_tokenizer: Any, folder: Path) -> str:
-    found = list(_expressions(pre_tokenizer))
-    if len(found) == 1 and found[0] in _SPLITS:
-        return _SPLITS[found[0]]
-    raise LossError(
-        "llama.cpp's name for this tokenizer's way of splitting text is not known",
-        path=folder / FILE,
-        expected="the expression of " + ", ".join(_SPLITS.values()),
-        found=" and ".join(map(repr, found)) or "no expression",
-        hint=OTHER_WAY,
-    )
+def _splitting(tokenizer: Mapping[str, Any], folder: Path) -> str:
+    """Return llama.cpp's name for a tokenizer's way of splitting text."""
+    steps = [one for step in ("normalizer", "pre_tokenizer") for one in _steps(tokenizer.get(step))]
+    expressions = [text for text in map(_expression, steps) if text != ""]
+    name = _SPLITS.get(str(expressions[0])) if len(expressions) == 1 else None
+    if name is None:
+        raise LossError(
+            "llama.cpp's name for this tokenizer's way of splitting text is not known",
+            path=folder / FILE,
+            expected="the expression of " + ", ".join(_SPLITS.values()),
+            found=" and ".join(str(one) for one in steps) or "no expression",
+            hint=OTHER_WAY,
+        )
+    ignores = bool(tokenizer["model"].get("ignore_merges"))
+    if ignores != (name in _IGNORE_MERGES) and (text := _unmerged(tokenizer)) is not None:
+        raise LossError(
+            "llama.cpp would split a token that the tokenizer keeps, or keep one that it splits",
+            path=folder / FILE,
+            expected=f"ignore_merges {name in _IGNORE_MERGES}, as llama.cpp has it for {name}",
+            found=f"ignore_merges {ignores}, and the token {text!r} is no result of merges",
+            hint=OTHER_WAY,
+        )
+    return name
 
 
-def _expressions(pre_tokenizer: Any) -> Iterator[str]:
-    """Yield the regular expressions of a pre-tokenizer and the ones inside it."""
-    if not isinstance(pre_tokenizer, Mapping):
-        return
-    pattern = pre_tokenizer.get("pattern")
-    if isinstance(pattern, Mapping):
-        yield str(pattern.get("Regex", pattern))
-    if pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True):
-        yield "ByteLevel's own"
-    for one in pre_tokenizer.get("pretokenizers", ()):
-        yield from _expressions(one)
+def _steps(found: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a normalizer's or pre-tokenizer's steps in order."""
+    if isinstance(found, Mapping):
+        inside = found.get("pretokenizers", found.get("normalizers"))
+        for one in [found] if inside is None else inside:
+            yield from [found] if one is found else _steps(one)
+
+
+def _expression(step: Mapping[str, Any]) -> str | None:
+    """Return the expression of a step that splits text, "" if a step leaves its words alone, and None for others."""
+    if step.get("type") == "Split" and (step.get("behavior"), step.get("invert")) in _WHOLE_WORDS:
+        pattern = step.get("pattern")
+        return str(pattern.get("Regex")) if isinstance(pattern, Mapping) else None
+    is_plain = step.get("type") == "ByteLevel" and not step.get("add_prefix_space") and step.get("use_regex") is False
+    return "" if is_plain or step.get("type") == "NFC" else None
+
+
+def _unmerged(tokenizer: Mapping[str, Any]) -> str | None:
+    """Return a token that merges don't make from its own text, or None."""
+    pairs = [tuple(one.split(" ") if isinstance(one, str) else one) for one in tokenizer["model"]["merges"]]
+    ranks = {pair: rank for rank, pair in enumerate(pairs)}
+    added = {one["content"] for one in tokenizer.get("added_tokens", ())}
+    for text in tokenizer["model"]["vocab"]:
+        parts = [] if text in added else list(text)
+        while len(parts) > 1:
+            rank, at = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(pairwise(parts)))
+            if rank == len(ranks):
+                return str(text)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return None
 
 
 def _tokens(found: Mapping[str, Any], vocab_size: int, folder: Path) -> tuple[list[str], list[int]]:

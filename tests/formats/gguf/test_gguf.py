@@ -244,12 +244,30 @@ def test_the_tokenizer_is_needed(tmp_path: Path) -> None:
         ckpt.plan(tmp_path / "model", "gguf")
 
 
-def test_an_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("{1,3}", "{1,2}", "splitting text"),
+        ('"normalizer": null', '"normalizer": {"type": "Lowercase"}', "splitting text"),
+        ('"add_prefix_space": false', '"add_prefix_space": true', "splitting text"),
+        ('"pretokenizers": [', '"pretokenizers": [{"type": "Digits", "individual_digits": true},', "splitting text"),
+        ('"ignore_merges": true', '"ignore_merges": false', None),
+    ],
+)
+def test_an_unknown_tokenizer_is_refused(old: str, new: str, what: str | None, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
     shutil.copytree(GGUF / "llama", tmp_path / "model")
     file = tmp_path / "model/tokenizer.json"
-    file.write_text(file.read_text().replace("{1,3}", "{1,2}"))
-    with pytest.raises(LossError, match="splitting text"):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    if what is None:  # every token is a result of merges
+        ckpt.plan(tmp_path / "model", "gguf")
+        found = json.loads(file.read_text())
+        found["model"]["merges"] = found["model"]["merges"][:-1]
+        file.write_text(json.dumps(found))
+        what = "would split a token"
+    with pytest.raises(LossError, match=what):
         ckpt.plan(tmp_path / "model", "gguf")
 
 
