@@ -26,7 +26,7 @@ def hash_(
     quiet: opt.QuietOption = False,
     verbose: opt.VerboseOption = False,
 ) -> None:
-    """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
+    """Print digests of a checkpoint: equal in every format, sharding and order of files."""
     from ckpt import api
 
     checkpoint = api.open(path, **vars(selection))

@@ -66,7 +66,7 @@ def inspect(
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
-    """Show what a checkpoint holds, and with --picture or --html which ranks hold which parts of it."""
+    """Describe a checkpoint, and draw its parts on the ranks with --picture or --html."""
     from ckpt.commands.inspect import inspecting, overview
     from ckpt.move.listing import listed_once
     from ckpt.state.quantized_weights import parts_error
