@@ -118,8 +118,8 @@ class PackedPart:
     def box(self, box: Box) -> Box:
         *lead, first, _ = box.offsets
         *ones, num_rows, num_columns = box.sizes
-        columns = 1 if self.columns is None else num_columns // self.columns
-        return Box((*lead, first // self.rows, 0), (*ones, num_rows // self.rows, columns))
+        columns = 1 if self.columns is None else -(-num_columns // self.columns)
+        return Box((*lead, first // self.rows, 0), (*ones, -(-num_rows // self.rows), columns))
 
     def shape(self, plain: Shape) -> Shape:
         return self.box(Box((0,) * len(plain), plain)).sizes
@@ -130,13 +130,14 @@ class PackedBlock:
     """A box in each part, and a function that computes all boxes' bytes in a row.
 
     `plain` is the box in the plain weight; None means that all rows share the parts. `is_transposed` if the parts' rows
-    are its columns.
+    are its columns. `step` rows share scales.
     """
 
     boxes: tuple[Box, ...]
     content: Callable[[], memoryview]
     plain: Box | None = None
     is_transposed: bool = False
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +178,15 @@ Computation = Callable[[PlainWeight, NDArray], Sequence[NDArray]]
 
 def packed_by_rows(weight: PlainWeight, parts: Mapping[str, PackedPart], compute: Computation) -> PackedParts:
     """Return parts computed some rows at a time. `compute` takes fp32 rows."""
-    boxes = weight.row_boxes(ELEMENTS, max(part.rows for part in parts.values()))
-    kinds = tuple(parts.values())
+    kinds, step = tuple(parts.values()), max(part.rows for part in parts.values())
     blocks = (
-        PackedBlock(tuple(part.box(box) for part in kinds), partial(_content_of_rows, weight, box, kinds, compute), box)
-        for box in boxes
+        PackedBlock(
+            tuple(part.box(box) for part in kinds),
+            partial(_content_of_rows, weight, box, kinds, compute),
+            box,
+            step=step,
+        )
+        for box in weight.row_boxes(ELEMENTS, step)
     )
     return PackedParts({name: (part.dtype, part.shape(weight.shape)) for name, part in parts.items()}, tuple(blocks))
 

@@ -151,8 +151,10 @@ class _KeptRows:
         same: NDArray = np.any([ours == _bits(one, block.plain) for one in self.originals], axis=0)
         lead = len(block.plain.sizes) - 2
         matrix = np.reshape(same, same.shape[lead:])
-        num_rows = min(box.sizes[lead] for box in block.boxes)
-        kept: NDArray = np.all((matrix.T if block.is_transposed else matrix).reshape(num_rows, -1), axis=1)
+        matrix = matrix.T if block.is_transposed else matrix
+        # With a partial block at the end, all rows are kept or none.
+        num_rows = len(matrix) // block.step if len(matrix) % block.step == 0 else 1
+        kept: NDArray = np.all(matrix.reshape(num_rows, -1), axis=1)
         return kept
 
 

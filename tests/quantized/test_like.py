@@ -177,6 +177,31 @@ def test_fine_tuned_gpt_oss_is_released_like_the_original(tmp_path: Path) -> Non
     assert (expected - found).abs().max() < 0.3 * expected.std()
 
 
+def test_partial_blocks_of_an_original_are_kept(tmp_path: Path) -> None:
+    """DeepSeek-V3 has such a matrix: `kv_a_proj_with_mqa`."""
+    first, name = tmp_path / "first", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    torch.manual_seed(9)
+    plain = torch.randn(200, 192).to(torch.bfloat16)
+    codes = torch.nn.functional.pad(plain.float(), (0, 64, 0, 56)).view(2, 128, 2, 128)
+    scale = codes.abs().amax(dim=(1, 3)) / 440  # not Fp8Quantize's
+    codes = (codes / scale[:, None, :, None]).view(256, 256)[:200, :192].to(torch.float8_e4m3fn)
+    first.mkdir()
+    tensors = {name: codes.contiguous(), f"{name}_scale_inv": scale, "model.norm.weight": torch.ones(192)}
+    save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    config = {"model_type": "toy", "num_hidden_layers": 1, "dtype": "bfloat16", "quantization_config": entry}
+    (first / "config.json").write_text(json.dumps(config))
+    values = dequantized(first)
+    again = quantize(tmp_path / "first-plain", tmp_path / "again", "fp8-block", "--like", str(first))
+    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    tuned = {**values, name: values[name].clone()}
+    tuned[name][199, 191] = 9.0
+    save_file(tuned, tmp_path / "first-plain/model.safetensors", metadata={"format": "pt"})
+    changed = dequantized(quantize(tmp_path / "first-plain", tmp_path / "tuned", "fp8-block", "--like", str(first)))
+    assert (changed[name].float() - tuned[name].float()).abs().max() <= 9.0 * 16 / 448 + 0.05
+    assert changed[name][199, 191] == 9.0
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

@@ -153,15 +153,16 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
     codes, scales = np.empty(values.shape, np.uint8), []
     for start in range(0, len(values), _SIZE):
         rows = values[start : start + _SIZE]
-        largest = np.maximum(rows.max(axis=0), -rows.min(axis=0)).reshape(-1, _SIZE).max(axis=1)
+        columns = np.maximum(rows.max(axis=0), -rows.min(axis=0))
+        largest = np.maximum.reduceat(columns, np.arange(0, len(columns), _SIZE))
         with np.errstate(over="ignore", divide="ignore"):  # torch divides in these two steps
             factors = np.float32(1) / largest * np.float32(E4M3_MAX)
         factors[largest == 0] = 1
         if not np.isfinite(factors).all():
             raise weight.refused("a block's numbers are too small for a scale", f"maximum {largest.min()} in a block")
         for first, last in spans(len(factors), STEP // _SIZE // _SIZE):
-            place = (slice(start, start + _SIZE), slice(first * _SIZE, last * _SIZE))
-            scaled = values[place] * np.repeat(factors[first:last], _SIZE)
+            place = (slice(start, start + _SIZE), slice(first * _SIZE, min(last * _SIZE, len(columns))))
+            scaled = values[place] * np.repeat(factors[first:last], _SIZE)[: values[place].shape[1]]
             codes[place] = e4m3_bytes(scaled)
         scales.append(np.float32(1) / factors)
     return [codes, np.stack(scales)]
