@@ -6,7 +6,7 @@ from the regular expression in `tokenizer.json` (`src/llama-vocab.cpp`). Any oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,12 +106,19 @@ def _add_bpe(writer: Any, folder: Path, vocab_size: int) -> None:
     writer.add_tokenizer_pre(_splitting(found, folder))
     writer.add_token_list(texts)
     writer.add_token_types(types)
-    package().SpecialVocab(folder, load_merges=True).add_to_gguf(writer, quiet=True)
+    vocabulary = package().SpecialVocab(folder, load_merges=True)
+    processor = found.get("post_processor") or {}
+    if any(one.get("type") == "ByteLevel" for one in processor.get("processors", [processor])):
+        for name in ("bos", "eos"):  # as in gguf packages after 0.19.0; llama.cpp's own defaults differ
+            vocabulary.add_special_token.setdefault(name, False)
+    vocabulary.add_to_gguf(writer, quiet=True)
 
 
 def _add_sentencepiece(writer: Any, folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
     tokens = [_Token(f"[PAD{number}]", -10000.0, sentencepiece.UNUSED) for number in range(vocab_size)]
-    for number, piece in enumerate(sentencepiece.read_pieces(folder / sentencepiece.FILE)[:vocab_size]):
+    pieces = dict(enumerate(sentencepiece.read_pieces(folder / sentencepiece.FILE)))
+    _check_numbers(pieces, vocab_size, folder)
+    for number, piece in pieces.items():
         kind = sentencepiece.NORMAL if piece.type == sentencepiece.USER_DEFINED else piece.type
         tokens[number] = _Token(piece.text, piece.score, kind)
     listed = read_json(folder / _ADDED) if (folder / _ADDED).is_file() else {}
@@ -119,9 +126,9 @@ def _add_sentencepiece(writer: Any, folder: Path, settings: Mapping[str, Any], v
     for number, one in settings.get("added_tokens_decoder", {}).items():
         text, kind = _added_token(one)
         known_as[int(number)] = _Token(text, -1000.0, kind)
+    _check_numbers(known_as, vocab_size, folder)
     for number, token in known_as.items():
-        if number < vocab_size:
-            tokens[number] = token
+        tokens[number] = token
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([one.text for one in tokens])
@@ -194,18 +201,23 @@ def _tokens(found: Mapping[str, Any], vocab_size: int, folder: Path) -> tuple[li
     added = {one["id"]: one for one in found.get("added_tokens", ())}
     listed = {**{number: text for text, number in found["model"]["vocab"].items()}}
     listed |= {number: one["content"] for number, one in added.items()}
-    if listed and max(listed) >= vocab_size:
-        raise LossError(
-            "the tokenizer has more tokens than the model",
-            path=folder / FILE,
-            expected=f"ids below {vocab_size}, the config's vocab_size",
-            found=f"id {max(listed)}",
-        )
+    _check_numbers(listed, vocab_size, folder)
     for number, text in listed.items():
         texts[number], types[number] = text, sentencepiece.NORMAL
         if (one := added.get(number)) is not None:
             texts[number], types[number] = _added_token(one)
     return texts, types
+
+
+def _check_numbers(tokens: Iterable[int], vocab_size: int, folder: Path) -> None:
+    largest = max(tokens, default=-1)
+    if largest >= vocab_size:
+        raise LossError(
+            "the tokenizer has more tokens than the model",
+            path=folder,
+            expected=f"ids below {vocab_size}, the config's vocab_size",
+            found=f"id {largest}",
+        )
 
 
 def _added_token(one: Mapping[str, Any]) -> tuple[str, int]:
