@@ -485,6 +485,8 @@ def plan(
         like = None if requested.like is None else _quantized_model(requested.like, named)
         named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype, like)
         quantization = {"method": layout.quantize, "rule": services.quantizing.rule(named, layout.quantize)}
+        if like is not None:
+            quantization["like"] = "rows with unchanged values have the original's bytes"
         check_parts(named)
         added += named.notes
         named = replace(named, notes=())

@@ -118,6 +118,7 @@ def test_original_may_be_a_cached_hub_model(
     (tmp_path / "hub/models--ORG--NAME/refs/main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     again = quantize(tmp_path / "original-plain", tmp_path / "again", "int8", "--like", "ORG/NAME")
+    assert "like" in json.loads((again / "ckpt-manifest.json").read_text())["quantization"]
     assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
