@@ -61,7 +61,7 @@ _OTHERS = (
     (
         re.compile(r"(unet|transformer\.(single_)?transformer_blocks|text_encoder(_\d)?)\..+lora.+"),
         "diffusers",
-        "merge it with diffusers: fuse_lora, then save_pretrained(...)",
+        "merge it with diffusers: load_lora_weights, fuse_lora, then save_pretrained(...)",
     ),
 )
 #: Modules with base weights that PEFT also saves (`EMBEDDING_LAYER_NAMES`).
@@ -102,6 +102,11 @@ def parse_name(fqn: str) -> AdapterName:
 
 def is_adapter(fqns: Iterable[str]) -> bool:
     return any(parse_name(fqn).kind in (A, EMBEDDING_A) for fqn in fqns)
+
+
+def is_others(fqns: Collection[str]) -> bool:
+    """Return True if all of `fqns` are names of other writers' adapters."""
+    return bool(fqns) and all(any(pattern.fullmatch(fqn) for pattern, _, _ in _OTHERS) for fqn in fqns)
 
 
 def check_is_no_others(checkpoint: Checkpoint) -> None:

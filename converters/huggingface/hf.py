@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from ckpt.adapters.names import check_is_no_others, is_others
 from ckpt.base.errors import NotFoundError, UnknownArchitectureError, UsageError
 from ckpt.base.text import Brief
 from ckpt.containers.sources import Sources
@@ -92,6 +93,8 @@ class HuggingFace(Format):
         notes += renamed
         if index is not None:
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
+        is_adapter = is_others({fqn for fqn, _ in tensors})
+        notes += ["an adapter with another program's names, not a model"] if is_adapter else []
         modules = module_folders(folders)
         for prefix, place in modules.items():
             if (folder / place / SINGLE).is_file():
@@ -109,6 +112,7 @@ class HuggingFace(Format):
             config=config,
             folders=tuple(str(p) for p in folders),
             notes=tuple(notes),
+            is_adapter=is_adapter,
         )
         if config is None:
             return checkpoint
@@ -295,8 +299,13 @@ def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]
     return [f"{one}: {cure}" for one in missing_parts(checkpoint.config, shapes)]
 
 
-def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:
-    """Note a PEFT-wrapped model: from_pretrained finds neither a model nor an adapter in it."""
+def _adapter_notes(chosen: Collection[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:
+    """Note a PEFT-wrapped model: from_pretrained finds neither a model nor an adapter in it.
+
+    Raise UsageError for an adapter, unless the names are the user's own.
+    """
+    if is_others(chosen) and layout.read(NameOptions).names != OWN_NAMES:
+        check_is_no_others(checkpoint)
     if not any(fqn.startswith("base_model.model.") for fqn in chosen):
         return []
     if layout.read(NameOptions).names != OWN_NAMES:

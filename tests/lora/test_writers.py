@@ -168,7 +168,7 @@ def test_stacked_experts_of_mlx_are_refused(linear: Path, bases: dict[str, Path]
         (["text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_linear_layer.up.weight"], "diffusers", "fuse_lora"),
     ],
 )
-@pytest.mark.parametrize("command", [("merge-lora",), ("convert", "auto", "peft")])
+@pytest.mark.parametrize("command", [("merge-lora",), ("convert", "auto", "peft"), ("convert", "auto", "hf")])
 def test_other_writers_are_refused_by_name_with_the_way_out(
     command: tuple[str, ...], names: list[str], writer: str, way: str, tmp_path: Path
 ) -> None:
@@ -186,6 +186,9 @@ def test_other_writers_are_refused_by_name_with_the_way_out(
         and way in refused.err
         and names[0] in refused.err
     )
+    if folder.is_dir():
+        assert "an adapter with another program's names, not a model" in ckpt("inspect", folder).out
+        assert "found: an adapter alone" in ckpt("resume", folder).err
 
 
 def test_torchtunes_own_copy_for_peft_is_merged(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
