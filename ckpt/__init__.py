@@ -111,6 +111,8 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(place), name)
     except ModuleNotFoundError as error:
+        if error.name == "fcntl":
+            raise ImportError("ckpt does not run on Windows itself: use WSL") from error
         if error.name != "torch":
             raise
         return import_module("ckpt.views.without_torch").StorageReader  # only StorageReader needs torch

@@ -12,7 +12,7 @@ from types import FrameType
 from ckpt.base import streams
 
 #: Exit codes not covered by `ckpt.base.errors`.
-STORAGE, INTERNAL = 7, 70
+USAGE, STORAGE, INTERNAL = 2, 7, 70
 
 
 def main() -> None:
@@ -60,6 +60,9 @@ def _say(error: Exception) -> int:
         what, hint, code = "the system starts no more threads", "fewer --workers", STORAGE
     elif isinstance(error, OSError):
         what, hint, code = error.strerror or str(error), "is there space, and a place to print to?", STORAGE
+    elif isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
+        what, code, name = "ckpt does not run on Windows itself", USAGE, "usage"
+        hint = "run it in WSL: `wsl --install`, then pip install it in that Linux"
     elif isinstance(error, ImportError):
         what, hint, code = f"a package cannot be imported: {error}", "is it installed, and whole?", STORAGE
     else:

@@ -48,3 +48,15 @@ def test_a_stored_checkpoint_is_read(store: ObjectStore, tmp_path: Path) -> None
     there, here = (tmp_path / name / "model.safetensors" for name in ("there", "here"))
     assert there.read_bytes() == here.read_bytes()
     assert "was to be opened as if it were a local file" in run("-c", _HOLE, url)
+
+
+def test_windows_is_refused_with_wsl_as_the_way() -> None:
+    without = (
+        "import sys; sys.modules['fcntl'] = None; sys.argv = ['ckpt', 'formats']; import ckpt, ckpt.__main__ as m;"
+    )
+    for code, call, said in (
+        (2, "ckpt.__main__.main()", "hint: run it in WSL"),
+        (1, "ckpt.check('x')", "Windows itself: use WSL"),
+    ):
+        done = subprocess.run([sys.executable, "-c", without + call], capture_output=True, text=True, cwd=REPOSITORY)
+        assert done.returncode == code and said in done.stderr
