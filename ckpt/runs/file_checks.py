@@ -42,13 +42,13 @@ def check_file(path: Path, root: Path) -> None:
 
 
 def has_checked_suffix(path: Path) -> bool:
-    return path.suffix in (*TORCH_SUFFIXES, ".pkl", ".safetensors", ".json")
+    return path.name.endswith((*TORCH_SUFFIXES, ".pkl", ".safetensors", ".json"))
 
 
 def is_torch_file(path: Path) -> bool:
     """Return True for torch's file suffixes, and for `.pkl` if torch.save wrote it or it is empty."""
     if path.suffix != ".pkl":
-        return path.suffix in TORCH_SUFFIXES
+        return path.name.endswith(TORCH_SUFFIXES)
     head = read_file(path, 4)
     return head == ZIP or not head.strip(b"\0")
 

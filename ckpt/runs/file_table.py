@@ -17,7 +17,7 @@ from ckpt.runs.steps import RECORDS, TRAINER_STATE
 
 TRAINING_ARGS = "training_args.bin"
 GENERATION = "generation_config.json"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
 TENSOR_SUFFIXES = (".safetensors", ".distcp", *TORCH_SUFFIXES)
 
 

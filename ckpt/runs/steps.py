@@ -45,15 +45,15 @@ STEP_NAMES = {
     r"ep\d+-ba": "Composer",
     r"epoch[-_=]?": "Accelerate's examples, torchtune",
 }
-_ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth))?"
+_ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth(?:\.tar)?))?"
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
 #: torchtitan's, Lightning's and LeRobot's folders for steps.
 _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
 #: Newest step from Lightning or LeRobot, without a number in its name.
-_LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
+_LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?")
 #: lerobot, utils/constants.py
 _LEROBOTS_RECORD = "training_state/training_step.json"
-_FILES = (".ckpt", ".pt", ".pth")
+_FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
 #: They hold the model for OLMo-core, prime-rl, LeRobot, NeMo-RL, SkyRL, NeMo.
 STEP_PARTS = ("model_and_optim", "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
@@ -99,7 +99,7 @@ class Run:
 
     def copies(self, step: Step) -> list[str]:
         """Return the names of moving averages saved next to a step."""
-        stem = step.path.name.removesuffix(step.path.suffix if step.path.suffix in _FILES else "")
+        stem = re.sub(r"\.(?:ckpt|pt|pth|pth\.tar)$", "", step.path.name)
         found = re.compile(rf"{re.escape(stem)}[-_.]ema(?:\.\w+)?", re.IGNORECASE)
         return [self.name(step.path.with_name(name)) for name in entries_in(step.path.parent) if found.fullmatch(name)]
 

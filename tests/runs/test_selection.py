@@ -119,6 +119,7 @@ LAYOUTS = {
     "Automodel": ("epoch_0_step_5/model/model.safetensors", "epoch_0_step_10/model/model.safetensors"),
     "Lightning": ("version_0/checkpoints/epoch=0-step=2.ckpt", "version_0/checkpoints/epoch=1-step=10.ckpt"),
     "Lightning's folder": ("epoch=0-step=2.ckpt/model.pt", "epoch=1-step=10.ckpt/model.pt"),
+    "timm": ("vit/checkpoint-2.pth.tar", "vit/checkpoint-10.pth.tar"),
     "a script": ("model/step_5.pt", "model/step_10.pt"),
     "own folder": (
         "runs/a/step_5/weights_of_mine/model.safetensors",

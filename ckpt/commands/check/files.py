@@ -191,7 +191,7 @@ def read_all(
             size = path.stat().st_size
             if path.suffix == ".distcp":
                 _read_items(path, places(path.parent), count)
-            elif path.suffix in TORCH_SUFFIXES and read_file(path, 4) == ZIP:
+            elif path.name.endswith(TORCH_SUFFIXES) and read_file(path, 4) == ZIP:
                 with open_stream(path) as file:
                     _compare(file, path, count)
             else:
