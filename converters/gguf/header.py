@@ -70,7 +70,9 @@ class _Cursor:
     def take(self, length: int) -> bytes:
         """Return the next bytes. Raise CorruptError if the file ends before."""
         if self.at + length > self.size:
-            raise self.fault("the file ends within its header", expected=f"{self.at + length} bytes or more")
+            raise self.fault(
+                "the file ends within its header", expected=f"{pluralize(self.at + length, 'byte')} or more"
+            )
         if not self._start <= self.at <= self.at + length <= self._start + len(self._window):
             self._start, self._window = self.at, read_up_to(self.descriptor, self.at, max(length, _WINDOW))
         first = self.at - self._start
@@ -117,7 +119,9 @@ class _Cursor:
 
     def skip(self, length: int) -> None:
         if self.at + length > self.size:
-            raise self.fault("the file ends within its header", expected=f"{self.at + length} bytes or more")
+            raise self.fault(
+                "the file ends within its header", expected=f"{pluralize(self.at + length, 'byte')} or more"
+            )
         self.at += length
 
     def fault(self, what: str, **more: Any) -> CorruptError:

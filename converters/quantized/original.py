@@ -39,7 +39,7 @@ class Original:
     def of(cls, like: Checkpoint, method: str, quantizer: Quantizer) -> Original:
         found = cls(like, quantized_weights(like), method, quantizer)
         if not found.weights.owners or found.weights.quantization is None or like.namespace != HUB:
-            raise found.refused("the model given with --like has no quantized weights", found=like.format)
+            raise found.refused("the model given with --like has no quantized weights")
         if QUANTIZATION_ENTRY not in (like.config or {}):
             where = found.weights.quantization.file
             raise found.refused(f"--like needs {QUANTIZATION_ENTRY} in {CONFIG}", found=f"settings in {where}")

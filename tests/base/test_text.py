@@ -26,7 +26,13 @@ NO_NUMBERS = {
 #: Limits, and numbers from a file, perhaps with another type.
 OTHERS = {
     *("{_MAX_GPUS} such GPUs", "{len(text)} characters", "{self.total_size} bytes", "{rows} rows"),
-    *("{bits} bits", "{groups or heads} query groups", "{groups} query groups", "{heads} heads"),
+    *(
+        "{bits} bits",
+        "{kind['bits_per_parameter']} bits",
+        "{groups or heads} query groups",
+        "{groups} query groups",
+        "{heads} heads",
+    ),
     "{len(ids) if isinstance(ids, list) else ids} parameters",
 }
 ALLOWED = VERBS | NO_NUMBERS | OTHERS

@@ -18,6 +18,7 @@ from tests.support.places import FIXTURES
 
 #: Source for each format: a fixture whose tensors fit, with optimizer states.
 SOURCES = {
+    "gguf": "gguf/llama",
     "megatron": "megatron-dist-flattened",
     "megatron-dist": "megatron-dist-flattened",
     "megatron-deepspeed": "megatron-dist-flattened",

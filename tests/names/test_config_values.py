@@ -163,6 +163,11 @@ def test_every_architecture_accepts_the_types_of_the_table() -> None:
             assert "null" in accepted_types(annotation) or cls.model_type in refuses_null, (cls.__name__, field.name)
             count += 1
     assert count > 1000
+    for name, listed in config_values.LISTED.items():
+        fields = (
+            (cls.model_type, one.type) for cls in configs() for one in dataclasses.fields(cls) if one.name == name
+        )
+        assert {model_type for model_type, kind in fields if "list" in str(kind)} == {*listed}, name
     assert {*ACT2FN} >= config_values.ACTIVATIONS and {*ALLOWED_LAYER_TYPES} >= config_values.LAYER_TYPES
     assert config_values.ROPE_TYPES.keys() <= {*ROPE_INIT_FUNCTIONS, "default"}
 

@@ -24,6 +24,7 @@ UNLOCKS = {
     "lora": "`ckpt merge-lora`",
     "numpy": "bfloat16 and 8-bit floats as numpy arrays in Python",
     "mount": "`ckpt mount`",
+    "gguf": "`ckpt convert ... gguf`",
     "remote": "checkpoints at s3://, gs:// and az:// URLs",
     "train": "the bundled trainer, `python -m train` in a checkout",
 }

@@ -66,7 +66,7 @@ def inspect(
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
-    """Describe a checkpoint, and draw its parts on the ranks with --picture or --html."""
+    """Describe a checkpoint. Options draw its parts on the ranks."""
     from ckpt.commands.inspect import inspecting, overview
     from ckpt.move.listing import listed_once
     from ckpt.state.quantized_weights import parts_error

@@ -14,7 +14,7 @@ from typing import Any
 INT, FLOAT, BOOL, NULL, INTS, FLOATS = "int", "float", "bool", "null", "ints", "floats"
 _NAMES: Mapping[tuple[str, ...], str] = {
     (INT,): """
-        alibi_bias_max attn_pdrop block_size bos_token_id chunk_size chunk_size_feed_forward conv_kernel
+        alibi_bias_max attn_pdrop block_size bos_token_id chunk_size chunk_size_feed_forward
         d_model decoder_sparse_step depth embed_dim expand expansion_ratio first_k_dense_replace floor_scale
         head_dim hidden_size image_end_token_id image_seq_length image_start_token_id image_token_id
         image_token_index in_channels interleave_moe_layer_step intermediate_size intermediate_size_mlp
@@ -23,7 +23,7 @@ _NAMES: Mapping[tuple[str, ...], str] = {
         max_window_layers mlp_ratio moe_intermediate_size moe_num_experts moe_num_shared_experts
         moe_shared_expert_intermediate_size moe_topk n_ctx n_embd n_group n_groups n_head n_heads n_layer
         n_layers n_positions n_routed_experts n_shared_experts no_rope_layer_interval num_attention_heads
-        num_channels num_experts num_experts_per_tok num_heads num_hidden_layers num_key_value_heads
+        num_channels num_experts num_experts_per_tok num_hidden_layers num_key_value_heads
         num_layers num_local_experts num_logits_to_keep num_mtp_layers num_nextn_predict_layers
         num_position_embeddings num_shared_experts original_max_position_embeddings out_hidden_size
         pretraining_tp projection_dim qk_nope_head_dim qk_rope_head_dim query_pre_attn_scalar rotary_dim
@@ -153,6 +153,8 @@ NULL_EXCEPT: Mapping[str, tuple[str, ...]] = {
     "sliding_window": ("cwm", "exaone_moe", "flint"),
 }
 #: Only recorded by transformers, or compared elsewhere.
+#: Sizes that are lists in these model types, with a number for each layer.
+LISTED = {"conv_kernel": ("hubert", "wav2vec2"), "num_heads": ("swin",)}
 _RECORDS = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 _PARTS = ("text_config", "vision_config")
 #: Numbers in older releases.
@@ -190,6 +192,8 @@ def _is_known(key: str, value: Any, config: Mapping[str, Any]) -> bool:
         return value is None or (isinstance(value, str) and value.removeprefix("torch.") in _DTYPES)
     if key in ("rope_parameters", "rope_scaling"):
         return value is None or (isinstance(value, Mapping) and _is_rope(value))
+    if key in LISTED:
+        return _type_of(value) == (INTS if config.get("model_type") in LISTED[key] else INT)
     if key == "layer_types":
         is_list = isinstance(value, list) and len(value) == config.get("num_hidden_layers")
         return value is None or (is_list and all(isinstance(one, str) and one in LAYER_TYPES for one in value))
