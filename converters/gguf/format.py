@@ -115,7 +115,6 @@ def _holds_one_model(folder: Path) -> bool:
 
 
 def _split_files(path: Path) -> list[Path]:
-    """Return the model's files in order. Raise IncompleteError if one is missing."""
     folder = path if path.is_dir() else path.parent
     names = sorted(name for name in names_in(folder) if name.endswith(_SUFFIX)) if path.is_dir() else [path.name]
     if (found := _SPLIT.fullmatch(names[0])) is None:
@@ -133,7 +132,6 @@ def _split_files(path: Path) -> list[Path]:
 
 
 def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
-    """Raise CorruptError if the file is another part than its name says."""
     assert isinstance(metadata, dict)
     recorded = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
     if recorded != (count, number):
@@ -146,7 +144,6 @@ def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
 
 
 def _check_types(file: Path, header: GgufHeader) -> None:
-    """Raise LossError if tensors are stored in blocks whose values are not known here."""
     others = [one for one in header.entries if one.type.dtype is None and one.type not in CHUNKS]
     if not others:
         return

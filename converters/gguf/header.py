@@ -58,8 +58,6 @@ class GgufHeader:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Position in an open file, read in windows."""
-
     descriptor: int
     path: str
     size: int
@@ -129,7 +127,6 @@ class _Cursor:
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
-    """Return the header of a GGUF file. Raise CorruptError if it breaks a rule of the format."""
     name = os.fspath(path)
     try:
         with opened(name) as descriptor:
@@ -192,7 +189,6 @@ def _placed(file: _Cursor, base: int, alignment: int, name: str, shape: Shape, n
 
 
 def _check_places(file: _Cursor, entries: Iterable[TensorInfo], base: int, alignment: int) -> None:
-    """Check that names are unique, and that the tensors fill the file in their order with nothing but padding."""
     names: set[str] = set()
     reached, end = base, base
     for entry in sorted(entries, key=lambda one: (one.start, one.stop)):

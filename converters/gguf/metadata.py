@@ -100,7 +100,6 @@ def add_hyperparameters(writer: Any, config: Mapping[str, Any], arch: str, path:
 
 
 def _check_fixed(config: Mapping[str, Any], arch: str, path: str) -> None:
-    """Raise LossError if llama.cpp would compute with other settings than the config's."""
     sliding = [int(one == "sliding_attention") for one in config.get("layer_types") or ()]
     pattern = [(number + 1) % 2 * (arch == "gpt-oss") for number in range(len(sliding))]
     differing = {name: config.get(name) for name, values in _FIXED[arch].items() if config.get(name) not in values}
@@ -153,7 +152,6 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_keys(rope: Mapping[str, Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield methods of `GGUFWriter`, after `add_rope_`, with their values."""
     from converters.gguf.package import package
 
     kind = rope["rope_type"]

@@ -59,7 +59,6 @@ _GGUF_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 
 
 def architecture(config: Mapping[str, Any] | None, path: str) -> str:
-    """Return llama.cpp's name for the config's architecture. Raise LossError if it is not known here."""
     model_type = (config or {}).get("model_type")
     if model_type not in ARCHITECTURES:
         raise LossError(
@@ -132,7 +131,6 @@ def _turned(shape: Shape, dims: tuple[int, ...]) -> Shape:
 
 
 def _heads(config: Mapping[str, Any], module: str) -> int | None:
-    """Return the number of heads in q or k, or None for other modules."""
     heads = config.get("num_attention_heads")
     if module == "self_attn.k_proj":
         return config.get("num_key_value_heads") or heads
@@ -251,7 +249,6 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoin
 
 
 def _plus(tensor: Tensor, by: int, computed: Mapping[str, Any]) -> memoryview:
-    """Return a tensor's elements plus `by` in float32."""
     from ckpt.move.casts import cast_bits
     from ckpt.move.reading import read_box
 

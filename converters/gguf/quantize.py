@@ -94,7 +94,6 @@ def _in_blocks(
 
 
 def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any]) -> memoryview:
-    """Return the blocks of the rows in `box`. Raise LossError for a value that is not finite."""
     import numpy as np
 
     from ckpt.move.casts import cast_bits

@@ -28,7 +28,6 @@ class Piece(NamedTuple):
 
 
 def read_pieces(path: Path) -> list[Piece]:
-    """Return the pieces of a SentencePiece model. Raise CorruptError if the file is not one."""
     try:
         found = [_piece(value) for field, value in _fields(read_file(path)) if field == 1]
     except (IndexError, TypeError, ValueError, struct.error) as error:

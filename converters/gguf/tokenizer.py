@@ -138,7 +138,6 @@ def _add_sentencepiece(writer: Any, folder: Path, settings: Mapping[str, Any], v
 
 
 def _splitting(tokenizer: Mapping[str, Any], folder: Path) -> str:
-    """Return llama.cpp's name for a tokenizer's way of splitting text."""
     steps = [one for step in ("normalizer", "pre_tokenizer") for one in _steps(tokenizer.get(step))]
     expressions = [text for text in map(_expression, steps) if text != ""]
     name = _SPLITS.get(str(expressions[0])) if len(expressions) == 1 else None
@@ -163,7 +162,6 @@ def _splitting(tokenizer: Mapping[str, Any], folder: Path) -> str:
 
 
 def _steps(found: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a normalizer's or pre-tokenizer's steps in order."""
     if isinstance(found, Mapping):
         inside = found.get("pretokenizers", found.get("normalizers"))
         for one in [found] if inside is None else inside:
@@ -180,7 +178,6 @@ def _expression(step: Mapping[str, Any]) -> str | None:
 
 
 def _unmerged(tokenizer: Mapping[str, Any]) -> str | None:
-    """Return a token that merges don't make from its own text, or None."""
     pairs = [tuple(one.split(" ") if isinstance(one, str) else one) for one in tokenizer["model"]["merges"]]
     ranks = {pair: rank for rank, pair in enumerate(pairs)}
     added = {one["content"] for one in tokenizer.get("added_tokens", ())}

@@ -108,7 +108,6 @@ def _main_type(planned: Sequence[_Planned]) -> GgmlType:
 
 
 def _header(checkpoint: Checkpoint, arch: str, planned: Sequence[_Planned]) -> bytes:
-    """Return everything before the tensors' bytes, padding included."""
     gguf = package()
     config: Mapping[str, Any] = checkpoint.config or {}
     folder = tokenizer_folder(checkpoint.folders, checkpoint.path)

@@ -145,7 +145,6 @@ class _KeptRows:
         return mixed.data
 
     def _is_kept(self, block: PackedBlock) -> NDArray:
-        """Flag the rows of scales."""
         assert block.plain is not None
         ours = self.weight.read(block.plain).view(np.uint32)
         same: NDArray = np.any([ours == _bits(one, block.plain) for one in self.originals], axis=0)
@@ -159,7 +158,6 @@ class _KeptRows:
 
 
 def _bits(original: Weight, box: Box) -> NDArray:
-    """Return the original's values as bits of fp32."""
     assert original.rows is not None
     bits = np.frombuffer(original.rows(box), storage_dtype(original.dtype))
     return (bits if original.dtype == FLOAT32 else cast_bits(bits, original.dtype, FLOAT32)).reshape(box.sizes)
