@@ -72,6 +72,9 @@ class Sharing:
 
     `cuts` has the tensors with recorded or inferred boxes, `counts` the experts per MoE layer, by name prefix. An
     expert is whole on one rank, any other tensor on every rank.
+
+    Example:
+        Sharing(file.path, len(ranks), cuts)  # AutoTP's ranks
     """
 
     path: str

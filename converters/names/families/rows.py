@@ -115,6 +115,9 @@ class Family:
     entry or has null, `absent` if it lacks an entry, and never reads `unread`. `spelled` maps the config's own keys to
     the common ones (`{"d_model": "hidden_size"}`). `dims` adds sizes to attention's. The table does not cover configs
     with a true entry in `unknown`.
+
+    Example:
+        Family("GPTJ", "attn.[q|k|v|out]_proj.weight h h", defaults={"rotary_dim": 64})
     """
 
     stem: str
