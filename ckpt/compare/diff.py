@@ -24,6 +24,7 @@ from ckpt.compare.pairs import (
     Report,
     Result,
     differing_dtypes,
+    more_lines,
     result_line,
     walk,
 )
@@ -101,12 +102,12 @@ class Diff(Report):
         if changed:
             most = list(map(_changed_row, changed))
             yield from aligned(("changed most", *HEADS, "largest at"), most, HEADS, width=width)
-            yield from _more(len(self.changed) - len(changed))
+            yield from more_lines(len(self.changed) - len(changed))
             yield ""
         others = [one for one in self.results if one.status != EQUAL and one.change is None and not one.is_scalar]
         listed = others if verbose else others[:_SHOWN]
         yield from (result_line(one, self.a, self.b) for one in listed)
-        yield from _more(len(others) - len(listed))
+        yield from more_lines(len(others) - len(listed))
         numbers = [one for one in self.results if one.status != EQUAL and one.is_scalar]
         scalars = Counter((one.role, one.a, one.b, one.error) for one in numbers)
         for (role, x, y, error), count in scalars.items():
@@ -195,8 +196,3 @@ def _cells(change: Change) -> tuple[str, ...]:
 
 def _number(value: float | None, spec: str = ".3g") -> str:
     return "?" if value is None else format(value, spec)
-
-
-def _more(count: int) -> Iterator[str]:
-    if count > 0:
-        yield f"... and {count} more; -v lists them all"

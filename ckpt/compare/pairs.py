@@ -634,6 +634,12 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         yield f"{pluralize(len(found) - _SHOWN, 'more hyperparameter')} differ"
 
 
+def more_lines(count: int) -> Iterator[str]:
+    """Say how many results are not listed, if any."""
+    if count > 0:
+        yield f"... and {count} more; -v lists them all"
+
+
 def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
     roles = one_line(result.role)
     if result.b_role != result.role:

@@ -19,6 +19,7 @@ from ckpt.compare.pairs import (
     Result,
     bitwise,
     differing_dtypes,
+    more_lines,
     result_line,
     walk,
 )
@@ -71,10 +72,9 @@ class QuantizedReport(Report):
         if rounded:
             yield from (*aligned(_HEADS, list(map(_weight_row, rounded)), _HEADS[2:5]), _UNITS, "")
         others = [one for one in self.results if one.status != EQUAL and one.rounding is None]
-        for one in others if verbose else others[:_SHOWN]:
-            yield result_line(one, self.a, self.b)
-        if len(others) > _SHOWN and not verbose:
-            yield f"... and {len(others) - _SHOWN} more; -v lists them all"
+        listed = others if verbose else others[:_SHOWN]
+        yield from (result_line(one, self.a, self.b) for one in listed)
+        yield from more_lines(len(others) - len(listed))
         yield from map(str, self.not_compared)
         yield from (f"note: {one_line(note)}" for note in self.notes)
         yield self.outcome

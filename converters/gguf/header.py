@@ -67,14 +67,11 @@ class _Cursor:
 
     def take(self, length: int) -> bytes:
         """Return the next bytes. Raise CorruptError if the file ends before."""
-        if self.at + length > self.size:
-            raise self.fault(
-                "the file ends within its header", expected=f"{pluralize(self.at + length, 'byte')} or more"
-            )
-        if not self._start <= self.at <= self.at + length <= self._start + len(self._window):
-            self._start, self._window = self.at, read_up_to(self.descriptor, self.at, max(length, _WINDOW))
-        first = self.at - self._start
-        self.at += length
+        start = self.at
+        self.skip(length)
+        if not self._start <= start <= self.at <= self._start + len(self._window):
+            self._start, self._window = start, read_up_to(self.descriptor, start, max(length, _WINDOW))
+        first = start - self._start
         found = self._window[first : first + length]
         if len(found) != length:
             raise self.fault("the file ends within its header")

@@ -7,21 +7,21 @@ Names are llama.cpp's (`gguf-py/gguf/constants.py`, `tensor_mapping.py`), and ch
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
-from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole, stepped, whole
+from ckpt.plan.tensors import Box, Shape, stepped, whole
 from converters.gguf.facts import GgufFacts
 from converters.gguf.metadata import ROPE_FACTORS, check_recorded
 from converters.gguf.quantize import quantized
 from converters.gguf.tokenizer import OTHER_WAY
+from converters.names.shifts import shifted
 from converters.names.transformers.ties import tied_names
 
 NAME = "gguf"
@@ -194,7 +194,7 @@ def _from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     config = checkpoint.config
     assert config is not None
     if arch == "gemma":
-        checkpoint = shifted(checkpoint, _norms(checkpoint), 1)
+        checkpoint = shifted(checkpoint, _norms(checkpoint), 1, FLOAT32)
     named = translate(checkpoint, relation(config, checkpoint.shapes), NAME)
     return quantized(named, layout)
 
@@ -221,7 +221,7 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
     there = relation(config, hub_shapes(config, plain.shapes))
     named = translate(plain, there.inverse(), HUB)
     if arch == "gemma":
-        named = shifted(named, _norms(named), -1)
+        named = shifted(named, _norms(named), -1, FLOAT32)
     return replace(named, ties=tied_names(config, {fqn for fqn, _ in named.tensors}))
 
 
@@ -230,27 +230,3 @@ NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized)
 
 def _norms(checkpoint: Checkpoint) -> list[str]:
     return [fqn for fqn in checkpoint.shapes if fqn.endswith("norm.weight")]
-
-
-def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoint:
-    """Add `by` to these tensors and their masters in float32, like llama.cpp's converter."""
-    tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
-
-    def moved(tensor: Tensor, source: Source, number: int) -> Source:
-        path = f"plus:{by}:{checkpoint.path}:{tensor.fqn}:{tensor.role}:{number}"
-        computed[path] = partial(_plus, replace(tensor, source=source), by, checkpoint.computed)
-        return Whole(Extent.contiguous(path, 0, FLOAT32, tensor.shape))
-
-    for key in [(fqn, role) for fqn in fqns for role in (WEIGHT, MASTER)]:
-        if (tensor := tensors.get(key)) is not None:
-            source, *replicas = (moved(tensor, one, n) for n, one in enumerate((tensor.source, *tensor.replicas)))
-            tensors[key] = replace(tensor, dtype=FLOAT32, source=source, replicas=tuple(replicas))
-    return replace(checkpoint, tensors=tensors, computed=computed)
-
-
-def _plus(tensor: Tensor, by: int, computed: Mapping[str, Any]) -> memoryview:
-    from ckpt.move.casts import cast_bits
-    from ckpt.move.reading import read_box
-
-    bits = cast_bits(read_box(tensor, whole(tensor.shape), computed).reshape(-1), tensor.dtype, FLOAT32)
-    return (bits.view("<f4") + by).data.cast("B")

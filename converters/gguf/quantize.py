@@ -20,11 +20,10 @@ from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
 from converters.gguf.blocks import CHUNKS, whole_rows
 from converters.gguf.facts import GgufFacts
-from converters.gguf.types import BY_NUMBER, F16, F32, MXFP4, PLAIN, Q8_0, GgmlType
+from converters.gguf.types import F16, F32, MXFP4, PLAIN, Q8_0, TYPE_BY_NAME, GgmlType
 
 #: Largest float16 number.
 _MAX_SCALE = 65504
-_BY_NAME = {one.name: one for one in BY_NUMBER.values()}
 _IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
 #: llama.cpp computes with these in float32.
 _ALWAYS_F32 = re.compile(r".*_norm\.weight|.*\.ffn_gate_inp\.weight|.*(?<!\.weight)")
@@ -39,7 +38,7 @@ def wanted_type(layout: Layout) -> GgmlType | None:
         raise UsageError(
             "--quantize and --dtype give two types", found=f"--quantize {asked} --dtype {PLAIN[layout.dtype].name}"
         )
-    return _BY_NAME[asked]
+    return TYPE_BY_NAME[asked]
 
 
 def type_of(name: str, shape: Shape, dtype: DType, wanted: GgmlType | None) -> GgmlType:

@@ -65,3 +65,4 @@ BY_NUMBER = {
         *(GgmlType(34, "tq1_0", 256, 54), GgmlType(35, "tq2_0", 256, 66)),
     )
 }
+TYPE_BY_NAME = {one.name: one for one in BY_NUMBER.values()}

@@ -22,10 +22,9 @@ from converters.gguf.names import architecture
 from converters.gguf.package import package
 from converters.gguf.quantize import type_of, wanted_type
 from converters.gguf.tokenizer import add_tokenizer, tokenizer_folder
-from converters.gguf.types import BY_NUMBER, F32, MXFP4, GgmlType
+from converters.gguf.types import F32, MXFP4, TYPE_BY_NAME, GgmlType
 
 FILE = "model.gguf"
-_BY_NAME = {one.name: one for one in BY_NUMBER.values()}
 #: llama.cpp's file types by the type of most weights (`LlamaFileType`).
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32, "mxfp4": 38}
 
@@ -78,7 +77,7 @@ def _planned(name: str, choice: Choice, block: str | None, wanted: GgmlType | No
     shape = choice.tensor.shape
     if block is None:
         return _Planned(name, type_of(name, shape, choice.dtype, wanted), shape, choice.key)
-    kind = _BY_NAME[block]
+    kind = TYPE_BY_NAME[block]
     return _Planned(name, kind, (*shape[:-1], shape[-1] // kind.size * kind.block), choice.key)
 
 

@@ -57,7 +57,7 @@ def _deepspeed_config(environment: Mapping[str, str]) -> Any:
         if config is None and plugin is not None and plugin.selected:
             config = plugin.deepspeed_config
     path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if config is None and path != "none" and _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
+    if config is None and path != "none" and _uses_deepspeed(environment):
         config = read_json(Path(path))
     return config
 

@@ -12,6 +12,8 @@ from converters.names.families.rows import DERIVED, Saved, filled, num_labels
 
 _FIRST, _LATER = "first_layer", "later_layer"
 TIED = "tie_word_embeddings"
+LAYERS, POOLED = ("num_hidden_layers",), ("pooled",)
+CLASSIFIER = "classifier.weight labels h \n classifier.bias labels \n"
 
 
 @dataclass(frozen=True)

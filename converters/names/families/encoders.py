@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.names.families.config import Config, architectures
-from converters.names.families.encoder import TIED, Encoder, Head, Stack
+from converters.names.families.encoder import CLASSIFIER, LAYERS, POOLED, TIED, Encoder, Head, Stack
 from converters.names.families.media import MEDIA
 from converters.names.families.rows import Saved
 
@@ -20,7 +20,6 @@ _BERT_SIZES: Mapping[str, tuple[str, int | None]] = {
     "p": ("max_position_embeddings", 512),
     "t": ("type_vocab_size", 2),
 }
-_LAYERS = ("num_hidden_layers",)
 _BERT_LAYER = """
     attention.self.[query|key|value].weight h h
     attention.self.[query|key|value].bias h
@@ -53,7 +52,6 @@ _PREDICTIONSTIED = """
     cls.predictions.decoder.bias v
 """
 _NEXT_SENTENCE = "cls.seq_relationship.weight 2 h \n cls.seq_relationship.bias 2 \n"
-_CLASSIFIER = "classifier.weight labels h \n classifier.bias labels \n"
 _CHOICE = "classifier.weight 1 h \n classifier.bias 1 \n"
 _ANSWERS = "qa_outputs.weight labels h \n qa_outputs.bias labels \n"
 _DENSE_CLASSIFIER = """
@@ -62,7 +60,6 @@ _DENSE_CLASSIFIER = """
     classifier.out_proj.weight labels h
     classifier.out_proj.bias labels
 """
-_POOLED = ("pooled",)
 _BERT_LM = Head(_PREDICTIONS, _PREDICTIONSTIED)
 
 
@@ -75,16 +72,16 @@ _BERT = Encoder(
     "Bert",
     "bert",
     _BERT_TOP,
-    (Stack("encoder.layer", _LAYERS, 12, _BERT_LAYER),),
+    (Stack("encoder.layer", LAYERS, 12, _BERT_LAYER),),
     {
-        "Model": Head(prefix="", kinds=_POOLED),
+        "Model": Head(prefix="", kinds=POOLED),
         "ForMaskedLM": _BERT_LM,
         "LMHeadModel": _BERT_LM,
-        "ForPreTraining": replace(_BERT_LM, rows=_PREDICTIONS + _NEXT_SENTENCE, kinds=_POOLED),
-        "ForNextSentencePrediction": Head(_NEXT_SENTENCE, kinds=_POOLED),
-        "ForSequenceClassification": Head(_CLASSIFIER, kinds=_POOLED),
-        "ForMultipleChoice": Head(_CHOICE, kinds=_POOLED),
-        "ForTokenClassification": Head(_CLASSIFIER),
+        "ForPreTraining": replace(_BERT_LM, rows=_PREDICTIONS + _NEXT_SENTENCE, kinds=POOLED),
+        "ForNextSentencePrediction": Head(_NEXT_SENTENCE, kinds=POOLED),
+        "ForSequenceClassification": Head(CLASSIFIER, kinds=POOLED),
+        "ForMultipleChoice": Head(_CHOICE, kinds=POOLED),
+        "ForTokenClassification": Head(CLASSIFIER),
         "ForQuestionAnswering": Head(_ANSWERS),
     },
     _BERT_SIZES,
@@ -106,12 +103,12 @@ _ROBERTA = replace(
     stem="Roberta",
     base="roberta",
     heads={
-        "Model": Head(prefix="", kinds=_POOLED),
+        "Model": Head(prefix="", kinds=POOLED),
         "ForMaskedLM": _ROBERTA_LM,
         "ForCausalLM": _ROBERTA_LM,
         "ForSequenceClassification": Head(_DENSE_CLASSIFIER),
-        "ForMultipleChoice": Head(_CHOICE, kinds=_POOLED),
-        "ForTokenClassification": Head(_CLASSIFIER),
+        "ForMultipleChoice": Head(_CHOICE, kinds=POOLED),
+        "ForTokenClassification": Head(CLASSIFIER),
         "ForQuestionAnswering": Head(_ANSWERS),
     },
     sizes={**_BERT_SIZES, "v": ("vocab_size", 50265)},
@@ -158,7 +155,7 @@ _ELECTRA = Encoder(
             """
         ),
         "ForSequenceClassification": Head(_DENSE_CLASSIFIER),
-        "ForTokenClassification": Head(_CLASSIFIER),
+        "ForTokenClassification": Head(CLASSIFIER),
         "ForQuestionAnswering": Head(_ANSWERS),
     },
     {**_BERT_SIZES, "h": ("hidden_size", 256), "f": ("intermediate_size", 1024), "e": ("embedding_size", 128)},
@@ -202,9 +199,9 @@ _DISTILBERT = Encoder(
             """,
             "vocab_projector.weight v h",
         ),
-        "ForSequenceClassification": Head(_PRE_CLASSIFIER + _CLASSIFIER),
+        "ForSequenceClassification": Head(_PRE_CLASSIFIER + CLASSIFIER),
         "ForMultipleChoice": Head(_PRE_CLASSIFIER + _CHOICE),
-        "ForTokenClassification": Head(_CLASSIFIER),
+        "ForTokenClassification": Head(CLASSIFIER),
         "ForQuestionAnswering": Head(_ANSWERS),
     },
     {
@@ -220,7 +217,7 @@ _MODERN_HEAD = """
     head.norm.weight h
     head.norm.bias h ? norm_bias
 """
-_MODERN_CLASSIFIER = Head(_MODERN_HEAD + _CLASSIFIER)
+_MODERN_CLASSIFIER = Head(_MODERN_HEAD + CLASSIFIER)
 _MODERNBERT = Encoder(
     "ModernBert",
     "model",
@@ -232,7 +229,7 @@ _MODERNBERT = Encoder(
     (
         Stack(
             "layers",
-            _LAYERS,
+            LAYERS,
             22,
             """
             attn_norm.weight h ? later_layer
@@ -304,7 +301,7 @@ _DEBERTA = Encoder(
     (
         Stack(
             "encoder.layer",
-            _LAYERS,
+            LAYERS,
             24,
             _BERT_LAYER.replace("[query|key|value]", "[query|key|value]_proj"),
         ),
@@ -312,9 +309,9 @@ _DEBERTA = Encoder(
     {
         "Model": Head(prefix=""),
         "ForMaskedLM": _BERT_LM,
-        "ForSequenceClassification": Head(_CONTEXT_POOLER + _CLASSIFIER),
+        "ForSequenceClassification": Head(_CONTEXT_POOLER + CLASSIFIER),
         "ForMultipleChoice": Head(_CONTEXT_POOLER + _CHOICE),
-        "ForTokenClassification": Head(_CLASSIFIER),
+        "ForTokenClassification": Head(CLASSIFIER),
         "ForQuestionAnswering": Head(_ANSWERS),
     },
     {
@@ -380,7 +377,7 @@ _T5 = Encoder(
         ),
         "ForQuestionAnswering": Head(_ANSWERS, _T5_EMBEDDINGS, prefix="", kinds=_SEQ2SEQ),
         "ForSequenceClassification": Head(_T5_HEAD, _T5_EMBEDDINGS.replace("[", "transformer.["), kinds=_SEQ2SEQ),
-        "ForTokenClassification": Head(_CLASSIFIER, "transformer.encoder.embed_tokens.weight v h"),
+        "ForTokenClassification": Head(CLASSIFIER, "transformer.encoder.embed_tokens.weight v h"),
     },
     {
         "h": ("d_model", 512),

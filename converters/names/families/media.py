@@ -9,12 +9,10 @@ from typing import Any
 
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import Config
-from converters.names.families.encoder import Encoder, Head, Stack
+from converters.names.families.encoder import CLASSIFIER, LAYERS, POOLED, Encoder, Head, Stack
 from converters.names.families.rows import filled
 
-_LAYERS = ("num_hidden_layers",)
-_CLASSIFIER = "classifier.weight labels h \n classifier.bias labels \n"
-_MASKED, _POOLED = ("masked",), ("pooled",)
+_MASKED = ("masked",)
 
 # -- images ----------------------------------------------------------------------------------------------------
 
@@ -57,7 +55,7 @@ _VIT = Encoder(
     (
         Stack(
             "encoder.layer",
-            _LAYERS,
+            LAYERS,
             12,
             _VIT_ATTENTION
             + """
@@ -70,8 +68,8 @@ _VIT = Encoder(
         ),
     ),
     {
-        "Model": Head(prefix="", kinds=_POOLED),
-        "ForImageClassification": Head(_CLASSIFIER),
+        "Model": Head(prefix="", kinds=POOLED),
+        "ForImageClassification": Head(CLASSIFIER),
         "ForMaskedImageModeling": Head("decoder.0.weight r h 1 1 \n decoder.0.bias r", kinds=_MASKED),
     },
     {
@@ -95,7 +93,7 @@ _DINOV2 = Encoder(
     (
         Stack(
             "encoder.layer",
-            _LAYERS,
+            LAYERS,
             12,
             _VIT_ATTENTION
             + """
@@ -108,7 +106,7 @@ _DINOV2 = Encoder(
             """,
         ),
     ),
-    {"Model": Head(prefix=""), "ForImageClassification": Head(_CLASSIFIER.replace("labels h", "labels 2h"))},
+    {"Model": Head(prefix=""), "ForImageClassification": Head(CLASSIFIER.replace("labels h", "labels 2h"))},
     {"h": ("hidden_size", 768), "p": ("patch_size", 14), "c": ("num_channels", 3)},
     dims=lambda config, dims: {
         "n1": _patches(config, 224, 14) + 1,
@@ -171,7 +169,7 @@ _SWIN = Encoder(
     (),
     {
         "Model": Head(prefix=""),
-        "ForImageClassification": Head(_CLASSIFIER),
+        "ForImageClassification": Head(CLASSIFIER),
         "ForMaskedImageModeling": Head("decoder.0.weight r h 1 1 \n decoder.0.bias r", kinds=_MASKED),
     },
     {"e": ("embed_dim", 96), "p": ("patch_size", 4), "c": ("num_channels", 3)},
@@ -224,7 +222,7 @@ _CONVNEXT = Encoder(
     layernorm.[weight|bias] h
     """,
     (),
-    {"Model": Head(prefix=""), "ForImageClassification": Head(_CLASSIFIER)},
+    {"Model": Head(prefix=""), "ForImageClassification": Head(CLASSIFIER)},
     {"p": ("patch_size", 4), "c": ("num_channels", 3)},
     dims=lambda config, dims: {"e": _convnext_sizes(config)[0], "h": _convnext_sizes(config)[-1]},
     stages=_convnext_stages,
@@ -287,7 +285,7 @@ _CLIP = Encoder(
     vision_model.pre_layrnorm.[weight|bias] h
     """,
     _CLIP_STACKS,
-    {"Model": Head(prefix="", kinds=_BOTH), "ForImageClassification": Head(_CLASSIFIER, prefix="")},
+    {"Model": Head(prefix="", kinds=_BOTH), "ForImageClassification": Head(CLASSIFIER, prefix="")},
     {**_CLIP_SIZES, "j": ("projection_dim", 512)},
     dims=lambda config, dims: {"n": _patches(config, 224, 32, _VISION) + 1},
     ignored=(r"(.*\.)?embeddings\.position_ids",),
@@ -395,13 +393,13 @@ _WAV2VEC2 = Encoder(
     encoder.pos_conv_embed.conv.parametrizations.weight.original1 h s k
     encoder.layer_norm.[weight|bias] h
     """,
-    (Stack("encoder.layers", _LAYERS, 12, _SPEECH_LAYER),),
+    (Stack("encoder.layers", LAYERS, 12, _SPEECH_LAYER),),
     {
         "Model": Head(prefix=""),
         "ForPreTraining": Head(_CODES),
         "ForCTC": Head("lm_head.weight v h \n lm_head.bias v"),
         "ForSequenceClassification": Head(_SUMMED + _PROJECTED),
-        "ForAudioFrameClassification": Head(_SUMMED + _CLASSIFIER),
+        "ForAudioFrameClassification": Head(_SUMMED + CLASSIFIER),
     },
     {
         "h": ("hidden_size", 768),

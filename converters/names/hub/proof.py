@@ -182,8 +182,8 @@ def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]
             return differences
     differences = _compare(saved, shapes)
     current = {_current_name(name): shape for name, shape in shapes.items()} if differences else shapes
-    if len(current) == len(shapes) and current.keys() != shapes.keys() and not _compare(saved, current):
-        return _compare(saved, current)
+    if len(current) == len(shapes) and current.keys() != shapes.keys() and not (same := _compare(saved, current)):
+        return same
     renamed = _renamed(shapes, differences, config) if differences else None
     return differences if renamed is None else _compare(saved, renamed)
 

@@ -31,7 +31,7 @@ from converters.names.families.composites import Composite
 from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
-from converters.names.megatron.centered_norms import shifted, shifting_notes
+from converters.names.megatron.centered_norms import shifting_notes
 from converters.names.megatron.config_against_args import refuse_another_models, under_older_names
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
@@ -47,6 +47,7 @@ from converters.names.megatron.rows import EVERY
 from converters.names.megatron.shapes_from_args import check_expected_shapes
 from converters.names.megatron.table import Table
 from converters.names.megatron.unsupported import MISSING
+from converters.names.shifts import shifted
 from converters.names.transformers.relation import relation as in_memory
 
 #: Quantized weights and their scales in the Hub's files.
