@@ -70,23 +70,26 @@ def _flat(tree: Any, prefix: str = "") -> Tensors:
 
 
 def zero3_tensors(folder: Path) -> Tensors:
-    """Return masters and states. Every parameter is cut into one equal slot per rank, with padding in the last."""
+    """Return masters, states and buffers.
+
+    Every parameter is cut into one equal slot per rank, with padding in the last.
+    """
     count = len(list(folder.glob("*_optim_states.pt")))
     ranks = [
         _load(next(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
         for rank in range(count)
     ]
-    groups = _load(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-    found: Tensors = {}
-    for number, group in enumerate(groups):
+    model = _load(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    found: Tensors = {f"{name} buffer": lambda name=name: model["module"][name] for name in model["buffer_names"]}
+    for number, group in enumerate(model["param_shapes"]):
         flat = {"fp32": [rank["fp32_flat_groups"][number] for rank in ranks]}
         states = [rank["optimizer_state_dict"]["state"].get(number, {}) for rank in ranks]  # weights alone have none
-        flat |= {name: [state[name] for state in states] for name in states[0] if states[0][name].dim()}
-        if states[0]:
-            found[f"step {number}"] = lambda step=states[0]["step"]: step
+        flat |= {name: [state[name] for state in states] for name in states[0] if name != "step"}
         at = 0
         for fqn, shape in group.items():
             slot = -(-prod(shape) // count)
+            if states[0]:  # a tensor or a number, as the optimizer has it
+                found[f"{fqn} step"] = lambda step=states[0]["step"]: torch.as_tensor(step, dtype=torch.float64)
             for name, parts in flat.items():
                 found[f"{fqn} {name}"] = lambda parts=parts, at=at, slot=slot, shape=shape: torch.cat(
                     [part[at : at + slot] for part in parts]

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -96,16 +97,26 @@ def run(case: Case, filler: Path | None = None) -> Run:
         fill_page_cache(filler)
     for folder in case.cold:
         forget(folder)
+    return timed(case.name, case.command)[0]
+
+
+def timed(name: str, command: Sequence[str | Path]) -> tuple[Run, str]:
+    """Run the command, and return its figures and its standard output."""
     start = time.perf_counter()
-    with subprocess.Popen(case.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as process:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, env=environment()) as process,
+    ):
         assert process.stdout is not None
-        output = process.stdout.read()
+        output = process.stdout.read().decode()
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{case.name} failed with {process.returncode}:\n{output.decode()[-2000:]}")
-    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
+        if process.returncode:
+            said.seek(0)
+            text = output + said.read().decode()
+            raise RuntimeError(f"{name} failed with {process.returncode}:\n{text[-2000:]}")
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6), output
 
 
 def call(module: str, *arguments: str | Path | int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -33,47 +33,68 @@ def write(folder: Path, num_layers: int, kind: str = "") -> None:
 
 def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: int, kind: str = "") -> None:
     """Write the step folder and `latest` for a run with Adam's states."""
-    step_folder = folder / TAG
-    step_folder.mkdir(parents=True)
     length = sum(-(-prod(shape) // num_ranks) for shape in params.values())
     generator = torch.Generator().manual_seed(0)
     for rank in range(num_ranks):
         zeros = torch.zeros(length)  # saved once, though used several times
         master = zeros if kind == "zeros" else torch.randn(length, generator=generator) * 0.02
-        moments = (zeros, zeros) if kind else (master * 0.01, master * master)
-        state = {"step": torch.tensor(float(STEP)), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
-        optimizer = {
-            "zero_stage": ZeroStageEnum.weights,
-            "loss_scaler": LossScaler(1.0),
-            "dynamic_loss_scale": False,
-            "overflow": False,
-            "partition_count": num_ranks,
-            "optimizer_state_dict": {"state": {0: state}, "param_groups": [GROUP | {"params": [0]}]},
-            "fp32_flat_groups": [master],
-        }
-        outer = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}
-        torch.save(outer, file := step_folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        moments = [zeros, zeros] if kind else [master * 0.01, master * master]
+        file = save_rank(folder, params, rank, num_ranks, master, moments)
         if kind:
             subprocess.run(["fallocate", "--dig-holes", file], check=True)
-        model = {
-            "module": OrderedDict((name, torch.empty(0)) for name in params),
-            "buffer_names": [],
-            "optimizer": None,
-            "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in params.items())],
-            "frozen_param_shapes": OrderedDict(),
-            "frozen_param_fragments": OrderedDict(),
-            "shared_params": {},
-            "lr_scheduler": None,
-            "global_steps": STEP,
-            "global_samples": 0,
-            "skipped_steps": 0,
-            "dp_world_size": num_ranks,
-            "mp_world_size": 1,
-            "ds_config": {},
-            "ds_version": "0.19.8",
-        }
-        torch.save(model, step_folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+
+
+def save_rank(
+    folder: Path,
+    params: Mapping[str, tuple[int, ...]],
+    rank: int,
+    num_ranks: int,
+    master: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    *,
+    bf16: bool = False,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Write a rank's two files, and return the optimizer's. `bf16` is the model's dtype instead of fp32."""
+    buffers = buffers or {}
+    step_folder = folder / TAG
+    step_folder.mkdir(parents=True, exist_ok=True)
+    exp_avg, exp_avg_sq = moments
+    state = {"step": torch.tensor(float(STEP)), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    config = {"bf16": {"enabled": True}} if bf16 else {}
+    optimizer = {
+        "zero_stage": ZeroStageEnum.weights,
+        "loss_scaler": LossScaler(1.0),
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "partition_count": num_ranks,
+        "optimizer_state_dict": {"state": {0: state}, "param_groups": [GROUP | {"params": [0]}]},
+        "fp32_flat_groups": [master],
+    }
+    outer = {"optimizer_state_dict": optimizer, "ds_config": config, "ds_version": "0.19.8"}
+    torch.save(outer, file := step_folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    model = {
+        "module": OrderedDict(
+            [*((name, torch.empty(0, dtype=torch.bfloat16 if bf16 else None)) for name in params), *buffers.items()]
+        ),
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in params.items())],
+        "frozen_param_shapes": OrderedDict(),
+        "frozen_param_fragments": OrderedDict(),
+        "shared_params": {},
+        "lr_scheduler": None,
+        "global_steps": STEP,
+        "global_samples": 0,
+        "skipped_steps": 0,
+        "dp_world_size": num_ranks,
+        "mp_world_size": 1,
+        "ds_config": config,
+        "ds_version": "0.19.8",
+    }
+    torch.save(model, step_folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     (folder / "latest").write_text(TAG)
+    return file
 
 
 if __name__ == "__main__":
