@@ -15,7 +15,7 @@ PYTHON312 ?= python3.12
 MCORE ?= 0.19.2
 FRAMEWORKS ?= .venv-mcore-$(MCORE)
 
-.PHONY: help env demo test test-fast test-frameworks test-peft wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
+.PHONY: help env demo test test-fast test-frameworks test-peft wheel lint format docs gpu-check fixtures-check faults fuzz bench cards clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -104,6 +104,10 @@ fuzz: env  ## fuzz the readers of files for ten minutes
 
 bench: env  ## speed and memory against cp and the peers
 	$(BIN)/python -m benchmarks
+
+# DISK: GB for checkpoints; larger models go through in windows of layers. PART=1 moves each kind of layer once.
+cards: env  ## pages of released models, moved through every format; MODELS='Qwen3-8B gpt-oss-20b' DISK=50 PART=1
+	$(BIN)/python -m benchmarks.cards $(MODELS) $(if $(DISK),--disk $(DISK)) $(if $(PART),--part)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-outputs demo-outputs-hf

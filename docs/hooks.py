@@ -6,7 +6,7 @@
 - Each command gets a page with its help in `commands/`.
 - Japanese lines are joined without a space.
 - Links to repository files become links to their pages, or the file's name if it has no page.
-- Pages missing from the nav go to How-to.
+- Pages missing from the nav go to How-to, and cards to Background.
 - Old addresses in `REDIRECTS` lead to the new pages.
 """
 
@@ -30,6 +30,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 FOLDERS = {"examples": "examples.md"}
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
 OTHERS = "How-to"
+BACKGROUND = "Background"
 COMMANDS = "Reference"
 #: New page for each merged page.
 REDIRECTS = {
@@ -53,7 +54,7 @@ _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the commands' pages to Reference, and pages missing from the nav to How-to."""
+    """Add the commands' pages to Reference, and pages missing from the nav to their tabs."""
     assert config.nav is not None
     reference = next(section[COMMANDS] for section in config.nav if COMMANDS in section)
     reference.append({"Each command": [{f"ckpt {name}": f"commands/{name}.md"} for name in guides()]})
@@ -61,8 +62,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     docs = Path(config.docs_dir)
     for path in sorted(docs.rglob("*.md")):
         if (name := path.relative_to(docs).as_posix()) not in named:
-            how_to = next(section[OTHERS] for section in config.nav if OTHERS in section)
-            how_to.append(name)
+            tab = BACKGROUND if name.startswith("cards/") else OTHERS
+            next(section[tab] for section in config.nav if tab in section).append(name)
     return config
 
 

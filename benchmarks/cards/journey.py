@@ -1,0 +1,221 @@
+"""Journeys of a model through the formats, with digests at every station.
+
+Every command is `ckpt`, in a process of its own. The digests are compared with the generator's (`source`), and the last
+checkpoint with the first by torch and safetensors alone (`benchmarks.equal`). Any difference raises `DifferentError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from benchmarks.cards.windows import Shape, Window, num_layers
+from benchmarks.measure import CKPT, PYTHON, Run, call, remove, timed
+
+WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
+ALL = (WEIGHTS, MASTERS, OPTIMIZER)
+#: Bytes per element on disk at most: the source, and two stations.
+DISK_BYTES = {"hf": 2 + 4 + 4, "zero3": 12 + 16 + 16}
+
+#: Kind, name and role.
+Key = tuple[str, str, str]
+#: Dtype, shape and digest.
+Value = tuple[str, Shape, str]
+Tensors = dict[Key, Value]
+
+
+class DifferentError(Exception):
+    """Tensors at a station differ from the source."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes of Megatron. `options` are further options of `ckpt convert`."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+    options: tuple[str, ...] = ()
+
+    def fitted(self, config: Mapping[str, Any], window: Window) -> Sizes:
+        """Return the sizes for a window: as many stages as divide its layers, as many ranks as divide its experts."""
+        layers = window.stop - window.start
+        if layers == num_layers(config) and not window.cut:
+            return self
+        pp, ep = gcd(self.pp, layers), gcd(self.ep, window.experts or self.ep)
+        vpp = gcd(self.vpp, layers // pp) if pp > 1 else 1
+        whole = (pp, vpp) == (self.pp, self.vpp)
+        return Sizes(self.tp, pp, ep, self.etp, vpp, self.options if whole else ())
+
+    def words(self) -> list[str]:
+        """Return `ckpt convert`'s options. Each is given, because the source's own is the default."""
+        sizes = {"--tp": self.tp, "--pp": self.pp, "--vpp": self.vpp, "--ep": self.ep, "--etp": self.etp}
+        found = [(name, str(size)) for name, size in sizes.items() if size is not None]
+        return [*(word for pair in found for word in pair), *self.options]
+
+
+@dataclass(frozen=True)
+class Station:
+    """Format to write, with its options, and the kinds of tensors that it carries."""
+
+    format: str
+    options: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ALL
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A source, its stations in order, and the kind of `benchmarks.equal` for the last and the first checkpoint."""
+
+    title: str
+    source: str
+    stations: tuple[Station, ...]
+    equal: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A station of a window: the command, its figures, `ckpt hash`'s figures, and the size on disk."""
+
+    station: Station
+    command: tuple[str, ...]
+    converted: Run
+    hashed: Run
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A window that came through: tensors by their names in the whole model, and what `benchmarks.equal` printed."""
+
+    window: Window
+    made: Run
+    tensors: Tensors
+    stops: tuple[Stop, ...]
+    equal: str
+
+
+def journeys(trained: Sizes, other: Sizes, ranks: tuple[int, int]) -> tuple[Journey, Journey]:
+    first, second = (("--world-size", str(number)) for number in ranks)
+    bf16 = ("--dtype", "bf16")
+
+    def stations(*kinds: str) -> tuple[Station, ...]:
+        return (
+            Station("megatron-dist", tuple(trained.words()), kinds),
+            Station("megatron-dist", tuple(other.words()), kinds),
+            Station("zero3", first, kinds),
+            Station("zero3", second, kinds),
+            Station("dcp", (), tuple(kind for kind in kinds if kind != MASTERS)),
+        )
+
+    weights = (*stations(WEIGHTS), Station("hf", bf16, (WEIGHTS,)))
+    training = (*stations(*ALL), Station("zero3", first))
+    return (
+        Journey("Weights", "hf", weights, "safetensors"),
+        Journey("Masters and Adam's states", "zero3", training, "zero3"),
+    )
+
+
+def travel(journey: Journey, config: Mapping[str, Any], window: Window, folder: Path, ranks: int) -> Moved:
+    """Move one window through all stations. At most the source and two stations are on disk."""
+    remove([folder])
+    source = folder / "source"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(window.config(config), indent=2))
+    making = [PYTHON, "-m", "benchmarks.cards.source", journey.source, source, str(window.start), str(ranks)]
+    made, output = timed("making the source", making)
+    expected = {
+        (kind, name, role): (dtype, tuple(shape), content)
+        for kind, name, role, dtype, shape, content in json.loads(output.strip().rpartition("\n")[2])
+    }
+    _, reference = hashes(source, source, ALL if journey.source == "zero3" else (WEIGHTS,))
+    check("the source", reference, digested(expected))
+    stops, at = [], source
+    for number, station in enumerate(journey.stations, 1):
+        output_folder = folder / f"{number}-{station.format}"
+        words = ["convert", journey.source if at == source else journey.stations[number - 2].format, station.format]
+        options = [*station.options, *(("--config", str(source)) if at != source or journey.source != "hf" else ())]
+        command = [*words, str(at), "-o", str(output_folder), *options]
+        converted, _ = timed(f"ckpt {' '.join(command)}", [*CKPT, *command, "-q"])
+        hashed, found = hashes(output_folder, source, station.carries)
+        wanted = {key: one for key, one in reference.items() if key[0] in station.carries}
+        check(f"station {number}, {station.format} {' '.join(station.options)}", found, wanted)
+        shown = tuple(word.replace(f"{folder}/", "") for word in command)
+        stops.append(Stop(station, ("ckpt", *shown), converted, hashed, disk_bytes(output_folder)))
+        if at != source:
+            remove([at])
+        at = output_folder
+    equal = call("benchmarks.equal", journey.equal, *(step_folder(one) for one in (at, source)))
+    remove([folder])
+    tensors = {(kind, window.name(name), role): value for (kind, name, role), value in expected.items()}
+    return Moved(window, made, tensors, tuple(stops), equal)
+
+
+def hashes(path: Path, config: Path, kinds: Sequence[str]) -> tuple[Run, Tensors]:
+    """Return what `ckpt hash` prints for these kinds. Masters without weights count as weights in bf16."""
+    run, output = timed(
+        f"ckpt hash {path}", [*CKPT, "hash", path, "--config", config, "--dtype", "bf16", "--json", "-q"]
+    )
+    found = {
+        (one["kind"], one["fqn"], one["role"]): (one["dtype"], tuple(one["shape"]), one["digest"])
+        for one in json.loads(output)["tensors"]
+        if one["kind"] in kinds
+    }
+    return run, found
+
+
+def check(where: str, found: Tensors, expected: Tensors) -> None:
+    """Raise DifferentError if a tensor is missing, unexpected or different."""
+    if found == expected:
+        return
+    differing = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    shown = [f"{' '.join(key)}: expected {expected.get(key)}, found {found.get(key)}" for key in differing[:5]]
+    raise DifferentError(f"{where}: {len(differing)} tensors differ\n" + "\n".join(shown))
+
+
+def digested(tensors: Tensors) -> Tensors:
+    """Return the digests by the documented rule of `ckpt hash`, from the digests of the elements."""
+    return {
+        (kind, name, role): (dtype, shape, _digest((name, role, dtype, ",".join(map(str, shape)), ""), content))
+        for (kind, name, role), (dtype, shape, content) in tensors.items()
+    }
+
+
+def _digest(words: Sequence[str], content: str) -> str:
+    return xxh3_128("\0".join(words).encode() + bytes.fromhex(content)).hexdigest()
+
+
+def together(moved: Sequence[Moved]) -> Iterator[tuple[str, str, Tensors]]:
+    """Yield each kind's digest of the whole model, like `ckpt hash` of all windows in one checkpoint.
+
+    Raise DifferentError if two windows held different bits under one name.
+    """
+    whole: Tensors = {}
+    for one in moved:
+        for key, value in one.tensors.items():
+            if whole.setdefault(key, value) != value:
+                raise DifferentError(f"{' '.join(key)} differs between windows")
+    for kind in ALL:
+        if of_kind := {key: one for key, one in digested(whole).items() if key[0] == kind}:
+            lines = sorted(f"{value[2]} {role} {name}\n" for (_, name, role), value in of_kind.items())
+            yield kind, xxh3_128("".join(lines).encode()).hexdigest(), of_kind
+
+
+def step_folder(path: Path) -> Path:
+    return next(path.glob("global_step*"), path)
+
+
+def disk_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def most_elements(journey: Journey, disk: int) -> int:
+    return disk // DISK_BYTES[journey.source]
