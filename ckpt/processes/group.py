@@ -1,4 +1,4 @@
-"""Communication between the processes of one command, over torch.distributed.
+"""Communication between the processes of one command.
 
 A thread in each process exchanges gathered values, progress and errors a few times a second. So every process soon
 learns about a failure anywhere, and none waits for a dead one.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
+from ckpt.processes.messages import dump, load
+from ckpt.processes.transport import Torch, Transport
 
 T = TypeVar("T")
 
@@ -31,8 +32,6 @@ LAUNCHERS = (
 )
 
 _INTERVAL = 0.25  # seconds between exchanges if nobody waits
-_SILENCE = timedelta(minutes=5)  # for a process on a lost node or network
-_ROLL_CALL = timedelta(seconds=2)  # for live processes after one has died
 
 
 class Alone:
@@ -47,20 +46,18 @@ class Alone:
         return progress
 
 
-class TorchGroup(Alone):
-    """All processes in torch.distributed, connected by gloo to keep messages off the GPUs.
+class ProcessGroup(Alone):
+    """All processes of a transport.
 
-    `store` is torch.distributed's, used to find dead processes. An error in any process is raised in all of them: from
-    `gather`, from the result of `count_all_ranks`, or on exit. Only errors inside the context are shared.
+    An error in any process is raised in all of them: from `gather`, from the result of `count_all_ranks`, or on exit.
+    Only errors inside the context are shared.
     """
 
-    def __init__(self, distributed: Any, store: Any = None) -> None:
-        self._distributed, self._store = distributed, store
-        self._group = distributed.new_group(backend="gloo", timeout=_SILENCE)
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        self._values: list[deque[Any]] = [deque() for _ in range(self.size)]
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self.rank, self.size = transport, transport.rank, transport.size
+        self._values: list[deque[str]] = [deque() for _ in range(self.size)]
         self._left = [False] * self.size  # ranks that are finished
-        self._outgoing: list[Any] = []
+        self._outgoing: list[str] = []
         self._failure: BaseException | None = None  # this process's own, still to be sent
         self._error: BaseException | None = None  # any process's error
         self._is_lost = False  # True if a process has died
@@ -71,7 +68,7 @@ class TorchGroup(Alone):
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._exchange, daemon=True)
 
-    def __enter__(self) -> TorchGroup:
+    def __enter__(self) -> ProcessGroup:
         self._thread.start()
         return self
 
@@ -85,16 +82,18 @@ class TorchGroup(Alone):
             self._failure, self._is_leaving = error, True
         self._wake.set()
         self._thread.join()
-        with contextlib.suppress(RuntimeError):
-            self._distributed.destroy_process_group(self._group)
         is_done = error is None and self._is_lost and self.rank == 0
         if self._error is not None and not is_done and not isinstance(error, KeyboardInterrupt):
             raise self._error from None
 
     def gather(self, value: T) -> list[T]:
-        """Gather, or raise another process's error, or StorageError if one has died."""
+        """Gather, or raise another process's error, or StorageError if one has died.
+
+        `value` is made of JSON's types, tuples, dicts with any keys, and errors.
+        """
+        message = dump(value)
         with self._changed:
-            self._outgoing.append(value)
+            self._outgoing.append(message)
             self._wake.set()
             self._changed.wait_for(lambda: self._error is not None or all(self._values) or self._has_lost_process())
             self._raise_error()
@@ -103,7 +102,7 @@ class TorchGroup(Alone):
                     "another process of this conversion ended during the wait",
                     hint="start every process with the same options, and the same version of ckpt",
                 )
-            return [values.popleft() for values in self._values]
+            return [load(values.popleft()) for values in self._values]
 
     def _has_lost_process(self) -> bool:
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
@@ -127,19 +126,22 @@ class TorchGroup(Alone):
             self._wake.wait(_INTERVAL)
             with self._changed:
                 outgoing, self._outgoing = self._outgoing, []
-                message = outgoing, _portable(self._failure, self.rank, self.size), self._is_leaving, self._done
-            messages: list[Any] = [None] * self.size
+                failure = None if self._failure is None else _named(self._failure, self.rank, self.size)
+                message = outgoing, failure, self._is_leaving, self._done
+            messages: list[Any] = []
             try:
-                self._distributed.all_gather_object(messages, message, group=self._group)
-                self._progress(sum(done for *_, done in messages) - self._told)
-                self._told = sum(done for *_, done in messages)
-            except RuntimeError as error:  # a process has ended or is silent
+                messages = [load(one) for one in self._transport.all_gather(dump(message).encode())]
+                done = sum(num_bytes for _, _, _, num_bytes in messages)
+            except Exception as error:
                 lost = self._lost(error)
                 with self._changed:
                     self._error, self._is_lost = lost, True
-            except Exception as error:  # from `progress`
-                self._failure = error
-                continue
+            else:
+                try:
+                    self._progress(done - self._told)
+                    self._told = done
+                except Exception as error:
+                    self._failure = error
             with self._changed:
                 if self._error is None:
                     for values, (new, *_) in zip(self._values, messages, strict=True):
@@ -152,22 +154,12 @@ class TorchGroup(Alone):
                 if self._error is not None or all(is_leaving for _, _, is_leaving, _ in messages):
                     return
 
-    def _lost(self, error: RuntimeError) -> StorageError:
-        """Name the processes that do not answer in the store."""
-        missing: list[int] = []
-        if self._store is not None:
-            keys = [f"alive/{rank}" for rank in range(self.size)]
-            try:
-                self._store.set(keys[self.rank], "")
-                with contextlib.suppress(RuntimeError):
-                    self._store.wait(keys, _ROLL_CALL)
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            except RuntimeError:  # the store was in the first process
-                missing = [0]
+    def _lost(self, error: Exception) -> StorageError:
+        missing = self._transport.missing()
         who = f"rank {', '.join(map(str, missing))} of {self.size}" if missing else f"one of {self.size}"
         return StorageError(
             f"another process of this conversion has ended, or cannot be reached any more: {who}",
-            found=str(error).partition(". This is")[0],
+            found=str(error),
             hint="read its output for the reason; the same command goes on from what is done",
         )
 
@@ -185,32 +177,34 @@ def check_alike(given: Mapping[str, str], group: Alone) -> None:
             )
 
 
-def _portable(error: BaseException | None, rank: int, size: int) -> BaseException | None:
-    """Make `error` picklable, and add its rank."""
-    if error is None or getattr(error, "is_told", False):
+def _named(error: BaseException, rank: int, size: int) -> BaseException:
+    """Add the rank to `error`, in a class that every process knows."""
+    if getattr(error, "is_told", False):
         return error
-    portable: Any = error
+    named: Any = error
     where = f"in rank {rank} of {size}, on {os.uname().nodename}"
     if isinstance(error, CkptError):
         error.what = f"{error.what} ({where})"
     elif not isinstance(error, KeyboardInterrupt | MemoryError):
         places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
-        portable = RuntimeError(f"{where}: {type(error).__name__}: {error}, at {', '.join(places)}")
-    try:
-        pickle.dumps(portable)
-    except Exception:
-        portable = RuntimeError(f"{where}: {type(error).__name__}: {error}")
-    portable.is_told = True
-    found: BaseException = portable
+        named = RuntimeError(f"{where}: {type(error).__name__}: {error}, at {', '.join(places)}")
+    named.is_told = True
+    found: BaseException = named
     return found
+
+
+#: The processes that a launcher started for this command.
+JOINED: ContextVar[ProcessGroup | None] = ContextVar("JOINED", default=None)
 
 
 @contextlib.contextmanager
 def the_callers() -> Iterator[Alone]:
     """Use torch.distributed's processes if it is initialized."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if (joined := JOINED.get()) is not None:
+        yield joined
+    elif distributed is None or not distributed.is_available() or not distributed.is_initialized():
         yield Alone()
-        return
-    with TorchGroup(distributed) as group:
-        yield group
+    else:
+        with contextlib.closing(Torch(distributed)) as transport, ProcessGroup(transport) as group:
+            yield group

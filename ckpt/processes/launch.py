@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,11 @@ from uuid import uuid4
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import pluralize
-from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
+from ckpt.processes import sockets
+from ckpt.processes.group import JOINED, LAUNCHERS, Alone, ProcessGroup
+from ckpt.processes.transport import TELLING, Torch, Transport
 
 _JOINING = timedelta(minutes=5)  # for all processes to start
-_TELLING = timedelta(seconds=5)  # for the first process to print an error
 _SENT = "ckpt/told"
 _PORT = 29500  # torchrun's default
 _LAST_PORT = 65535
@@ -37,6 +37,10 @@ class Launch:
     #: Of rank 0, if set.
     address: str | None = None
     port: int = _PORT
+    #: Differs between two launches on one node, if known.
+    job: str = ""
+    #: True if torchrun's agent listens at the address.
+    has_agent: bool = False
 
     def __str__(self) -> str:
         return f"{pluralize(self.size, 'process')} of {self.by} (by {' and '.join(self.variables)})"
@@ -61,7 +65,14 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         if not address:
             nodes = environment.get("SLURM_STEP_NODELIST", "") if by == "srun" else ""
             address = _first_host(nodes) or ("127.0.0.1" if size == local_size else None)
-        return Launch(by, int(rank), int(size), (names[0], names[1]), address, found)
+        job = environment.get("PMIX_NAMESPACE", "")
+        has_agent = by == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if has_agent and size == local_size and sys.platform == "linux":
+            # A restart has the same port, and the agent has ended all processes before.
+            restart = environment.get("TORCHELASTIC_RESTART_COUNT", "")
+            job, has_agent = f"{environment.get('TORCHELASTIC_RUN_ID')}, restart {restart}", False
+            address = f"{sockets.ABSTRACT}ckpt-{found}-{restart}"
+        return Launch(by, int(rank), int(size), (names[0], names[1]), address, found, job, has_agent)
     return None
 
 
@@ -82,21 +93,81 @@ def silence_all_but_one() -> None:
 def joined(start: Launch | None) -> Iterator[Alone]:
     """Join the processes that were started with this one. An error inside one process is raised in all of them.
 
-    Raise UsageError if torch or the address is missing, StorageError if not all processes come.
+    Raise UsageError if the address is missing, or torch under torchrun; StorageError if not all processes come.
     """
     if start is None:
         yield Alone()
         return
+    with contextlib.ExitStack() as stack:
+        try:
+            transport = _join(start, stack)
+        except CkptError:
+            sys.stderr = sys.__stderr__ or sys.stderr  # each process reports its own problem
+            raise
+        with ProcessGroup(transport) as group:
+            before = JOINED.set(group)
+            try:
+                yield group
+            finally:
+                JOINED.reset(before)
+
+
+def _join(start: Launch, stack: contextlib.ExitStack) -> Transport:
+    """Meet the other processes. `stack` leaves them."""
+    alone = f"to use one process, start it without {' and '.join(start.variables)}"
+    for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
+        if number > last:
+            raise UsageError(
+                f"this {what} is out of range", expected=f"at most {last}, of {start}", found=number, hint=alone
+            )
+    if start.address is None:
+        raise UsageError(
+            "the address of rank 0 is not set",
+            expected="MASTER_ADDR, the host of the first process",
+            found=str(start),
+            hint=f"mpirun -x MASTER_ADDR=HOST (Open MPI), or -genv MASTER_ADDR HOST; {alone}",
+        )
     try:
-        distributed, store, group = _join(start)
-    except CkptError:
-        sys.stderr = sys.__stderr__ or sys.stderr  # each process reports its own problem
-        raise
+        if start.has_agent:
+            return stack.enter_context(_by_torch(start, start.address, alone))
+        met = sockets.meet(start.rank, start.size, start.job, start.address, start.port, _JOINING)
+        return stack.enter_context(met)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(
+            "the processes did not find each other",
+            path=f"{start.address}:{start.port}",
+            rank=start.rank,
+            expected=str(start),
+            found=str(error).partition("\n")[0],
+            hint=f"check that every process runs this command and can reach the port; {alone}",
+        ) from None
+
+
+@contextlib.contextmanager
+def _by_torch(start: Launch, address: str, alone: str) -> Iterator[Transport]:
+    """Meet in the store of torchrun's agents.
+
+    They keep its address when they restart processes (torch 2.13), so rank 0 may run on any node.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; errors are raised anyway
     try:
-        with group:
-            yield group
+        import torch.distributed as distributed
+    except ImportError as error:
+        raise UsageError(
+            "several processes need torch to work together under torchrun, and it cannot be imported",
+            expected=f"torch in the environment of all {start}",
+            found=str(error),
+            hint=f"pip install torch, or use srun or mpirun; {alone}",
+        ) from None
+    # torch's own wait is in C++ and ignores Ctrl-C and SIGTERM
+    sockets.connect(address, start.port, time.monotonic() + _JOINING.total_seconds()).close()
+    store, rank, size = next(distributed.rendezvous("env://", timeout=_JOINING))
+    store = distributed.PrefixStore(_attempt(store, rank, size), store)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_JOINING)
+    try:
+        yield Torch(distributed, store)
     except CkptError:
-        _let_the_first_tell(store, start.rank)
+        _let_the_first_tell(store, rank)
         raise
     finally:
         with contextlib.suppress(RuntimeError):
@@ -108,68 +179,12 @@ def _let_the_first_tell(store: Any, rank: int) -> None:
     if rank == 0:
         atexit.register(_call_if_alive, store.set, _SENT, "")
     else:
-        _call_if_alive(store.wait, [_SENT], _TELLING)
+        _call_if_alive(store.wait, [_SENT], TELLING)
 
 
 def _call_if_alive(ask: Callable[..., object], *what: object) -> None:
     with contextlib.suppress(RuntimeError):
         ask(*what)
-
-
-def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
-    alone = f"to use one process, start it without {' and '.join(start.variables)}"
-    for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
-        if number > last:
-            raise UsageError(
-                f"this {what} is out of range", expected=f"at most {last}, of {start}", found=number, hint=alone
-            )
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; errors are raised anyway
-    try:
-        import torch.distributed as distributed
-    except ImportError as error:
-        raise UsageError(
-            "several processes need torch to work together, and it cannot be imported",
-            expected=f"torch in the environment of all {start}",
-            found=str(error),
-            hint=f"pip install torch; {alone}",
-        ) from None
-    if start.address is None:
-        raise UsageError(
-            "the address of rank 0 is not set",
-            expected="MASTER_ADDR, the host of the first process",
-            found=str(start),
-            hint=f"mpirun -x MASTER_ADDR=HOST (Open MPI), or -genv MASTER_ADDR HOST; {alone}",
-        )
-    os.environ |= {"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)}
-    os.environ |= {"RANK": str(start.rank), "WORLD_SIZE": str(start.size)}
-    try:
-        if start.rank:
-            _wait_for_first(start.address, start.port)
-        store, rank, size = next(distributed.rendezvous("env://", timeout=_JOINING))
-        store = distributed.PrefixStore(_attempt(store, rank, size), store)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_JOINING)
-        return distributed, store, TorchGroup(distributed, store)
-    except RuntimeError as error:
-        raise StorageError(
-            "the processes did not find each other",
-            path=f"{start.address}:{start.port}",
-            rank=start.rank,
-            expected=str(start),
-            found=str(error).splitlines()[0],
-            hint=f"check that every process runs this command and can reach the port; {alone}",
-        ) from None
-
-
-def _wait_for_first(address: str, port: int) -> None:
-    """Wait until the first process listens. torch's own wait is in C++ and ignores Ctrl-C and SIGTERM."""
-    end = time.monotonic() + _JOINING.total_seconds()
-    while True:
-        try:
-            return socket.create_connection((address, port), _JOINING.total_seconds()).close()
-        except OSError as error:
-            if time.monotonic() > end:
-                raise RuntimeError(f"nothing listens there: {error}") from None
-        time.sleep(0.1)
 
 
 def _attempt(store: Any, rank: int, size: int) -> str:

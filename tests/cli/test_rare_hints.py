@@ -197,7 +197,7 @@ def compressed(place: Place) -> Path:
 
 
 def launched(place: Place, size: str = "2", rank: str = "0", **environment: str) -> str:
-    """Return the error from a process started by mpirun."""
+    """Return the error from a process started by mpirun, or by torchrun if RANK is given."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_CPP_LOG_LEVEL"):
         place.patch.setenv(name, "")  # removed at the end, whatever the launch sets
         place.patch.delenv(name)
@@ -206,7 +206,7 @@ def launched(place: Place, size: str = "2", rank: str = "0", **environment: str)
     place.patch.setattr(launch, "_JOINING", timedelta(seconds=0))
     start = launch.launch()
     assert start is not None
-    return inner(lambda: launch._join(start))
+    return inner(lambda: launch._join(start, contextlib.ExitStack()))
 
 
 def tensors(path: Path, **content: Any) -> Path:
@@ -338,7 +338,11 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         lambda: inner(allowed.__wrapped__),
     ),
     "mpirun -x MASTER_ADDR=HOST": lambda at: launched(at),
-    "pip install torch; to use one process": lambda at: is_lacking(at, "torch.distributed", lambda: launched(at)),
+    "pip install torch, or use srun or mpirun": lambda at: is_lacking(
+        at,
+        "torch.distributed",
+        lambda: launched(at, RANK="0", WORLD_SIZE="2", MASTER_ADDR="a", TORCHELASTIC_USE_AGENT_STORE="True"),
+    ),
     "check that every process runs this command and can reach the port": lambda at: launched(
         at, "2", "1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     ),

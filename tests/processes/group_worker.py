@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,8 @@ from ckpt import api
 from ckpt.errors import StorageError
 from ckpt.move import run
 from ckpt.plan.checkpoint import Layout
-from ckpt.processes.group import TorchGroup
+from ckpt.processes.group import ProcessGroup
+from ckpt.processes.transport import Torch
 
 SIZE = 4  # target ranks
 
@@ -32,7 +34,7 @@ def main() -> None:
         """Record under `name` the result or error from a conversion to `to`."""
         conversion = api.plan(api.open(source), "zero3", Layout(world_size=size))
         try:
-            with TorchGroup(dist, store) as group:
+            with closing(Torch(dist, store)) as transport, ProcessGroup(transport) as group:
                 found[name] = conversion.run(folder / (to or name), group=group)
         except Exception as error:
             found[name] = [type(error).__name__, str(error)]
@@ -47,7 +49,7 @@ def main() -> None:
         together("fails, and is kept", to="goes on")
     together("goes on")
     try:
-        with TorchGroup(dist, store) as group:
+        with closing(Torch(dist, store)) as transport, ProcessGroup(transport) as group:
             if rank != 1:
                 group.gather(rank)
     except StorageError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,11 +25,16 @@ PAGE = (REPOSITORY / "docs" / "many-nodes.md").read_text()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none"}
 STARTS: dict[str, tuple[dict[str, str], tuple[str, int, int, str | None, int] | None]] = {
     "nothing": ({}, None),
     "torchrun": (
         {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
         ("torchrun", 1, 4, "a", 1234),
+    ),
+    "torchrun, one node": (
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", **AGENT},
+        ("torchrun", 1, 4, "@ckpt-29500-2", 29500),
     ),
     "torchrun, one process": ({"RANK": "0", "WORLD_SIZE": "1", **SRUN}, None),
     "torchrun in srun": (
@@ -59,6 +65,7 @@ def test_who_started_it(name: str) -> None:
     environment, expected = STARTS[name]
     found = launch(environment)
     assert (found and (found.by, found.rank, found.size, found.address, found.port)) == expected
+    assert not (found and found.has_agent)
 
 
 def test_where_they_meet_has_to_be_told() -> None:
@@ -76,16 +83,18 @@ def test_what_another_job_left_in_the_environment(rank: int, port: int, what: st
     assert "without RANK and WORLD_SIZE" in str(caught.value.hint)
 
 
-def test_who_waits_for_the_first_process_can_be_ended() -> None:
+@pytest.mark.parametrize("agent", ["False", "True"])
+def test_who_waits_for_the_first_process_can_be_ended(agent: str) -> None:
     """While it waits, torch notices a signal only after five minutes."""
     with closing(socket.socket()) as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        where["TORCHELASTIC_USE_AGENT_STORE"] = agent
         script = (
-            "import signal, threading, time, ckpt.processes.launch as launch\n"
-            "wait = launch._wait_for_first\n"
+            "import signal, threading, time, ckpt.processes.sockets as sockets\n"
+            "wait = sockets.connect\n"
             "def waits(*where): threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start(); wait(*where)\n"
-            "launch._wait_for_first = waits\n"
+            "sockets.connect = waits\n"
             "from ckpt.__main__ import main; main()"
         )
         words = [sys.executable, "-c", script, "convert", "zero3", "hf", str(ZERO3), "-o", "out"]
@@ -93,19 +102,81 @@ def test_who_waits_for_the_first_process_can_be_ended() -> None:
     assert done.returncode == 143
 
 
-def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from ckpt.__main__ import main; main()"
+
+
+def test_torchrun_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **agent}.items():
         monkeypatch.setenv(name, value)
-    script = "import sys; sys.modules['torch'] = None; from ckpt.__main__ import main; main()"
-    done = process("convert", "zero3", "hf", ZERO3, "-o", tmp_path / "out", script=script)
-    assert done.code == 2 and "need torch to work together" in done.err and "pip install torch" in done.err
+    done = process("convert", "zero3", "hf", ZERO3, "-o", tmp_path / "out", script=WITHOUT_TORCH)
+    assert done.code == 2 and "torch to work together under torchrun" in done.err and "pip install torch" in done.err
+
+
+class TestSrunWithoutTorch:
+    """Processes with Slurm's variables, and no torch."""
+
+    def started(self, *commands: Sequence[str | Path], port: int) -> list[subprocess.Popen[str]]:
+        """Start one rank for each command."""
+        step = {"SLURM_STEP_NUM_TASKS": str(len(commands)), "SLURM_STEP_NODELIST": "localhost"}
+        return [
+            subprocess.Popen(
+                [sys.executable, "-c", WITHOUT_TORCH, *map(str, command)],
+                env=os.environ | step | {"SLURM_PROCID": str(rank), "MASTER_PORT": str(port)},
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, command in enumerate(commands)
+        ]
+
+    def test_a_conversion(self, tmp_path: Path) -> None:
+        convert = ("convert", "zero3", "zero3", ZERO3, "--world-size", "4", "-o")
+        ranks = self.started(*[(*convert, tmp_path / "together")] * 3, port=free_port())
+        assert process(*convert, tmp_path / "alone").code == 0
+        printed = [rank.communicate(timeout=60) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * 3, printed
+        assert [out for out, _ in printed] == [f"{tmp_path / 'together'}\n", "", ""]
+        assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+
+    def test_resume(self, tmp_path: Path) -> None:
+        shutil.copytree(ZERO3, tmp_path / "run", ignore=shutil.ignore_patterns("truth"))
+        resume = ("resume", tmp_path / "run", "--format", "zero3")
+        ranks = self.started(resume, resume, port=free_port())
+        (first, told), (second, _) = (rank.communicate(timeout=60) for rank in ranks)
+        assert [rank.returncode for rank in ranks] == [0, 0], told
+        assert first == second and "converted from" in told
+        assert (Path(first.strip()) / "latest").is_file() or Path(first.strip()).is_dir()
+
+    def test_one_of_them_fails(self, tmp_path: Path) -> None:
+        """All end with the first one's exit code."""
+        convert = ("convert", "zero3", "hf", ZERO3, "-o", tmp_path / "out")
+        ranks = self.started(convert, (*convert, "--dtype", "fp32"), port=free_port())
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [2, 2], told
+        assert "different options: dtype (in rank 1 of 2" in told[0] and not told[1]
+
+    def test_nobody_else_comes(self, tmp_path: Path) -> None:
+        """Another program holds the port, then the first process is ended."""
+        convert = ("convert", "zero3", "hf", ZERO3, "-o", tmp_path / "out")
+        with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+            first, second = self.started(convert, convert, port=taken.getsockname()[1])
+            assert "Address already in use" in first.communicate(timeout=60)[1] and first.returncode == 7
+        second.send_signal(signal.SIGTERM)
+        second.communicate(timeout=60)
+        assert second.returncode in (143, -signal.SIGTERM)
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port: int = free.getsockname()[1]
+    return port
 
 
 def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> None:
     """The agents restart all processes, and they continue from the journals."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     convert = ["convert", "zero3", "zero3", str(ZERO3), "--world-size", "4", "-o"]
     agent = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--monitor-interval", "0.1"]

@@ -183,15 +183,16 @@ def resume(
         with listed_once():
             source = _in_all(partial(source_of, path, tag, config, model_only) if is_first else None, path, group)
             way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
-            found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
-        if found.layout is not None:
+            found = _Way(*group.gather(_in_all(way, path, group))[0])  # type: ignore[misc]
+        if found.format:
+            layout = found.fitting(layout)
 
             def planned() -> api.Conversion:
                 checkpoint = source or api.open(
                     *found.source, config=config
                 )  # this very checkpoint, even if a newer one exists now
                 try:
-                    return api.plan(checkpoint, found.format, found.layout)
+                    return api.plan(checkpoint, found.format, layout)
                 except LossError as error:
                     error.hint = _by_convert(error.hint, checkpoint, found.format)
                     raise
@@ -248,8 +249,8 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
 
 def _check_same_files(path: Path, group: Alone) -> None:
     """Raise the same StorageError everywhere if some processes lack files."""
-    below = frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
-    seen = group.gather((socket.gethostname(), below))
+    below = [str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()]
+    seen = [(host, frozenset(names)) for host, names in group.gather((socket.gethostname(), below))]
     every = frozenset[str]().union(*(names for _, names in seen))
     lacking: dict[tuple[str, frozenset[str]], list[int]] = {}
     for rank, (host, names) in enumerate(seen):
@@ -288,14 +289,17 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
 
 
 class _Way(NamedTuple):
-    """The folder to resume from, and the reason. If `layout` is set, it must first be converted to `format`."""
+    """The folder to resume from, and the reason. If `format` is set, it must first be converted to it."""
 
     place: str
     why: str
     files: Sequence[str] = ()
     format: str = ""
-    layout: Layout | None = None
+    world_size: int | None = None
     source: tuple[str, str] = ("", "")
+
+    def fitting(self, layout: Layout) -> Layout:
+        return Layout(layout.dtype, layout.max_shard_size, self.world_size, layout.options)
 
 
 @listed_once()
@@ -374,8 +378,9 @@ def _way(
             hint=f"resume it unconverted, with the same engine and ranks; or {_MODEL_ONLY}",
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
-    layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
-    destination = copies_folder(path) / _name(checkpoint, wanted, layout)
+    source = (checkpoint.path, checkpoint.format)
+    way = _Way("", f"converted from {checkpoint.path}", (), wanted, size, source)
+    destination = copies_folder(path) / _name(checkpoint, wanted, way.fitting(layout))
     if destination.is_dir():
         try:
             _check_kept(destination, checkpoint)
@@ -384,8 +389,7 @@ def _way(
             error.hint = f"it was converted before, and damaged since; remove {destination}"
             raise
         return _Way(str(destination), "converted before")
-    source = (checkpoint.path, checkpoint.format)
-    return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout, source)
+    return way._replace(place=str(destination))
 
 
 def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None:

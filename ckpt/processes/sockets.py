@@ -1,0 +1,264 @@
+"""Sockets between processes: a star around the first one, which listens until all have come."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+from ckpt.base.errors import CkptError
+from ckpt.base.text import pluralize
+from ckpt.processes.transport import ROLL_CALL, SILENCE, TELLING
+
+_GREETING = timedelta(seconds=5)  # for the first bytes on a new connection
+_RETRY = 0.1  # seconds between attempts to connect
+_MAX_GREETING = 4096
+_HEADER = struct.Struct(">4scQ")
+_MAGIC = b"ckpt"
+_DATA, _END, _BUSY = b"d", b"e", b"b"
+#: Begins an address that is a name on one machine, without a port (Linux's abstract Unix sockets).
+ABSTRACT = "@"
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class Sockets:
+    """Connections to `peers` by rank: to all from the first process, and to the first from any other."""
+
+    def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
+        self.rank, self.size, self._peers = rank, size, peers
+        self._missing: list[int] = []
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        return self._ask(message) if self.rank else self._serve(message)
+
+    def _serve(self, message: bytes) -> list[bytes]:
+        messages, why = [message], ""
+        for rank, peer in self._peers.items():
+            peer.settimeout((ROLL_CALL if self._missing else SILENCE).total_seconds())
+            try:
+                messages.append(_receive(peer))
+            except OSError as error:
+                self._missing.append(rank)
+                why = why or str(error)
+        lengths = struct.pack(f">{len(messages)}Q", *map(len, messages))
+        kind, answer = (_END, _dump(self._missing, why)) if why else (_DATA, b"".join([lengths, *messages]))
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # a process that ends now is found by the next exchange
+                _send(peer, answer, kind)
+        if why:
+            raise ConnectionError(why)
+        return messages
+
+    def _ask(self, message: bytes) -> list[bytes]:
+        first = self._peers[0]
+        first.settimeout((SILENCE + 4 * ROLL_CALL).total_seconds())  # the first process names a silent one before
+        try:
+            _send(first, message)
+            answer = _receive(first)
+        except _EndError as error:
+            self._missing = error.missing
+            raise
+        except OSError as error:
+            self._missing = [0]
+            raise ConnectionError(str(error)) from None
+        head = struct.Struct(f">{self.size}Q")
+        messages, at = [], head.size
+        for length in head.unpack_from(answer):
+            messages.append(answer[at : at + length])
+            at += length
+        return messages
+
+    def missing(self) -> list[int]:
+        return self._missing
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def __enter__(self) -> Sockets:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let the first process print a common error and end first: launchers kill the remaining ones."""
+        if isinstance(error, CkptError) and self.rank == 0:
+            atexit.register(self.close)
+            return
+        if isinstance(error, CkptError):
+            with contextlib.suppress(OSError):
+                self._peers[0].settimeout(TELLING.total_seconds())
+                self._peers[0].recv(1)
+        self.close()
+
+
+class _EndError(ConnectionError):
+    """The other side ends the exchange."""
+
+    def __init__(self, missing: list[int], why: str) -> None:
+        super().__init__(why)
+        self.missing = missing
+
+
+class _BusyError(OSError):
+    """Other processes meet at this port."""
+
+
+def meet(rank: int, size: int, job: str, address: str, port: int, patience: timedelta) -> Sockets:
+    """Connect all processes.
+
+    The first one listens at `address` and `port`. `job` tells the processes of two launches apart. Raise OSError if not
+    all come within `patience`.
+    """
+    end = time.monotonic() + patience.total_seconds()
+    if rank:
+        greeting = json.dumps({"rank": rank, "size": size, "job": job}).encode()
+        return Sockets(rank, size, {0: _connection(greeting, address, port, end)})
+    with _listener(address, port, size) as listener:
+        return Sockets(rank, size, _gathered(listener, size, job, end))
+
+
+def _listener(address: str, port: int, size: int) -> socket.socket:
+    if address.startswith(ABSTRACT):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(_abstract(address))
+        listener.listen(size)
+        return listener
+    if address in _LOOPBACK:
+        return socket.create_server((_LOOPBACK[0], port), backlog=size)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size)
+    return socket.create_server(("", port), backlog=size)
+
+
+def _abstract(address: str) -> str:
+    return address.replace(ABSTRACT, "\0", 1)
+
+
+def connect(address: str, port: int, end: float) -> socket.socket:
+    """Wait until the first process listens. Raise ConnectionError at `end`, a time of `time.monotonic`."""
+    while True:
+        try:
+            if not address.startswith(ABSTRACT):
+                return socket.create_connection((address, port), max(end - time.monotonic(), _RETRY))
+            with contextlib.ExitStack() as at_an_error:
+                first = at_an_error.enter_context(socket.socket(socket.AF_UNIX))
+                first.connect(_abstract(address))
+                at_an_error.pop_all()
+                return first
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConnectionError(f"nothing listens there: {error}") from None
+        time.sleep(_RETRY)
+
+
+def _connection(greeting: bytes, address: str, port: int, end: float) -> socket.socket:
+    while True:
+        first = connect(address, port, end)
+        with contextlib.ExitStack() as at_an_error:
+            at_an_error.callback(first.close)
+            try:
+                _send(first, greeting)
+                # A second attempt would look like a second process of the same rank, so the first one gets all time.
+                first.settimeout(max(end - time.monotonic(), 0) + _GREETING.total_seconds())
+                _receive(first)
+            except _EndError:
+                raise
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise ConnectionError(f"something else listens there: {error}") from None
+            else:
+                _receive(first)  # when all have come
+                at_an_error.pop_all()
+                return first
+        time.sleep(_RETRY)
+
+
+def _gathered(listener: socket.socket, size: int, job: str, end: float) -> dict[int, socket.socket]:
+    """Return the connections by rank once all have come. Otherwise send the reason to all who came."""
+    peers: dict[int, socket.socket] = {}
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while len(peers) < size - 1:
+                ready = [key.data for key, _ in selector.select(max(end - time.monotonic(), 0))]
+                ended = [rank for rank in ready if rank is not None]
+                if ended:
+                    raise ConnectionError(f"rank {ended[0]} ended before all had come")
+                if not ready:
+                    absent = ", ".join(map(str, [rank for rank in range(1, size) if rank not in peers][:8]))
+                    raise ConnectionError(f"of {pluralize(size, 'rank')} did not come: {absent}")
+                if (came := _greeted(listener, size, job, peers)) is not None:
+                    selector.register(peers[came], selectors.EVENT_READ, came)
+        for peer in peers.values():
+            _send(peer, b"")
+    except BaseException as error:
+        for peer in peers.values():
+            with contextlib.suppress(OSError):
+                _send(peer, _dump([], str(error) or type(error).__name__), _END)
+            peer.close()
+        raise
+    return dict(sorted(peers.items()))
+
+
+def _greeted(listener: socket.socket, size: int, job: str, peers: dict[int, socket.socket]) -> int | None:
+    """Add one connection to `peers` and return its rank. Close a connection that isn't from these processes."""
+    peer, _ = listener.accept()
+    peer.settimeout(_GREETING.total_seconds())
+    try:
+        found = json.loads(_receive(peer, _MAX_GREETING))
+        rank, why = found["rank"], ""
+        if found["job"] != job:
+            _send(peer, b"", _BUSY)
+        elif found["size"] != size:
+            why = f"rank 0 is one of {pluralize(size, 'process')}, and rank {rank} one of {found['size']}"
+        elif rank in peers or rank not in range(1, size):
+            why = f"two processes are rank {rank}"
+        else:
+            _send(peer, b"")
+            peers[rank] = peer
+            return int(rank)
+        _send(peer, _dump([], why), _END)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    peer.close()
+    return None
+
+
+def _dump(missing: list[int], why: str) -> bytes:
+    return json.dumps([missing, why]).encode()
+
+
+def _send(peer: socket.socket, message: bytes, kind: bytes = _DATA) -> None:
+    peer.sendall(_HEADER.pack(_MAGIC, kind, len(message)) + message)
+
+
+def _receive(peer: socket.socket, at_most: int | None = None) -> bytes:
+    """Raise _EndError for the other side's last message, and OSError if none comes."""
+    magic, kind, length = _HEADER.unpack(_exactly(peer, _HEADER.size))
+    if magic != _MAGIC or (at_most is not None and length > at_most):
+        raise ConnectionError("the other side does not speak like ckpt")
+    message = _exactly(peer, length)
+    if kind == _END:
+        raise _EndError(*json.loads(message))
+    if kind == _BUSY:
+        raise _BusyError("other processes meet there")
+    return message
+
+
+def _exactly(peer: socket.socket, length: int) -> bytes:
+    parts, left = [], length
+    while left:
+        try:
+            part = peer.recv(min(left, 1 << 20))
+        except TimeoutError:
+            raise ConnectionError(f"no message within {peer.gettimeout():.0f} s") from None
+        if not part:
+            raise ConnectionError("the connection was closed")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
