@@ -1,6 +1,6 @@
 """One conversion on several processes: ZeRO-3 masters -> bf16 weights in memory, so only processors matter.
 
-Each cooperating process takes a second to import torch, so the model is large: 8 billion zero parameters that take no
+Each cooperating process takes half a second to start, so the model is large: 8 billion zero parameters that take no
 memory. One process already uses all processors with threads. So two processes are compared with one on one processor,
 and with one copying thread.
 """
