@@ -59,19 +59,21 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
             return None
         address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
         found = int(port) if port.isdecimal() else _PORT
-        if by == "srun" and not port:
-            step = int(environment.get("SLURM_JOB_ID", "0")) * 31 + int(environment.get("SLURM_STEP_ID", "0"))
-            found = 20000 + step % 20000  # avoid a collision between two steps on one node
-        if not address:
-            nodes = environment.get("SLURM_STEP_NODELIST", "") if by == "srun" else ""
-            address = _first_host(nodes) or ("127.0.0.1" if size == local_size else None)
-        job = environment.get("PMIX_NAMESPACE", "")
-        has_agent = by == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if has_agent and size == local_size and sys.platform == "linux":
+        job, nodes, is_local, has_agent = "", "", size == local_size, False
+        if by == "srun":
+            numbers = [environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+            job, nodes = ".".join(numbers), environment.get("SLURM_STEP_NODELIST", "")
+            is_local = environment.get("SLURM_STEP_NUM_NODES") == "1"
+            if not port:  # avoid a collision between two steps on one node
+                found = 20000 + (int(numbers[0]) * 31 + int(numbers[1])) % 20000
+        elif by == "mpirun":
+            job = environment.get("PMIX_NAMESPACE", "")
+        elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # A restart has the same port, and the agent has ended all processes before.
-            restart = environment.get("TORCHELASTIC_RESTART_COUNT", "")
-            job, has_agent = f"{environment.get('TORCHELASTIC_RUN_ID')}, restart {restart}", False
-            address = f"{sockets.ABSTRACT}ckpt-{found}-{restart}"
+            job, has_agent = f"{found}-{environment.get('TORCHELASTIC_RESTART_COUNT')}", True
+        if is_local and (has_agent or not address) and sys.platform == "linux":
+            address, has_agent = f"{sockets.ABSTRACT}ckpt-{job or found}", False
+        address = address or _first_host(nodes) or ("127.0.0.1" if is_local else None)
         return Launch(by, int(rank), int(size), (names[0], names[1]), address, found, job, has_agent)
     return None
 
@@ -135,7 +137,7 @@ def _join(start: Launch, stack: contextlib.ExitStack) -> Transport:
     except (OSError, RuntimeError) as error:
         raise StorageError(
             "the processes did not find each other",
-            path=f"{start.address}:{start.port}",
+            path=start.address if start.address.startswith(sockets.ABSTRACT) else f"{start.address}:{start.port}",
             rank=start.rank,
             expected=str(start),
             found=str(error).partition("\n")[0],

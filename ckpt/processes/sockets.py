@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import selectors
 import socket
 import struct
@@ -17,9 +18,12 @@ from ckpt.base.text import pluralize
 from ckpt.processes.transport import ROLL_CALL, SILENCE, TELLING
 
 _GREETING = timedelta(seconds=5)  # for the first bytes on a new connection
+_ATTEMPT = 5.0  # seconds to reach one of an address's hosts
 _RETRY = 0.1  # seconds between attempts to connect
+_LEAST = 0.001  # zero would not wait at all
 _MAX_GREETING = 4096
 _HEADER = struct.Struct(">4scQ")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MAGIC = b"ckpt"
 _DATA, _END, _BUSY = b"d", b"e", b"b"
 #: Begins an address that is a name on one machine, without a port (Linux's abstract Unix sockets).
@@ -38,14 +42,14 @@ class Sockets:
         return self._ask(message) if self.rank else self._serve(message)
 
     def _serve(self, message: bytes) -> list[bytes]:
-        messages, why = [message], ""
+        messages, why, end = [message], "", _after(SILENCE)
         for rank, peer in self._peers.items():
-            peer.settimeout((ROLL_CALL if self._missing else SILENCE).total_seconds())
             try:
-                messages.append(_receive(peer))
+                messages.append(_receive(peer, end))
             except OSError as error:
+                if not why:
+                    why, end = str(error), _after(ROLL_CALL)
                 self._missing.append(rank)
-                why = why or str(error)
         lengths = struct.pack(f">{len(messages)}Q", *map(len, messages))
         kind, answer = (_END, _dump(self._missing, why)) if why else (_DATA, b"".join([lengths, *messages]))
         for peer in self._peers.values():
@@ -57,10 +61,9 @@ class Sockets:
 
     def _ask(self, message: bytes) -> list[bytes]:
         first = self._peers[0]
-        first.settimeout((SILENCE + 4 * ROLL_CALL).total_seconds())  # the first process names a silent one before
         try:
             _send(first, message)
-            answer = _receive(first)
+            answer = _receive(first, _after(SILENCE + 4 * ROLL_CALL))  # the first process names a silent one before
         except _EndError as error:
             self._missing = error.missing
             raise
@@ -114,7 +117,7 @@ def meet(rank: int, size: int, job: str, address: str, port: int, patience: time
     The first one listens at `address` and `port`. `job` tells the processes of two launches apart. Raise OSError if not
     all come within `patience`.
     """
-    end = time.monotonic() + patience.total_seconds()
+    end = _after(patience)
     if rank:
         greeting = json.dumps({"rank": rank, "size": size, "job": job}).encode()
         return Sockets(rank, size, {0: _connection(greeting, address, port, end)})
@@ -143,17 +146,32 @@ def connect(address: str, port: int, end: float) -> socket.socket:
     """Wait until the first process listens. Raise ConnectionError at `end`, a time of `time.monotonic`."""
     while True:
         try:
-            if not address.startswith(ABSTRACT):
-                return socket.create_connection((address, port), max(end - time.monotonic(), _RETRY))
-            with contextlib.ExitStack() as at_an_error:
-                first = at_an_error.enter_context(socket.socket(socket.AF_UNIX))
-                first.connect(_abstract(address))
-                at_an_error.pop_all()
-                return first
+            return _connected(address, port)
         except OSError as error:
             if time.monotonic() > end:
                 raise ConnectionError(f"nothing listens there: {error}") from None
         time.sleep(_RETRY)
+
+
+def _connected(address: str, port: int) -> socket.socket:
+    with contextlib.ExitStack() as at_an_error:
+        if address.startswith(ABSTRACT):
+            first = at_an_error.enter_context(socket.socket(socket.AF_UNIX))
+            first.connect(_abstract(address))
+        else:
+            first = at_an_error.enter_context(socket.create_connection((address, port), _ATTEMPT))
+            if first.getsockname() == first.getpeername():  # Linux may choose the wanted port for this side
+                raise ConnectionError("this process reached itself")
+        at_an_error.pop_all()
+    return first
+
+
+def _check_user(peer: socket.socket) -> None:
+    """Raise ConnectionError for another user's process. A name on one machine has no file permissions."""
+    if peer.family == socket.AF_UNIX:
+        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user != os.geteuid():
+            raise ConnectionError(f"a process of user {user} is there")
 
 
 def _connection(greeting: bytes, address: str, port: int, end: float) -> socket.socket:
@@ -162,17 +180,17 @@ def _connection(greeting: bytes, address: str, port: int, end: float) -> socket.
         with contextlib.ExitStack() as at_an_error:
             at_an_error.callback(first.close)
             try:
+                _check_user(first)
                 _send(first, greeting)
                 # A second attempt would look like a second process of the same rank, so the first one gets all time.
-                first.settimeout(max(end - time.monotonic(), 0) + _GREETING.total_seconds())
-                _receive(first)
+                _receive(first, end + _GREETING.total_seconds())
             except _EndError:
                 raise
             except OSError as error:
                 if time.monotonic() > end:
                     raise ConnectionError(f"something else listens there: {error}") from None
             else:
-                _receive(first)  # when all have come
+                _receive(first, end + _GREETING.total_seconds())  # when all have come
                 at_an_error.pop_all()
                 return first
         time.sleep(_RETRY)
@@ -185,7 +203,8 @@ def _gathered(listener: socket.socket, size: int, job: str, end: float) -> dict[
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while len(peers) < size - 1:
-                ready = [key.data for key, _ in selector.select(max(end - time.monotonic(), 0))]
+                left = end - time.monotonic()
+                ready = [key.data for key, _ in selector.select(left)] if left > 0 else []
                 ended = [rank for rank in ready if rank is not None]
                 if ended:
                     raise ConnectionError(f"rank {ended[0]} ended before all had come")
@@ -208,9 +227,9 @@ def _gathered(listener: socket.socket, size: int, job: str, end: float) -> dict[
 def _greeted(listener: socket.socket, size: int, job: str, peers: dict[int, socket.socket]) -> int | None:
     """Add one connection to `peers` and return its rank. Close a connection that isn't from these processes."""
     peer, _ = listener.accept()
-    peer.settimeout(_GREETING.total_seconds())
     try:
-        found = json.loads(_receive(peer, _MAX_GREETING))
+        _check_user(peer)
+        found = json.loads(_receive(peer, _after(_GREETING), _MAX_GREETING))
         rank, why = found["rank"], ""
         if found["job"] != job:
             _send(peer, b"", _BUSY)
@@ -233,16 +252,21 @@ def _dump(missing: list[int], why: str) -> bytes:
     return json.dumps([missing, why]).encode()
 
 
+def _after(wait: timedelta) -> float:
+    return time.monotonic() + wait.total_seconds()
+
+
 def _send(peer: socket.socket, message: bytes, kind: bytes = _DATA) -> None:
+    peer.settimeout(SILENCE.total_seconds())
     peer.sendall(_HEADER.pack(_MAGIC, kind, len(message)) + message)
 
 
-def _receive(peer: socket.socket, at_most: int | None = None) -> bytes:
-    """Raise _EndError for the other side's last message, and OSError if none comes."""
-    magic, kind, length = _HEADER.unpack(_exactly(peer, _HEADER.size))
+def _receive(peer: socket.socket, end: float, at_most: int | None = None) -> bytes:
+    """Raise _EndError for the other side's last message, and OSError if none comes before `end`."""
+    magic, kind, length = _HEADER.unpack(_exactly(peer, _HEADER.size, end))
     if magic != _MAGIC or (at_most is not None and length > at_most):
         raise ConnectionError("the other side does not speak like ckpt")
-    message = _exactly(peer, length)
+    message = _exactly(peer, length, end)
     if kind == _END:
         raise _EndError(*json.loads(message))
     if kind == _BUSY:
@@ -250,13 +274,14 @@ def _receive(peer: socket.socket, at_most: int | None = None) -> bytes:
     return message
 
 
-def _exactly(peer: socket.socket, length: int) -> bytes:
-    parts, left = [], length
+def _exactly(peer: socket.socket, length: int, end: float) -> bytes:
+    parts, left, wait = [], length, end - time.monotonic()
     while left:
+        peer.settimeout(max(end - time.monotonic(), _LEAST))
         try:
             part = peer.recv(min(left, 1 << 20))
         except TimeoutError:
-            raise ConnectionError(f"no message within {peer.gettimeout():.0f} s") from None
+            raise ConnectionError(f"no message within {wait:.0f} s") from None
         if not part:
             raise ConnectionError("the connection was closed")
         parts.append(part)

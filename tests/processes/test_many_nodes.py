@@ -25,7 +25,7 @@ PAGE = (REPOSITORY / "docs" / "many-nodes.md").read_text()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}
-AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
 STARTS: dict[str, tuple[dict[str, str], tuple[str, int, int, str | None, int] | None]] = {
     "nothing": ({}, None),
     "torchrun": (
@@ -42,6 +42,7 @@ STARTS: dict[str, tuple[dict[str, str], tuple[str, int, int, str | None, int] | 
         ("torchrun", 5, 16, "a", 29500),
     ),
     "srun": (SRUN | {"SLURM_STEP_NODELIST": "n[1-2]"}, ("srun", 3, 8, "n1", 20219)),
+    "srun, one node": (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, ("srun", 3, 8, "@ckpt-7.2", 20219)),
     "srun, racks": (SRUN | {"SLURM_STEP_NODELIST": "r[03-05,7]n[1-2],b"}, ("srun", 3, 8, "r03n1", 20219)),
     "srun, single nodes": (SRUN | {"SLURM_STEP_NODELIST": "login,n[1-2]"}, ("srun", 3, 8, "login", 20219)),
     "srun, and told where": (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "99"}, ("srun", 3, 8, "a", 99)),
@@ -50,7 +51,12 @@ STARTS: dict[str, tuple[dict[str, str], tuple[str, int, int, str | None, int] | 
     "a batch script": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
     "mpirun": (
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        ("mpirun", 1, 2, "127.0.0.1", 29500),
+        ("mpirun", 1, 2, "@ckpt-29500", 29500),
+    ),
+    "Open MPI 5": (
+        dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "2")
+        | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-99@1"},
+        ("mpirun", 1, 2, "@ckpt-prterun-n1-99@1", 29500),
     ),
     "mpirun on two nodes": (
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},

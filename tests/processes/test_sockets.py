@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import struct
@@ -24,13 +25,15 @@ from ckpt.processes.sockets import Sockets, meet
 from tests.processes.test_many_nodes import free_port
 
 
-def together(action: Callable[[Sockets], Any], *starts: tuple[int, int, str], patience: float = 20) -> list[Any]:
+def together(
+    action: Callable[[Sockets], Any], *starts: tuple[int, int, str], patience: float = 20, address: str = "127.0.0.1"
+) -> list[Any]:
     """Run `action` in threads for these ranks, sizes and jobs. Return the results and errors."""
     port = free_port()
 
     def start(rank: int, size: int, job: str) -> Any:
         try:
-            with meet(rank, size, job, "127.0.0.1", port, timedelta(seconds=patience)) as met:
+            with meet(rank, size, job, address, port, timedelta(seconds=patience)) as met:
                 return action(met)
         except Exception as error:
             return error
@@ -48,9 +51,47 @@ def first_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 THREE = [(rank, 3, "") for rank in range(3)]
 
 
-def test_everyone_gets_every_message() -> None:
+NAME = f"@ckpt-test-{os.getpid()}"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1", NAME, socket.gethostname()])
+def test_everyone_gets_every_message(address: str) -> None:
     sent = [b"", b"b" * 3_000_000, b"c"]
-    assert together(lambda met: [met.all_gather(sent[met.rank]) for _ in range(2)], *THREE) == [[sent] * 2] * 3
+    found = together(lambda met: [met.all_gather(sent[met.rank]) for _ in range(2)], *THREE, address=address)
+    assert found == [[sent] * 2] * 3
+
+
+def test_another_users_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    stranger = f"a process of user {os.getuid()} is there"
+    with sockets._listener(NAME, 0, 1) as listener:
+        (found,) = together(lambda met: None, (1, 2, ""), patience=0, address=NAME)
+        assert str(found) == f"something else listens there: {stranger}"
+        assert sockets._greeted(listener, 2, "", {}) is None
+
+
+def test_a_process_that_reaches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, create = free_port(), socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda at, wait: create(at, wait, source_address=at))
+    with pytest.raises(ConnectionError, match="reached itself"):
+        sockets.connect("127.0.0.1", port, time.monotonic())
+
+
+def test_a_stranger_who_sends_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't hold up the others for longer than one greeting."""
+    monkeypatch.setattr(sockets, "_GREETING", timedelta(seconds=0.3))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as stranger,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        greeted = threads.submit(sockets._greeted, server, 2, "", {})
+        end = time.monotonic() + 5
+        with suppress(OSError):
+            while not greeted.done() and time.monotonic() < end:
+                stranger.sendall(b"c")
+                time.sleep(0.05)
+        assert greeted.done() and greeted.result() is None
 
 
 def test_values_and_progress_of_a_group() -> None:
