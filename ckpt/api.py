@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
     from ckpt.views.files import Views
+    from ckpt.views.mount import Mount
 
 Source = str | PathLike[str] | Checkpoint
 
@@ -680,11 +680,11 @@ def mount(
     to: str = "hf",
     view: str | PathLike[str] | None = None,
     **options: Unpack[MountKeywords],
-) -> AbstractContextManager[Path]:
-    """Show a checkpoint as a read-only folder in the format `to` during a `with` block, without copying.
+) -> Mount:
+    """Show a checkpoint as a read-only folder in the format `to`, without copying.
 
-    The block gets the folder. Options match `ckpt.plan`. Raises its errors, NotFoundError without FUSE, and
-    StorageError if mounting fails.
+    A `with` block gets the folder; `serve` shows it until it is unmounted. Options match `ckpt.plan`. Raises its
+    errors, NotFoundError without FUSE, and StorageError if mounting fails.
 
     Args:
         source: A path or a URL.
@@ -702,13 +702,10 @@ def mount(
         world_size: Number of ranks in a sharded target; None for the source's.
         **options: The target format's options, such as `tp=2`, and read options.
     """
-    from ckpt.views.mount import check_free, library, served_by
+    from ckpt.views.mount import Mount, library
 
     library()
     conversion = plan(source, to, **options)
-    warn_of_skipped(conversion.source)
-    if view is not None:
-        check_free(conversion, Path(view))
     given: dict[str, Any] = dict(options)
     accepted = given.pop("accept_settings", None) or ()
     requested = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -716,7 +713,8 @@ def mount(
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in requested.items()
     ]
     flags += [f"--accept-setting={name}" for name in accepted]
-    return served_by(["mount", *flags, "--foreground", "--quiet", to, fspath(source)], view)
+    words = ["mount", *flags, "--foreground", "--quiet", to, fspath(source)]
+    return Mount(conversion, None if view is None else Path(view), words)
 
 
 @check_types

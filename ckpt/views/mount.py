@@ -14,14 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.base.errors import CkptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.move.files import is_filled, translate_os_errors
+from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.planner import Plan
+from ckpt.runs.opening import warn_of_skipped
 from ckpt.views.files import Views
 
 DEVICE = "/dev/fuse"
@@ -32,37 +34,61 @@ _POLL = 0.02  # seconds between checks for the mount
 
 class Conversion(Protocol):
     @property
+    def source(self) -> Checkpoint: ...
+    @property
     def plan(self) -> Plan: ...
     @property
     def views(self) -> Views: ...
     def check_destination(self, destination: Path) -> None: ...
+    def to_json(self, destination: str | None = None) -> dict[str, Any]: ...
 
 
-def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> None:
-    """Serve the target of `conversion` at `view`, an empty or missing folder, until it is unmounted.
+class Mount(AbstractContextManager[Path]):
+    """A checkpoint to show as a folder: during a `with` block, or with `serve`."""
 
-    Unless `foreground`, another process serves it, and this one ends once the mount exists. Raise NotFoundError if the
-    library or the device is missing, UsageError for an unusable folder, or StorageError.
-    """
-    fuse = library()
-    check_free(conversion, view)
-    with translate_os_errors(view):
-        view.mkdir(parents=True, exist_ok=True)
-    served = _Served(conversion)
-    name = conversion.plan.checkpoint.path.replace(",", "_")
+    def __init__(self, conversion: Conversion, view: Path | None, words: Sequence[str]) -> None:
+        self.conversion = conversion
+        self.view = view
+        self._served = _served_by(words, view)
+        if view is not None:
+            _check_free(conversion, view)
+
+    def __enter__(self) -> Path:
+        warn_of_skipped(self.conversion.source)
+        return self._served.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._served.__exit__(*raised)
+
+    def serve(self, *, foreground: bool = False) -> None:
+        """Serve `view` until it is unmounted.
+
+        Unless `foreground`, another process serves it, and this one ends once the mount exists. Raises StorageError if
+        mounting fails.
+        """
+        if self.view is None:
+            raise UsageError("there is no folder to serve at: `mount` was called without `view`")
+        fuse = library()
+        with translate_os_errors(self.view):
+            self.view.mkdir(parents=True, exist_ok=True)
+        served = _Served(self.conversion)
+        shown = {"fsname": self.conversion.source.path.replace(",", "_"), "subtype": "ckpt"}
+        try:
+            fuse.FUSE(served, str(self.view), foreground=foreground, ro=True, kernel_cache=True, **shown)
+        except RuntimeError as error:
+            if not served.was_mounted:  # libfuse also returns a code on unmount
+                hint = "libfuse's own message is above; in a container it needs --device /dev/fuse --cap-add SYS_ADMIN"
+                raise StorageError("the folder could not be mounted", path=self.view, hint=hint) from error
+
+
+def _check_free(conversion: Conversion, view: Path) -> None:
     try:
-        fuse.FUSE(served, str(view), foreground=foreground, ro=True, kernel_cache=True, fsname=name, subtype="ckpt")
-    except RuntimeError as error:
-        if not served.was_mounted:  # libfuse also returns a code on unmount
-            hint = "libfuse's own message is above; in a container it needs --device /dev/fuse --cap-add SYS_ADMIN"
-            raise StorageError("the folder could not be mounted", path=view, hint=hint) from error
-
-
-def check_free(conversion: Conversion, view: Path) -> None:
-    conversion.check_destination(view)
-    try:
+        conversion.check_destination(view)
         if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
-            raise UsageError("this is not an empty folder", path=view, hint="give an empty folder, or a new name")
+            raise UsageError("this is not an empty folder", path=view)
+    except UsageError as error:
+        error.hint = "give an empty folder, or a new name"
+        raise
     except OSError as error:
         is_dead = error.errno == errno.ENOTCONN
         hint = f"its server process has ended; use `fusermount3 -u {view}` to unmount it" if is_dead else None
@@ -144,7 +170,7 @@ class _Served:
 
 
 @contextmanager
-def served_by(words: Sequence[str], view: str | os.PathLike[str] | None) -> Iterator[Path]:
+def _served_by(words: Sequence[str], view: str | os.PathLike[str] | None) -> Iterator[Path]:
     """Have `ckpt WORDS VIEW` serve `view` (default: a temporary folder) during the block.
 
     A separate process serves it: a page fault in a mapped file would block this interpreter forever. Raise StorageError

@@ -18,7 +18,6 @@ import ckpt as toolkit
 from ckpt.base.errors import CkptError
 from ckpt.commands.resume.resuming import _check_same_files
 from ckpt.move.run import _check_same_plan
-from ckpt.views.mount import check_free, mount
 from converters.megatron.dist.optimizer import _refuse_transposed
 from converters.names.megatron.config_against_args import _check_predicted
 from converters.names.transformers.rules import NameRule, _Stack
@@ -65,7 +64,7 @@ def stubbed(place: Place, error: str) -> None:
 
 def fails_to_mount(place: Place) -> None:
     stubbed(place, "RuntimeError(1)")
-    called(lambda: mount(toolkit.plan(RUN, "hf"), place / "view"))
+    called(lambda: toolkit.mount(RUN, "hf", place / "view").serve())
 
 
 def is_left_by_a_dead_mount(place: Place) -> None:
@@ -73,8 +72,9 @@ def is_left_by_a_dead_mount(place: Place) -> None:
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
     place.patch.setattr("ckpt.views.mount.is_filled", gone)
+    stubbed(place, "RuntimeError(1)")
     (place / "view").mkdir()
-    called(lambda: check_free(toolkit.plan(RUN, "hf"), place / "view"))
+    called(lambda: toolkit.mount(RUN, "hf", place / "view"))
 
 
 def mounts_a_store(place: Place) -> str:
@@ -142,8 +142,8 @@ SITUATIONS: dict[str, Callable[[Place], object]] = {
     ),
     "ckpt.commands.mount.command:mount": mounts_a_store,
     "ckpt.state.quantized_weights:check_place": torchao,
-    "ckpt.views.mount:check_free": is_left_by_a_dead_mount,
-    "ckpt.views.mount:mount": fails_to_mount,
+    "ckpt.views.mount:_check_free": is_left_by_a_dead_mount,
+    "ckpt.views.mount:serve": fails_to_mount,
     "converters.megatron.dist.optimizer:_refuse_transposed": lambda at: inner(
         lambda: _refuse_transposed(
             SimpleNamespace(

@@ -213,7 +213,7 @@ def test_a_source_that_was_replaced_is_an_error_of_the_read(tmp_path: Path, capf
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mfusepy", None)
     with pytest.raises(NotFoundError, match="needs the package mfusepy") as caught:
-        mount.mount(ckpt.plan(ckpt.open(ZERO3), "hf"), tmp_path / "view")
+        ckpt.mount(ZERO3, "hf", tmp_path / "view")
     assert caught.value.hint == "pip install 'ckpt-toolkit[mount]'"
     assert os.listdir(tmp_path) == []
 
@@ -222,18 +222,19 @@ def test_without_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "mfusepy", SimpleNamespace())
     monkeypatch.setattr(mount, "DEVICE", str(tmp_path / "fuse"))
     with pytest.raises(NotFoundError, match="this system has no FUSE"):
-        mount.mount(ckpt.plan(ckpt.open(ZERO3), "hf"), tmp_path / "view")
+        ckpt.mount(ZERO3, "hf", tmp_path / "view")
 
 
 def test_where_nothing_is_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Over files, over a file, and within the run."""
     monkeypatch.setattr(mount, "library", lambda: None)
     shutil.copytree(ZERO3, tmp_path / "run")
-    conversion = ckpt.plan(ckpt.open(tmp_path / "run"), "hf")
     (tmp_path / "filled").mkdir()
     (tmp_path / "filled" / "a").touch()
     for view in (tmp_path / "filled", tmp_path / "filled" / "a"):
         with pytest.raises(UsageError, match="not an empty folder"):
-            mount.mount(conversion, view)
+            ckpt.mount(tmp_path / "run", "hf", view)
+    with pytest.raises(UsageError, match="called without `view`"):
+        ckpt.mount(tmp_path / "run", "hf").serve()
     with pytest.raises(UsageError, match="overlap"):
-        mount.mount(conversion, tmp_path / "run" / "view")
+        ckpt.mount(tmp_path / "run", "hf", tmp_path / "run" / "view")

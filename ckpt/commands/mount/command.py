@@ -42,22 +42,19 @@ def mount(
     from ckpt import api
     from ckpt.runs.plan_lines import loss_lines
     from ckpt.stores import placeholder_files
-    from ckpt.views.mount import check_free, library
-    from ckpt.views.mount import mount as mount_conversion
 
-    library()  # before any output
     if placeholder_files.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, add & at the end"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
-    conversion = api.plan(path, target, **vars(selection), **vars(precision), **vars(sharding), **options)
-    check_free(conversion, view)  # from here on the output is true: another process will serve the files
+    mounted = api.mount(path, target, view, **vars(selection), **vars(precision), **vars(sharding), **options)
+    conversion = mounted.conversion  # from here on the output is true: another process will serve the files
     say_source(conversion.source, quiet=quiet)
     if not quiet:
         say(*loss_lines(conversion.to_json()))
         print(printable(f"reads as {target} at {view}; `fusermount3 -u {view}` ends it"), file=sys.stderr, flush=True)
     if as_json:
         print(shown(json.dumps(conversion.to_json(str(view)), indent=2)), flush=True)
-    mount_conversion(conversion, view, foreground=foreground)
+    mounted.serve(foreground=foreground)
 
 
 COMMAND = Command(
