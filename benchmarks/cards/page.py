@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -60,7 +61,7 @@ def page(card: Card) -> str:
     lines = [
         f"# {model.name}",
         "",
-        " ".join(_summary(card, journey, moved) for journey, moved in card.journeys),
+        _summary(card),
         "",
         f"    python -m benchmarks.cards {model.name} {here.options}",
         "",
@@ -80,24 +81,31 @@ def page(card: Card) -> str:
 
 
 def index(folder: Path, known: Iterable[str]) -> str:
-    """Return a page that names the cards in the folder, each with its first paragraph."""
+    """Return a page that names the cards in the folder, and how much each moved."""
     lines = [_INDEX, "", "| model | moved |", "| --- | --- |"]
     for name in known:
         card = folder / f"{name}.md"
-        told = card.read_text().splitlines()[2] if card.exists() else "No card."
-        lines.append(f"| {f'[{name}]({name}.md)' if card.exists() else name} | {told} |")
+        told = re.findall(r"\*\*(.+?)\*\*", card.read_text().splitlines()[2]) if card.exists() else ["nothing"]
+        lines.append(f"| {f'[{name}]({name}.md)' if card.exists() else name} | {'; '.join(told)} |")
     return "\n".join([*lines, ""])
 
 
-def _summary(card: Card, journey: Journey, moved: Sequence[Moved]) -> str:
-    """Return how much of the model went through."""
+def _summary(card: Card) -> str:
+    """Return how much of the model went through, in each journey if they differ."""
+    weights, states = card.journeys
+    if [one.window for one in weights[1]] == [one.window for one in states[1]]:
+        return _moved(card, "Weights, masters and Adam's states", weights[1])
+    return " ".join(_moved(card, journey.title, moved) for journey, moved in card.journeys)
+
+
+def _moved(card: Card, title: str, moved: Sequence[Moved]) -> str:
     if not moved:
-        return f"**{journey.title}: not run.** A layer needs more disk."
+        return f"**{title}: not run**, for lack of disk."
     config = card.model.config
     held = {key[1]: prod(value[1]) for one in moved for key, value in one.tensors.items() if key[2] in _COUNTED}
     whole = {name: prod(shape) for name, shape in card.shapes.items()}
     if sum(held.values()) == sum(whole.values()):
-        return f"**{journey.title}: whole**, {_sizes(len(held), sum(held.values()))}."
+        return f"**{title}: whole**, {_sizes(len(held), sum(held.values()))}."
     parts = []
     for one in moved:
         window, first = one.window, one.window.start
@@ -106,11 +114,9 @@ def _summary(card: Card, journey: Journey, moved: Sequence[Moved]) -> str:
         words += [f"the first {window.experts} of {num_experts(config)} experts"] if window.experts else []
         words += [f"the first {window.rows:,} of {num_rows(config):,} rows of the vocabulary"] if window.rows else []
         parts.append(", ".join(words))
-    return (
-        f"**{journey.title}: a part.** Moved: {'; '.join(parts)}. These are "
-        f"{_sizes(len(held), sum(held.values()))}, of {_sizes(len(whole), sum(whole.values()))}. "
-        "The rest was not run."
-    )
+    share = 100 * sum(held.values()) / sum(whole.values())
+    moved_of = f"Moved: {_sizes(len(held), sum(held.values()))}; whole: {_sizes(len(whole), sum(whole.values()))}."
+    return f"**{title}: a part, {share:.2g} % of the elements**: {'; '.join(parts)}. {moved_of} The rest was not run."
 
 
 def _sizes(tensors: int, elements: int) -> str:
