@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Layout
-from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
 from converters.gguf.blocks import CHUNKS, whole_rows
@@ -66,7 +66,7 @@ def quantized(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             continue
         for role in MODEL_ROLES:
             tensors.pop((name, role), None)
-        tensors[name, WEIGHT] = _in_blocks(name, choice, wanted, checkpoint.computed, computed)
+        tensors[name, WEIGHT] = _in_blocks(name, choice, wanted, checkpoint, computed)
         blocks[name] = wanted.name
     if not blocks:
         raise UsageError(
@@ -77,14 +77,12 @@ def quantized(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, computed=computed, facts=GgufFacts(blocks=blocks))
 
 
-def _in_blocks(
-    name: str, choice: Choice, kind: GgmlType, sources: Mapping[str, Any], computed: dict[str, Any]
-) -> Tensor:
+def _in_blocks(name: str, choice: Choice, kind: GgmlType, checkpoint: Checkpoint, computed: dict[str, Any]) -> Tensor:
     dtype, shape = kind.stored(choice.tensor.shape)
     pieces, done = [], 0
     for number, box in enumerate(whole_rows(choice.tensor.shape, CHUNKS[kind])):
         path = f"{kind.name}:{name}:{number}"
-        computed[path] = partial(_quantized_rows, choice, box, kind, sources)
+        computed[path] = partial(_quantized_rows, choice, box, kind, checkpoint.path, checkpoint.computed)
         size = box.numel // kind.block * kind.size
         pieces.append(Fragment(FlatRange(done, done + size), Extent.contiguous(path, 0, dtype, (size,))))
         done += size
@@ -92,19 +90,16 @@ def _in_blocks(
     return Tensor(name, WEIGHT, dtype, shape, Pieces(tuple(pieces)))
 
 
-def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, sources: Mapping[str, Any]) -> memoryview:
+def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, path: str, sources: Mapping[str, Any]) -> memoryview:
     import numpy as np
 
-    from ckpt.move.casts import cast_bits
-    from ckpt.move.reading import read_box
+    from ckpt.move.finite import finite_values
     from converters.gguf.package import quants
 
     tensor = choice.tensor
-    bits = cast_bits(read_box(tensor, box, sources).reshape(-1), tensor.dtype, choice.dtype)
-    values = cast_bits(bits, choice.dtype, FLOAT32).view(np.float32).reshape(-1, tensor.shape[-1])
-    if not np.isfinite(values).all():
-        raise LossError("a weight is not finite, so it can't be quantized", fqn=tensor.fqn, found=f"in {box}")
+    values = finite_values(choice, box, sources, path).reshape(-1, tensor.shape[-1])
     if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * _MAX_SCALE:
-        raise LossError("a weight is too large for q8_0, whose scales are float16", fqn=tensor.fqn, found=f"in {box}")
+        why = "a weight is too large for q8_0, whose scales are float16"
+        raise LossError(why, path=path, fqn=tensor.fqn, found=f"in {box}")
     content: memoryview = np.ascontiguousarray(quants(kind.number)(values)).data.cast("B")
     return content

@@ -10,10 +10,10 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.base.errors import CorruptError, UsageError
-from ckpt.move.casts import cast_bits
-from ckpt.move.reading import Computed, read_box
-from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.base.errors import LossError, UsageError
+from ckpt.move.finite import finite_values
+from ckpt.move.reading import Computed
+from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Shape
 from converters.quantized._weight import StoredWeights
@@ -45,27 +45,7 @@ class PlainWeight:
 
     def read(self, box: Box) -> NDArray:
         """Return fp32 values, rounded to the weight's dtype. Raise CorruptError for NaN or infinity."""
-        bits, dtype = read_box(self.choice.tensor, box, self.computed).reshape(-1), self.choice.tensor.dtype
-        for target in (self.choice.dtype, FLOAT32):
-            if target != dtype:
-                bits, dtype = cast_bits(bits, dtype, target), target
-        values: NDArray = bits.view(np.float32).reshape(box.sizes)
-        # NaN and infinity are in the maximum or the minimum.
-        if values.size and not (np.isfinite(values.max()) and np.isfinite(values.min())):
-            raise self._not_finite(values, box)
-        return values
-
-    def _not_finite(self, values: NDArray, box: Box) -> CorruptError:
-        at = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
-        index = [int(offset) + int(i) for offset, i in zip(box.offsets, at, strict=True)]
-        return CorruptError(
-            "can't quantize a weight with NaN or infinity",
-            path=self.path,
-            fqn=self.fqn,
-            expected="finite values",
-            found=f"{values[at]} at {index}",
-            hint="use `ckpt check --values` to find all of them",
-        )
+        return finite_values(self.choice, box, self.computed, self.path)
 
     def row_boxes(self, size: int, step: int = 1) -> list[Box]:
         """Return boxes of whole rows: `size` elements, and a multiple of `step` rows, each."""
@@ -88,8 +68,8 @@ class PlainWeight:
                 hint="add --dtype bf16",
             )
 
-    def refused(self, why: str, found: object) -> CorruptError:
-        return CorruptError(why, path=self.path, fqn=self.fqn, found=found)
+    def refused(self, why: str, found: object) -> LossError:
+        return LossError(why, path=self.path, fqn=self.fqn, found=found)
 
 
 class FusedWeights:

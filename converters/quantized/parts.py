@@ -283,9 +283,13 @@ class QuantizedWeights:
     @property
     def untried(self) -> str | None:
         """Reason why it is unknown if transformers loads the quantized weights. None if it is known."""
-        experts = ((owner, fit.scheme) for owner, fit in self._fitted.items() if _EXPERT.search(owner))
-        found = next((owner for owner, scheme in experts if scheme is None or not scheme.joins_experts), None)
-        return found and f"transformers joins experts while loading, but may not join the parts of {found}"
+        for owner, fit in self._fitted.items():
+            packed = fit.scheme and self.tensors.get(self.owners[owner].get(fit.scheme.packed, ""))
+            if _EXPERT.search(owner) and not (fit.scheme and fit.scheme.joins_experts):
+                return f"transformers joins experts while loading, but may not join the parts of {owner}"
+            if packed and len(packed.shape) > 2 and not (fit.scheme and fit.scheme.loads_stacks):
+                return f"transformers may not apply the scales of stacked weights, such as {owner}"
+        return None
 
     @property
     def packages(self) -> tuple[str, ...]:

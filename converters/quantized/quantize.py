@@ -16,7 +16,7 @@ from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
 from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._packed_weight import FusedWeights, PackedParts, PlainWeight
-from converters.quantized.methods import quantizer_of
+from converters.quantized.methods import own_methods, quantizer_of
 from converters.quantized.original import Original
 from converters.quantized.parts import quantized_weights
 from converters.quantized.scheme import Quantizer
@@ -32,6 +32,7 @@ _LINEAR = re.compile(
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _SOURCES = (BFLOAT16, FLOAT16, FLOAT32)
 _NUMBER = re.compile(r"\d+")
+_EXPERTS = re.compile(r"\.(experts|block_sparse_moe|moe|mlp|feed_forward|ffn)\.")
 _MAX_SHOWN = 12
 
 
@@ -128,8 +129,9 @@ def _suitable(
             fqn=stacked,
             expected="rows and columns in blocks of {} by {}".format(*quantizer.blocks)
             if is_known
-            else "a tensor for each expert",
+            else "a tensor for each expert: transformers would not apply scales to stacked ones",
             found=list(weights[stacked].shape),
+            hint=_other_method(checkpoint, method),
         )
     if not found:
         raise UsageError(
@@ -150,7 +152,14 @@ def _with_fused(weights: Mapping[str, PlainWeight]) -> dict[str, PlainWeight]:
 
 
 def _is_stack(weight: PlainWeight) -> bool:
-    return ".experts." in weight.fqn and len(weight.shape) > 2
+    return len(weight.shape) > 2 and _EXPERTS.search(weight.fqn) is not None
+
+
+def _other_method(checkpoint: Checkpoint, method: str) -> str | None:
+    """Return a hint at this architecture's own method."""
+    model_type = str((checkpoint.config or {}).get("model_type"))
+    found = [name for name in own_methods(model_type) if name != method]
+    return f"--quantize {found[0]} quantizes them" if found else None
 
 
 def _has_whole_blocks(weight: PlainWeight, quantizer: Quantizer) -> bool:

@@ -120,8 +120,8 @@ class Scheme:
     `plain` computes the plain shape from the shape of the part `packed`. If `may_transpose`, this is a Conv1D's
     transposed shape. `is_stack` True is only for experts in one tensor, with a name not ending in `weight`, False only
     for all others. `bits` is the size of an element if the packed part has no dims. `dequantize` is None if the values
-    are unknown, `rounding` if their error is. `joins_experts` is True if transformers 5.23 joins such experts while
-    loading (`quantizers/base.py`, `update_weight_conversions`).
+    are unknown, `rounding` if their error is. transformers 5.23 joins experts while loading if `joins_experts`
+    (`quantizers/base.py`, `update_weight_conversions`), and applies the scales of stacks if `loads_stacks`.
     """
 
     packed: str
@@ -133,6 +133,7 @@ class Scheme:
     dequantize: Dequantizer | None = None
     rounding: Rounding | None = None
     joins_experts: bool = False
+    loads_stacks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

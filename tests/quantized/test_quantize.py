@@ -219,6 +219,33 @@ def test_mxfp4_keeps_the_values_of_gpt_oss(gpt_oss: Path, tmp_path: Path) -> Non
     assert plan_of(second, "mxfp4")["quant_method"] == "mxfp4"
 
 
+def described(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_scales_of_stacked_experts_are_not_said_to_load(tmp_path: Path) -> None:
+    """On a CPU, transformers 5.23 does not apply them. On a GPU, it has no class for Llama 4's."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {**SIZES, "num_hidden_layers": 1, "interleave_moe_layer_step": 1, "num_local_experts": 2}
+    source = saved(Llama4ForCausalLM(Llama4TextConfig(**sizes, intermediate_size_mlp=256)), tmp_path / "model")
+    fqn, config = "model.layers.0.feed_forward.experts.down_proj", json.loads((source / "config.json").read_text())
+    plain = weights(source)
+    scales = torch.full((2, 2, 1), 0.5)
+    entry = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    entry["modules_to_not_convert"] = [name.removesuffix(".weight") for name in plain if name != fqn]
+    parts = {fqn: (plain[fqn] * 2).to(F8), f"{fqn}_scale_inv": scales}
+    folder = described(tmp_path / "fp8", {**plain, **parts}, **config, quantization_config=entry)
+    said = ckpt("convert", "hf", "hf", folder, "-o", tmp_path / "out").err.splitlines()[-1]
+    assert said.startswith("not checked: if from_pretrained can load this folder")
+    assert f"may not apply the scales of stacked weights, such as {fqn}" in said
+    loaded = Llama4ForCausalLM.from_pretrained(folder, dtype=BF16).state_dict()[fqn]
+    assert not torch.equal(loaded, dequantized(folder)[fqn])
+
+
 # -- plain and fused weights ---------------------------------------------------------------------------------
 
 
@@ -229,6 +256,19 @@ def test_plain_modules_are_recorded_and_printed(moe: Path, tmp_path: Path) -> No
     routers = [f"model.layers.{layer}.mlp.gate" for layer in (0, 1)]
     expected = ["lm_head", "model.embed_tokens", *routers]
     assert plan_of(tmp_path / "out", "fp8-block")["modules_to_not_convert"] == expected
+
+
+@pytest.mark.parametrize("size", [128, 96])
+def test_plain_experts_stay_plain_in_transformers(size: int, tmp_path: Path) -> None:
+    """All experts of a layer are one module in transformers. It is replaced unless it is listed."""
+    from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.integrations.finegrained_fp8 import FP8Experts, replace_with_fp8_linear
+
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, moe_intermediate_size=size, num_experts=2))
+    out = quantize(saved(model, tmp_path / "model"), tmp_path / "out", "fp8-block")
+    names = plan_of(out, "fp8-block")["modules_to_not_convert"]
+    replace_with_fp8_linear(model, names, FineGrainedFP8Config(), pre_quantized=True)
+    assert isinstance(model.get_submodule("model.layers.0.mlp.experts"), FP8Experts) == (size == 128)
 
 
 def test_tied_head_is_recorded_as_plain(llama: Path, tmp_path: Path) -> None:
@@ -335,6 +375,7 @@ def test_weight_that_is_not_finite_is_refused(bad: float, llama: Path, tmp_path:
         assert result.code == 4
         assert "can't quantize a weight with NaN or infinity" in result.err
         assert f"{bad} at [3, 5]" in result.err
+        assert [one.name for one in tmp_path.iterdir()] == ["bad"]
 
 
 def test_stacked_experts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
@@ -342,6 +383,11 @@ def test_stacked_experts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
     assert "can't quantize these experts, stacked in one tensor" in error
     assert "expected: a tensor for each expert" in error
     assert "model.layers.0.mlp.experts" in error
+    assert "hint: --quantize mxfp4 quantizes them" in error
+    stack = "model.layers.0.block_sparse_moe.input_linear.weight"
+    tensors = {stack: torch.ones(2, 128, 128), "model.layers.0.self_attn.q_proj.weight": torch.ones(128, 128)}
+    granite = described(tmp_path / "granite", tensors, model_type="granitemoe")
+    assert stack in refusal(granite, "fp8-block", tmp_path / "out")
     small = REPOSITORY / "fixtures/axolotl-fsdp2/outputs/gpt-oss-out"
     assert "expected: rows and columns in blocks of 32 by 1" in refusal(small, "mxfp4", tmp_path / "out")
 

@@ -34,3 +34,9 @@ def quantizer_of(name: str, model_type: str) -> Quantizer:
     found = [method.quantizers[name] for method in methods().values() if name in method.quantizers]
     own = (one for one in found if one.model_types is not None and model_type in one.model_types)
     return next(own, None) or next(one for one in found if one.model_types is None)
+
+
+def own_methods(model_type: str) -> list[str]:
+    """Return the values of `--quantize` with a quantizer for just this architecture."""
+    pairs = (pair for method in dict.fromkeys(methods().values()) for pair in method.quantizers.items())
+    return [name for name, one in pairs if one.model_types is not None and model_type in one.model_types]

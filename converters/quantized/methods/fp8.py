@@ -13,6 +13,7 @@ are widened to fp32 and multiplied, and the product is rounded once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +61,7 @@ NAME = "fp8"
 SCALE = "{w}_scale_inv"
 _GROUP = 32  # elements of an e2m1 row with one scale
 _SIZE = 128  # rows and columns of a written block
+_EXPERTS = re.compile(r".*\.experts(?=\.\d+\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +142,11 @@ def _packed_blocks(weight: PlainWeight) -> list[PackedParts]:
 
 
 def _block_settings(plain: Sequence[str]) -> dict[str, Any]:
+    experts = {match[0] for name in plain if (match := _EXPERTS.match(name))}  # one module in transformers
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "modules_to_not_convert": list(plain),
+        "modules_to_not_convert": sorted({*plain, *experts}),
         "quant_method": NAME,
         "weight_block_size": [_SIZE, _SIZE],
     }

@@ -104,7 +104,8 @@ def _mxfp4(_: Settings) -> list[Scheme]:
         return [(*shape[:-2], shape[-1], shape[-2] // 32)]
 
     parts = {BLOCKS: Part(BYTES, blocks), SCALES: Part(E8M0, scales)}
-    return [Scheme(BLOCKS, parts, plain, dequantize=_dequantize, rounding=e2m1_rounding(BLOCKS, SCALES))]
+    rounding = e2m1_rounding(BLOCKS, SCALES)
+    return [Scheme(BLOCKS, parts, plain, dequantize=_dequantize, rounding=rounding, loads_stacks=True)]
 
 
 # -- quantizing -----------------------------------------------------------------------------------------------------

@@ -229,8 +229,10 @@ def test_a_weight_must_be_finite_to_be_quantized(tmp_path: Path) -> None:
     at = next(iter(place.fragments((64, 32)))).extent.offset
     data[at : at + 2] = b"\xc0\x7f"
     file.write_bytes(data)
-    with pytest.raises(LossError, match="not finite"):
+    with pytest.raises(CorruptError, match="NaN or infinity") as caught:
         ckpt.convert(tmp_path / "model", "gguf", tmp_path / "out", quantize="q8_0")
+    assert "tensor: blk.0.attn_q.weight" in str(caught.value) and "nan at [0, 0]" in str(caught.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
 
 
 def test_the_tokenizer_is_needed(tmp_path: Path) -> None:
