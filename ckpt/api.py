@@ -451,7 +451,10 @@ def plan(
             one.check(value)
     target = registry.get(to)
     if not target.writes:
-        raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
+        written = ", ".join(one.name for one in registry.all_formats() if one.writes)
+        raise UsageError(
+            f"the format {to!r} cannot be written", expected=f"one of {written}", hint="see `ckpt formats`"
+        )
     registry.check_layout(target, layout)  # reading the source may take long
     if requested.like is not None and not (layout.quantize and target.carries_quantized):
         raise UsageError("--like needs --quantize METHOD, and a format with quantized weights", found=f"format {to}")

@@ -36,6 +36,7 @@ FORMATS = {
     "megatron": "converters.megatron.format:MEGATRON",
     "megatron-dist": "converters.megatron.dist.format:MEGATRON_DIST",
     "dcp": "converters.pytorch.dcp:DCP",
+    "torch-checkpointing": "converters.pytorch.torch_checkpointing:TORCH_CHECKPOINTING",
     "full": "converters.pytorch.full:FULL",
     "fsdp-ranks": "converters.pytorch.fsdp_ranks:FSDP_RANKS",
     "trainer": "converters.pytorch.trainer:TRAINER",

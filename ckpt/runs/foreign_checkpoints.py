@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +10,9 @@ from ckpt.move.listing import folders_in, names_in
 
 #: Files that Orbax writes into a step or an item in a step.
 _ORBAX = {"_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding", "commit_success.txt"}
-#: Rank files that torch_checkpointing writes next to its `metadata.pkl`.
-_TORCH_CHECKPOINTING = re.compile(r".+_\d+\.(?:pt|safetensors)")
 _WAYS = {
     "Orbax (JAX)": "load it with orbax.checkpoint, and save the arrays with "
     "safetensors.numpy.save_file as model.safetensors",
-    "torch_checkpointing": "load it with torch_checkpointing in the training script, and save the same state dict with "
-    "torch.distributed.checkpoint.save",
 }
 
 
@@ -40,9 +35,6 @@ def _places(path: Path) -> Iterator[Path]:
 
 
 def _program(path: Path) -> Iterator[str]:
-    orbax, torch_checkpointing = _WAYS
     names = names_in(path) if path.is_dir() else [path.name]
     if _ORBAX & set(names):
-        yield orbax
-    if "metadata.pkl" in names and any(map(_TORCH_CHECKPOINTING.fullmatch, names)):
-        yield torch_checkpointing
+        yield from _WAYS

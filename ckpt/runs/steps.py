@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, IncompleteError
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import entries_in, folders_in, is_folder, once
+from ckpt.move.listing import entries_in, folders_in, is_folder, names_in, once
 from ckpt.move.source import read_file
 
 #: transformers/trainer_callback.py, `TrainerState`
@@ -30,6 +30,10 @@ _MEGATRONS_KEYS = re.compile(
     rb"embedding\.word_embeddings\.|decoder\.layers\.(?:\d+\.)?(?:self_attention\.linear_|mlp\.(?:linear_fc|experts\.))"
 )
 _MAX_METADATA = 1 << 20
+
+#: torch_checkpointing's record of `ITEM_RANK.pt` files, and its prefix for a save in progress.
+RANKS_METADATA, STAGED = "metadata.pkl", "tmp_"
+RANK_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d+)\.(?P<kind>pt|safetensors)")
 
 #: HF Trainer, TRL and Axolotl (transformers/trainer_utils.py).
 TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
@@ -144,8 +148,11 @@ def _holders(path: Path) -> list[Path]:
 
 
 def _steps_in(folder: Path) -> Iterator[Step]:
-    for name, entry in entries_in(folder).items():
+    entries = entries_in(folder)
+    for name, entry in () if RANKS_METADATA in entries else entries.items():
         number = step_number(name)
+        if number is None and name.startswith(STAGED) and is_ranks_folder(folder / name):
+            number = step_number(name.removeprefix(STAGED))
         if name.isdecimal() and _is_bare_step(folder / name):
             number = int(name)
         if number is not None and (is_folder(entry) or (name.endswith(_FILES) and entry.is_file())):
@@ -159,6 +166,13 @@ def is_step(folder: Path) -> bool:
 def _is_bare_step(folder: Path) -> bool:
     """Return True for a step with a number as its name: LeRobot's, Nanotron's, Orbax's."""
     return folder.parent.name in _HOLDERS or any((folder / part).is_dir() for part in STEP_PARTS)
+
+
+def is_ranks_folder(folder: Path) -> bool:
+    """Return True for a folder of torch_checkpointing, or for one that it has not finished."""
+    names = names_in(folder) if folder.is_dir() else []
+    is_unfinished = folder.name.startswith(STAGED) and step_number(folder.name.removeprefix(STAGED)) is not None
+    return (RANKS_METADATA in names or is_unfinished) and any(map(RANK_FILE.fullmatch, names))
 
 
 def step_number(name: str) -> int | None:

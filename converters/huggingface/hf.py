@@ -43,6 +43,7 @@ from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
 from ckpt.runs.omitted_content import run_files_left_out, training_left_out
 from ckpt.runs.sentence_modules import module_folders
+from ckpt.runs.steps import is_ranks_folder
 from ckpt.runs.trainer_files import model_files
 from converters.names.hub.diffusers_models import TRANSFORMERS_STEM, class_name, file_stem
 from converters.names.options import OWN as OWN_NAMES
@@ -184,6 +185,8 @@ def _weights(folder: Path) -> list[str] | str | None:
     if (folder / "adapter_config.json").exists():
         return None  # a PEFT adapter
     names = [name for name in names if name not in indexes and not _ADAPTER.match(name)]
+    if is_ranks_folder(folder):
+        return None
     if len(names) == 1 and not names[0].startswith("shard-"):
         return names
     return names if is_shard_set(names) else None

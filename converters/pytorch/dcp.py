@@ -72,7 +72,7 @@ class DistributedCheckpoint(Format):
         return find_folder(path, tag)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        reading = _DcpReading()
+        reading = StateDictReading()
         found = parts(path)
         for folder in found.folders:
             reading.folder(folder)
@@ -131,7 +131,10 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 @dataclass
-class _DcpReading:
+class StateDictReading:
+    """A nested state dict's leaves, from files of several formats, and the checkpoint in them."""
+
+    format_name: str = "dcp"
     data: DataFiles = field(default_factory=DataFiles)
     leaves: list[tuple[Path_, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -139,6 +142,7 @@ class _DcpReading:
     states: OptimizerStates = field(default_factory=OptimizerStates)
     spread: list[str] = field(default_factory=list)
     is_pair: bool = False
+    per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -242,10 +246,11 @@ class _DcpReading:
         if step is None:  # Accelerate's folders hold no training state
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
         self.states.groups = tuple(map(_plain_group, found.groups))
-        state = TrainingState.of_entries("torch", entries, step=step, **self.states.recorded())
+        recorded = self.states.recorded()
+        state = TrainingState.of_entries("torch", entries, step=step, per_rank=self.per_rank, **recorded)
         return Checkpoint(
             path=str(path),
-            format=DCP.name,
+            format=self.format_name,
             tensors=tensors,
             files=tuple(self.data.files.values()),
             framework="torch",

@@ -22,7 +22,7 @@ distributed/_shard/sharded_tensor/api.py; distributed/fsdp/_flat_param.py), verl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,7 @@ from ckpt.plan.checkpoint import (
     ReadRequest,
     Target,
 )
-from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
+from ckpt.plan.tensors import Box, Extent, Shape, Tensor, whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
@@ -59,6 +58,7 @@ from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat
 from converters.pytorch.folder import is_local
+from converters.pytorch.rank_parts import local_extent, part, parts_of, placed
 from converters.pytorch.state_dicts import Reading, tie_as_declared
 
 #: (kind, pattern). Groups: the rank, and the number of ranks (verl) or the model's number (Accelerate).
@@ -220,136 +220,6 @@ def _refuse_flat(models: list[RankFile]) -> None:
             )
 
 
-# -- parts ---------------------------------------------------------------------------------------------------
-
-
-#: The part, with the whole tensor's shape.
-_Part = tuple[Shape, Fragment]
-
-
-def _part(shape: Shape, region: Region, extent: Extent, file: RankFile) -> _Part:
-    return shape, Fragment(region, extent, file.rank)
-
-
-def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
-    what = f"this {getattr(value, 'name', 'value')} matches no known version of torch"
-    try:
-        with structure(what, file.path, rank=file.rank, fqn=fqn):
-            if isinstance(value, StoredTensor):
-                return [_part(value.shape, whole(value.shape), value.extent, file)]
-            if value.name == "ShardedTensor":
-                return list(_sharded(value, file))
-            shape, box, local = _placed(value)
-            return [_part(shape, box, _extent(local, box), file)]
-    except NotFoundError as error:
-        error.path, error.rank, error.fqn = file.path, file.rank, fqn
-        raise
-
-
-def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
-    """Yield the parts of FSDP1's `(local shards, metadata, process group, spec, ...)`.
-
-    Ranks without elements have no shard.
-    """
-    shards, metadata = value.state[0], value.state[1]
-    shape = tuple(metadata.attributes["size"])
-    for shard in shards:
-        place = shard.attributes["metadata"].attributes
-        box = Box(tuple(place["shard_offsets"]), tuple(place["shard_sizes"]))
-        yield _part(shape, box, _extent(shard.attributes["tensor"], box), file)
-    if not shards:
-        empty = Box((0,) * len(shape), (0,) * len(shape))
-        dtype: DType = metadata.attributes["tensor_properties"].attributes["dtype"]
-        yield _part(shape, empty, Extent.contiguous(file.path, 0, dtype, empty.sizes), file)
-
-
-def _placed(value: Record) -> tuple[Shape, Box, Any]:
-    """Return FSDP2's whole shape, the rank's box, and its local tensor."""
-    content = value.attributes
-    spec = content["_spec"].attributes
-    shape = tuple(spec["tensor_meta"].attributes["shape"])
-    sizes, coordinate = _mesh(spec["mesh"])
-    for entry in spec.get("shard_order") or ():  # since torch 2.10
-        if list(entry.attributes["mesh_dims"]) != sorted(entry.attributes["mesh_dims"]):
-            raise NotFoundError("unsupported: a tensor is cut in another order than the mesh's axes")
-    box = _local_box(shape, sizes, coordinate, spec["placements"])
-    return shape, box, content["_local_tensor"]
-
-
-def _extent(local: Any, box: Box) -> Extent:
-    if not isinstance(local, StoredTensor):
-        raise TypeError("its local tensor is not a tensor")
-    if local.shape != box.sizes and (local.extent.numel or box.numel):
-        raise ValueError(f"its local tensor has the shape {list(local.shape)} instead of {list(box.sizes)}")
-    return local.extent
-
-
-def _mesh(mesh: Record) -> tuple[Shape, Shape]:
-    content = mesh.attributes
-    coordinate = tuple(content["_coordinate_on_dim"])
-    if isinstance(content.get("mesh"), StoredTensor):  # up to torch 2.8
-        sizes = content["mesh"].shape
-    elif "_layout" in content:
-        layout = content["_layout"].attributes
-        axes = layout["axes"] if "axes" in layout else layout["shape"]
-        sizes = tuple(prod(_flat(axis.attributes["shape"] if isinstance(axis, Record) else axis)) for axis in axes)
-    else:
-        raise KeyError("mesh")
-    if len(sizes) != len(coordinate) or any(not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True)):
-        raise ValueError(f"coordinate {coordinate} in a mesh of {sizes}")
-    return tuple(sizes), coordinate
-
-
-def _flat(value: Any) -> Iterator[int]:
-    if isinstance(value, int):
-        yield value
-    else:
-        for item in value:
-            yield from _flat(item)
-
-
-def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Record]) -> Box:
-    """Cut axis by axis, like `torch.chunk`.
-
-    With FSDP2 over tensor parallelism, FSDP's axis comes first in the mesh but is cut last. It is marked
-    `_StridedShard`, with the number of earlier cuts.
-    """
-    if len(placements) != len(mesh):
-        raise ValueError(f"{pluralize(len(placements), 'placement')} on a mesh of {len(mesh)} axes")
-    offsets, sizes = [0] * len(shape), list(shape)
-    late: list[tuple[int, int]] = []
-    for axis, placement in enumerate(placements):
-        if placement.name == "Replicate":
-            continue
-        if placement.name not in ("Shard", "_StridedShard"):
-            raise NotFoundError(f"a tensor placed as {placement.name} is part of a sum, not of a tensor")
-        dim = int(placement.attributes["dim"])
-        if placement.name == "_StridedShard" and int(placement.attributes["split_factor"]) > 1:
-            _check_split_factor(placement, placements[axis + 1 :], mesh[axis + 1 :])
-            late.insert(0, (axis, dim))
-        else:
-            _cut(offsets, sizes, dim, mesh[axis], coordinate[axis])
-    for axis, dim in late:
-        _cut(offsets, sizes, dim, mesh[axis], coordinate[axis])
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _check_split_factor(placement: Record, inner: Sequence[Record], sizes: Sequence[int]) -> None:
-    dim, factor = placement.attributes["dim"], placement.attributes["split_factor"]
-    cuts = prod(n for p, n in zip(inner, sizes, strict=True) if p.name != "Replicate" and p.attributes["dim"] == dim)
-    if factor != cuts:
-        raise NotFoundError(
-            f"unsupported: a tensor is cut in an unknown order (split factor {factor} after {pluralize(cuts, 'cut')})"
-        )
-
-
-def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int) -> None:
-    step = -(-sizes[dim] // count)
-    start = min(index * step, sizes[dim])
-    offsets[dim] += start
-    sizes[dim] = min(step, sizes[dim] - start)
-
-
 # -- model ---------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +239,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
         if not all(isinstance(value, StoredTensor) or is_part(value) for value in values):
             extra[fqn] = values[0]
             continue
-        parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
+        parts = [p for value, model in zip(values, models, strict=True) for p in parts_of(value, model, fqn)]
         # Tied names have the same elements in the same storages on every rank.
         elements = tuple(part.extent for _, part in parts if part.extent.numel)
         owner = owners.setdefault((elements, parts[0][0]), fqn) if elements else fqn
@@ -456,7 +326,7 @@ def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankF
     for fqn, values in states.items():
         tensor = reading.tensors[fqn, WEIGHT]
         parts = [value for value in values.values() if is_part(value) and not _is_wrapped(value)]
-        if parts and not any(shape == tensor.shape for part in parts for shape, _ in _parts(part, file, fqn)):
+        if parts and not any(shape == tensor.shape for part in parts for shape, _ in parts_of(part, file, fqn)):
             return False
         if any(
             isinstance(value, StoredTensor) and value.extent.numel > max(1, tensor.numel) for value in values.values()
@@ -479,16 +349,16 @@ def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Rec
     """Return the whole shape and the rank's part, maybe a tensor subclass object."""
     what = "this state matches no known version of torch and torchao"
     with structure(what, file.path, rank=file.rank, fqn=fqn):
-        shape, box, local = _placed(value)
-        return shape, (box, local if isinstance(local, Record) else _extent(local, box), file.rank, file.path)
+        shape, box, local = placed(value)
+        return shape, (box, local if isinstance(local, Record) else local_extent(local, box), file.rank, file.path)
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:
     """Assemble a state. None if plain slices don't add up to the parameter."""
     if not all(isinstance(value, StoredTensor) for _, value in values):
-        return assemble(fqn, name, [part for file, value in values for part in _parts(value, file, fqn)])
+        return assemble(fqn, name, [part for file, value in values for part in parts_of(value, file, fqn)])
     extents = [(file, value.extent) for file, value in values]
-    copies = [_part(shape, whole(shape), extent, file) for file, extent in extents if extent.shape == shape]
+    copies = [part(shape, whole(shape), extent, file) for file, extent in extents if extent.shape == shape]
     if len(shape) != 1 and len(copies) == len(extents):
         return assemble(fqn, name, copies)
     if any(len(extent.shape) != 1 or not extent.is_contiguous for _, extent in extents):

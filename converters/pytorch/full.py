@@ -79,7 +79,7 @@ from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of, numbered, optimizers_fit
-from ckpt.runs.steps import enclosing_folders, trainer_step
+from ckpt.runs.steps import enclosing_folders, is_ranks_folder, trainer_step
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapper_prefixes import clean_names
@@ -240,7 +240,7 @@ def _weights_in(folder: Path) -> str | list[str] | None:
     """Return the torch file, its index, or without an index the shards' names."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
-    if ".metadata" in names:
+    if ".metadata" in names or is_ranks_folder(folder):
         return None
     if FSDP_MODEL in names:
         return FSDP_MODEL

@@ -108,6 +108,17 @@ def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
     return folder / "actor", truth
 
 
+def saved_by_torch_checkpointing(step: str) -> Callable[[Path], tuple[Path, Tensors]]:
+    """Return a function that copies a step of two FSDP2 ranks, without the config."""
+
+    def make(folder: Path) -> tuple[Path, Tensors]:
+        source = FIXTURES / "torch-checkpointing"
+        shutil.copytree(source / step, folder / step)
+        return folder / step, Truth.load(source / "truth" / f"{step}.safetensors").tensors
+
+    return make
+
+
 def saved_by_peft(folder: Path) -> tuple[Path, Tensors]:
     """Save an adapter with its own bias and a fully trained module."""
     import torch
@@ -283,6 +294,14 @@ CONTAINERS = [
         container="of-torch",
         is_unchecked_data=True,
     ),
+    Declaration(
+        "torch-checkpointing",
+        saved_by_torch_checkpointing("step-3"),
+        ("model_*.safetensors", "optimizer_*.pt"),
+        container="safetensors",
+        reads_head=("metadata.pkl",),
+        is_unchecked_data=True,
+    ),
     Declaration("full", saved_by_torch(is_zip=False), ("*.bin",), container="old-file", is_unchecked_data=True),
     Declaration("full", saved_by_torch(is_zip=True, is_stream=True), ("*.bin",), container="stream"),
 ]
@@ -331,6 +350,12 @@ DECLARATIONS = [
         ("step-2/__*_0.distcp", "step-2/.metadata"),
         reads_head=(".metadata",),
         is_sharded=True,
+    ),
+    Declaration(
+        "torch-checkpointing",
+        saved_by_torch_checkpointing("step-2"),
+        ("model_*.pt", "optimizer_*.pt"),
+        reads_head=("metadata.pkl",),
     ),
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration(

@@ -31,7 +31,10 @@ SAID: dict[str, tuple[Callable[[Format], bool], str]] = {
         lambda one: one.loads_from == "run",
         "megatron megatron-deepspeed megatron-dist universal zero0 zero1 zero2 zero3",
     ),
-    "these ranks only": (lambda one: not one.fits_other_ranks, "fsdp-ranks megatron-deepspeed zero1 zero2 zero3"),
+    "these ranks only": (
+        lambda one: not one.fits_other_ranks,
+        "fsdp-ranks megatron-deepspeed torch-checkpointing zero1 zero2 zero3",
+    ),
     "any axes": (lambda one: one.fits_other_axes, "megatron-dist"),
     "ranks are recorded": (lambda one: one.records_ranks, "megatron megatron-dist"),
     "all ranks on axes": (lambda one: one.ranks_on_axes == "all", "megatron-dist"),

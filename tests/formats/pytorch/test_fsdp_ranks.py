@@ -19,8 +19,9 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import Checkpoint, ReadRequest
 from ckpt.plan.planner import check_source
 from ckpt.plan.tiling import check_tiling
-from converters.pytorch.fsdp_ranks import FSDP_RANKS, _local_box
+from converters.pytorch.fsdp_ranks import FSDP_RANKS
 from converters.pytorch.full import FULL
+from converters.pytorch.rank_parts import local_box
 from tests.support.describing import content
 from tests.support.engines import raw
 from tests.support.fsdp_runs import run_ranks
@@ -232,15 +233,15 @@ def test_boxes_of_all_coordinates_tile(shape: tuple[int, ...], mesh: tuple[int, 
         inner *= mesh[axis] if dims[axis] == dims[0] else 1
     placements = [placement("_StridedShard", dim=dims[0], split_factor=inner), *plain[1:]]
     for placed in (plain, placements):
-        boxes = [_local_box(shape, mesh, at, placed) for at in product(*map(range, mesh))]
+        boxes = [local_box(shape, mesh, at, placed) for at in product(*map(range, mesh))]
         assert check_tiling([box for box in boxes if box.numel], shape) is None
 
 
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(NotFoundError, match="sum"):
-        _local_box((4,), (2,), (0,), [placement("Partial")])
+        local_box((4,), (2,), (0,), [placement("Partial")])
     with pytest.raises(NotFoundError, match="unknown order"):
-        _local_box((8,), (2, 2), (0, 0), [placement("_StridedShard", dim=0, split_factor=4), placement("Shard", dim=0)])
+        local_box((8,), (2, 2), (0, 0), [placement("_StridedShard", dim=0, split_factor=4), placement("Shard", dim=0)])
 
 
 def test_nothing_here(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""`converters/pytorch/torch_checkpointing.py`: real saves by torch_checkpointing 0.1.1, and damaged ones."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import api
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
+from tests.support.places import FIXTURES
+
+RUN = FIXTURES / "torch-checkpointing"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(RUN, tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
+
+
+def edited(step: Path, change: Any) -> None:
+    content = pickle.loads((step / "metadata.pkl").read_bytes())
+    change(content)
+    (step / "metadata.pkl").write_bytes(pickle.dumps(content))
+
+
+def test_training_state(run: Path) -> None:
+    for step in (2, 3):
+        state = api.open(run / f"step-{step}").state
+        assert state.step == step
+        assert {*state.scalars["step"].values()} == {float(step)}
+        assert state.lr_scheduler["last_epoch"] == step
+        assert state.private["torch"]["dataloader"] == {"dp_rank_0": step * 4, "dp_rank_1": step * 4}
+        assert state.param_groups[0].options["lr"] == pytest.approx(0.01 / (step + 1))
+        assert len(state.param_groups[0].fqns) == 21
+
+
+def test_newest_step_is_taken(run: Path) -> None:
+    assert api.open(run).state.step == 3
+
+
+def test_ranks_values_are_kept_apart(run: Path) -> None:
+    """A rank's own value of one name has no common form."""
+    import torch
+
+    for rank in range(2):
+        torch.save({"seed": rank}, run / f"step-2/random_{rank}.pt")
+    assert api.open(run / "step-2").state.per_rank["random"] == {"0": {"seed": 0}, "1": {"seed": 1}}
+
+
+def test_staged_save_is_incomplete(run: Path) -> None:
+    shutil.copytree(run / "step-3", run / "tmp_step-4")
+    with pytest.raises(IncompleteError, match="has not ended"):
+        api.open(run / "tmp_step-4")
+    (run / "tmp_step-4/metadata.pkl").unlink()
+    with pytest.raises(IncompleteError, match="has not ended"):
+        api.open(run / "tmp_step-4")
+    found = api.open(run)
+    assert found.state.step == 3
+    assert any("tmp_step-4 is skipped" in note for note in found.notes)
+
+
+def test_other_folders_with_its_prefix_are_no_steps(run: Path) -> None:
+    """A folder called tmp_ is somebody else's if it holds no rank files."""
+    shutil.rmtree(run / "step-2")
+    (run / "tmp_step-4").mkdir()
+    (run / "tmp_step-4/notes.txt").write_text("")
+    assert not [note for note in api.open(run).notes if "tmp_" in note]
+
+
+@pytest.mark.parametrize("name", ["model_1.pt", "optimizer_0.pt"])
+def test_missing_rank(run: Path, name: str) -> None:
+    (run / "step-2" / name).unlink()
+    with pytest.raises(IncompleteError, match="a rank's file is missing"):
+        api.open(run / "step-2")
+
+
+def test_missing_metadata(run: Path) -> None:
+    (run / "step-2/metadata.pkl").unlink()
+    with pytest.raises(CkptError):
+        api.open(run / "step-2")
+
+
+def test_copied_torch_file(run: Path) -> None:
+    shutil.copy(run / "step-2/model_0.pt", run / "step-2/model_1.pt")
+    with pytest.raises(CorruptError, match=r"contradicts metadata\.pkl"):
+        api.open(run / "step-2")
+
+
+def test_copied_safetensors_file(run: Path) -> None:
+    """Local tensors have no place of their own. The embedding's 19 rows make rank 1's part shorter."""
+    shutil.copy(run / "step-3/model_0.safetensors", run / "step-3/model_1.safetensors")
+    with pytest.raises(CorruptError, match=r"contradicts metadata\.pkl"):
+        api.open(run / "step-3")
+
+
+def test_files_of_two_steps(run: Path) -> None:
+    shutil.copy(run / "step-2/optimizer_1.pt", run / "step-3/optimizer_1.pt")
+    with pytest.raises(CorruptError):
+        api.open(run / "step-3")
+
+
+def test_files_of_a_larger_run(run: Path) -> None:
+    shutil.copy(run / "step-2/model_1.pt", run / "step-2/model_2.pt")
+    with pytest.raises(CorruptError, match="different numbers of ranks"):
+        api.open(run / "step-2")
+
+
+def test_unknown_sharding_is_named(run: Path) -> None:
+    def change(content: Any) -> None:
+        groups = next(iter(content["metadata"]["model"]["nested_path_to_metadata"].values()))
+        groups[0]["sharding_metadata"]["type"] = "default_tensor_v1"
+
+    edited(run / "step-2", change)
+    with pytest.raises(NotFoundError) as raised:
+        api.open(run / "step-2")
+    assert raised.value.found == "default_tensor_v1"
+
+
+@pytest.mark.parametrize("change", [lambda c: c.pop("metadata"), lambda c: c.update(world_size=3)])
+def test_damaged_metadata(run: Path, change: Any) -> None:
+    edited(run / "step-2", change)
+    with pytest.raises(CorruptError, match="no known version"):
+        api.open(run / "step-2")
+
+
+def test_hostile_metadata(run: Path) -> None:
+    (run / "step-2/metadata.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(UnsafeError):
+        api.open(run / "step-2")
+
+
+def test_path_out_of_the_folder(run: Path) -> None:
+    def change(content: Any) -> None:
+        layout = content["metadata"]["model"]["rank_to_layout_info"]
+        layout[1] = {"file_path": "../step-2/model_1.pt", "serialization_format": {"type": "TorchSerialization"}}
+
+    edited(run / "step-2", change)
+    with pytest.raises(UnsafeError):
+        api.open(run / "step-2")
+
+
+def test_mesh_with_replicas(run: Path) -> None:
+    """Strided and replicated placements are read like torch's own."""
+    from converters.pytorch.torch_checkpointing import _places
+
+    mesh = {"device_type": "cpu", "mesh_shape": (2, 2), "mesh_data": (0, 1, 2, 3), "mesh_dim_names": None}
+    placements = [{"type": "StridedShard", "dim": 0, "split_factor": 2}, {"type": "Shard", "dim": 0}]
+    data = {"global_shape": [6, 2], "dtype": "torch.float32", "stride": [2, 1], "mesh_spec": mesh}
+    group = {
+        "sharding_metadata": {"type": "DTensorShardingMetadata", "data": data | {"placements": placements}},
+        "ranks": (0, 1, 2, 3),
+    }
+    assert [(rank, place.box.offsets[0], place.box.sizes[0]) for rank, place in _places(group)] == [
+        (0, 0, 2),
+        (1, 3, 2),
+        (2, 2, 1),
+        (3, 5, 1),
+    ]
