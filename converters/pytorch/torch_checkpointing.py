@@ -71,7 +71,7 @@ class TorchCheckpointing(Format):
                 path=path,
                 hint=f"use the step before; if the job has ended and no file is missing, rename it to {final}",
             )
-        return _Reading(path).checkpoint(request)
+        return _ItemReading(path).checkpoint(request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         raise NotImplementedError
@@ -96,14 +96,14 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _DescribedItem:
     """An item in the metadata: each rank's file, and each tensor's boxes by path and rank."""
 
     files: Mapping[int, str]
     places: Mapping[Path_, Mapping[int, _Place]]
 
 
-def _read_metadata(path: Path) -> tuple[int, dict[str, _Item]]:
+def _read_metadata(path: Path) -> tuple[int, dict[str, _DescribedItem]]:
     try:
         with structure("the metadata matches no known version of torch_checkpointing", path):
             root = load_pickle(path)
@@ -116,7 +116,7 @@ def _read_metadata(path: Path) -> tuple[int, dict[str, _Item]]:
         raise
 
 
-def _item(name: str, described: Mapping[str, Any], ranks: range) -> _Item:
+def _item(name: str, described: Mapping[str, Any], ranks: range) -> _DescribedItem:
     files = described["rank_to_layout_info"]
     if set(files) != {*ranks}:
         raise ValueError(f"files of {name} for ranks {sorted(files)}")
@@ -124,8 +124,8 @@ def _item(name: str, described: Mapping[str, Any], ranks: range) -> _Item:
     for text, groups in described["nested_path_to_metadata"].items():
         of_ranks = places.setdefault(tuple(json.loads(text)), {})
         for group in groups:
-            of_ranks |= {rank: place for rank, place in _places(group) if rank in ranks}
-    return _Item({rank: _file_name(name, rank, files[rank]) for rank in ranks}, places)
+            of_ranks |= {rank: place for rank, place in _rank_places(group) if rank in ranks}
+    return _DescribedItem({rank: _file_name(name, rank, files[rank]) for rank in ranks}, places)
 
 
 def _file_name(item: str, rank: int, layout: Mapping[str, Any] | None) -> str:
@@ -141,7 +141,7 @@ def _file_name(item: str, rank: int, layout: Mapping[str, Any] | None) -> str:
     return name
 
 
-def _places(group: Mapping[str, Any]) -> Iterator[tuple[int, _Place]]:
+def _rank_places(group: Mapping[str, Any]) -> Iterator[tuple[int, _Place]]:
     kind, said = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
     if kind != "DTensorShardingMetadata":
         raise NotFoundError("unsupported: a tensor is cut in an unknown way", found=kind)
@@ -161,7 +161,7 @@ def _places(group: Mapping[str, Any]) -> Iterator[tuple[int, _Place]]:
 
 
 @dataclass
-class _Reading:
+class _ItemReading:
     folder: Path
     sources: Sources = field(default_factory=Sources)
 
@@ -183,7 +183,7 @@ class _Reading:
         reading.notes += self.sources.notes
         return reading.checkpoint(self.folder, request)
 
-    def _content(self, item: _Item, rank: int) -> RankFile | None:
+    def _content(self, item: _DescribedItem, rank: int) -> RankFile | None:
         """Return a rank's file, its values by path. None if the rank has no tensor of the item and no file."""
         path = confined(self.folder, item.files[rank])
         if not path.is_file():
@@ -196,13 +196,13 @@ class _Reading:
                 expected=f"{pluralize(len(item.files), 'file')} of this kind",
             )
         if path.suffix == ".pt":
-            return RankFile(str(path), rank, dict(_values(self.sources.root(path, is_named=True))))
+            return RankFile(str(path), rank, dict(_paths_and_values(self.sources.root(path, is_named=True))))
         self.sources.add(path)
         paths = {_dotted(one): one for one in item.places}
         found = _tensors_in(str(path)).items()
         return RankFile(str(path), rank, {paths.get(name, (name,)): value for name, value in found})
 
-    def _copied(self, item: _Item) -> Iterator[str]:
+    def _copied(self, item: _DescribedItem) -> Iterator[str]:
         """Yield notes on equal safetensors files. A copied torch file contradicts the metadata."""
         ranks = {str(confined(self.folder, name)): rank for rank, name in item.files.items()}
         files = {path: file for path, file in self.sources.by_path.items() if path in ranks and path[-3:] != ".pt"}
@@ -216,7 +216,7 @@ class _Reading:
             if (note := note_of_copy(*pair, held)) is not None:
                 yield note
 
-    def _others(self, items: Mapping[str, _Item], world_size: int) -> dict[str, dict[int, Path]]:
+    def _others(self, items: Mapping[str, _DescribedItem], world_size: int) -> dict[str, dict[int, Path]]:
         described = {name for item in items.values() for name in item.files.values()}
         found: dict[str, dict[int, Path]] = {}
         for name in names_in(self.folder):
@@ -237,7 +237,7 @@ class _Reading:
     def _add_other(self, reading: StateDictReading, name: str, files: Mapping[int, Path], world_size: int) -> None:
         """Add an item without metadata. Its tensors are read if they are DTensors, or if it is a model or optimizer."""
         roots = {rank: self.sources.root(path, is_named=True) for rank, path in sorted(files.items())}
-        held = [RankFile(str(files[rank]), rank, dict(_values(root))) for rank, root in roots.items()]
+        held = [RankFile(str(files[rank]), rank, dict(_paths_and_values(root))) for rank, root in roots.items()]
         is_sharded = any(is_part(value) for file in held for value in file.content.values())
         if is_sharded or name in (*MODEL_NAMES, *OPTIMIZER_NAMES):
             if missing := sorted({*range(world_size)} - {*files}):
@@ -270,14 +270,14 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, StoredTensor) or is_part(value)
 
 
-def _values(node: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+def _paths_and_values(node: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
     """Yield values by path, like torch_checkpointing. A list without dicts and tensors is one value."""
     if isinstance(node, Mapping):
         for name, inner in node.items():
-            yield from _values(inner, (*at, name))
+            yield from _paths_and_values(inner, (*at, name))
     elif isinstance(node, list | tuple) and any(isinstance(one, Mapping) or _is_tensor(one) for one in node):
         for number, inner in enumerate(node):
-            yield from _values(inner, (*at, number))
+            yield from _paths_and_values(inner, (*at, number))
     else:
         yield at, node
 
@@ -300,7 +300,7 @@ def _named(content: Mapping[Path_, Any]) -> dict[Path_, Path_]:
     return {at: (*path[:2], MEMBERS) if at in names else path for at, path in found.items()}
 
 
-def _leaves(name: str, held: Iterable[RankFile], item: _Item | None) -> Iterator[tuple[Path_, Any]]:
+def _leaves(name: str, held: Iterable[RankFile], item: _DescribedItem | None) -> Iterator[tuple[Path_, Any]]:
     """Merge the ranks' values. Raise CorruptError if they contradict the metadata or each other."""
     found: dict[Path_, list[tuple[RankFile, Path_]]] = {}
     for file in held:
@@ -326,7 +326,7 @@ def _leaves(name: str, held: Iterable[RankFile], item: _Item | None) -> Iterator
             yield (name, *path), first
 
 
-def _check_content(file: RankFile, item: _Item) -> None:
+def _check_content(file: RankFile, item: _DescribedItem) -> None:
     for at, of_ranks in item.places.items():
         if file.rank in of_ranks and at not in file.content:
             raise CorruptError(f"a tensor listed in {RANKS_METADATA} is missing", **file.where, fqn=_dotted(at))
@@ -402,7 +402,9 @@ def _shared(values: list[Any]) -> Any:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
         sizes = [(e.dtype, e.shape, e.strides) for e in (one.extent, other.extent)]
-        return sizes[0] == sizes[1] and one.extent.nbytes <= _MAX_COMPARED and _bytes(one) == _bytes(other)
+        return (
+            sizes[0] == sizes[1] and one.extent.nbytes <= _MAX_COMPARED and _stored_bytes(one) == _stored_bytes(other)
+        )
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -414,7 +416,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(type(one) is type(other) and (one == other or one != one))
 
 
-def _bytes(value: StoredTensor) -> bytes:
+def _stored_bytes(value: StoredTensor) -> bytes:
     with opened(value.extent.path) as descriptor:
         return read_at(descriptor, value.extent.path, value.extent.offset, value.extent.nbytes)
 

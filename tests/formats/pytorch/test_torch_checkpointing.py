@@ -145,7 +145,7 @@ def test_path_out_of_the_folder(run: Path) -> None:
 
 def test_mesh_with_replicas(run: Path) -> None:
     """Strided and replicated placements are read like torch's own."""
-    from converters.pytorch.torch_checkpointing import _places
+    from converters.pytorch.torch_checkpointing import _rank_places
 
     mesh = {"device_type": "cpu", "mesh_shape": (2, 2), "mesh_data": (0, 1, 2, 3), "mesh_dim_names": None}
     placements = [{"type": "StridedShard", "dim": 0, "split_factor": 2}, {"type": "Shard", "dim": 0}]
@@ -154,7 +154,7 @@ def test_mesh_with_replicas(run: Path) -> None:
         "sharding_metadata": {"type": "DTensorShardingMetadata", "data": data | {"placements": placements}},
         "ranks": (0, 1, 2, 3),
     }
-    assert [(rank, place.box.offsets[0], place.box.sizes[0]) for rank, place in _places(group)] == [
+    assert [(rank, place.box.offsets[0], place.box.sizes[0]) for rank, place in _rank_places(group)] == [
         (0, 0, 2),
         (1, 3, 2),
         (2, 2, 1),
