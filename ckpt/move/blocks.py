@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -71,7 +72,7 @@ def batches(spans: Iterable[Spans], slots: Iterable[tuple[Slot, Sequence[Copy]]]
         yield from _span_batches(one, buffer_size)
     for slot, copies in slots:
         if slot.extent.is_contiguous and not all(copy.target.is_contiguous for copy in copies):
-            copies = yield from _row_batches(slot.extent, copies)
+            copies = yield from _row_batches(copies)
         yield from _grouped(copies)
 
 
@@ -300,30 +301,46 @@ def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
         yield CopyBatch(batch)
 
 
-def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, None, list[Copy]]:
-    """Yield batches of copies that together fill whole rows in a slot. Return the other copies.
+def _row_batches(copies: Iterable[Copy]) -> Generator[CopyBatch, None, list[Copy]]:
+    """Yield batches of copies that together fill whole rows. Return the other copies.
 
-    An example is a row-parallel weight: each rank has some columns.
+    Examples are a row-parallel weight (each rank has some columns) and gate and up in turns, element by element.
     """
-    row_numel = prod(slot.shape[1:])
-    row = row_numel * slot.dtype.itemsize
-    step = max(1, _SLAB // row)
-    parts: list[Copy] = []
+    rows: dict[int, list[Copy]] = defaultdict(list)
     others: list[Copy] = []
-    for copy in copies:
-        is_part = len(copy.target.shape) == len(slot.shape) and copy.target.strides[0] == row_numel
-        (parts if is_part else others).append(copy)
-    for start in range(0, slot.shape[0], step):
-        batch = []
+    for copy in map(_squeezed, copies):
+        (others if copy.target.is_contiguous else rows[copy.target.strides[0]]).append(copy)
+    for numel, parts in rows.items():
+        if len(parts) == 1:
+            others += parts
+            continue
+        row = numel * parts[0].target.dtype.itemsize
+        start = min(copy.target.offset for copy in parts)
+        step = max(1, _SLAB // row)
+        cut: dict[int, list[Copy]] = defaultdict(list)
         for copy in parts:
-            first = (copy.target.offset - slot.offset) // row
-            low, high = max(start, first), min(start + step, first + copy.target.shape[0])
-            if low < high:
+            first = (copy.target.offset - start) // row
+            last = first + copy.target.shape[0]
+            for number in range(first // step, -(-last // step)):
+                low, high = max(first, number * step), min(last, (number + 1) * step)
                 at, size = low - first, high - low
-                batch.append(Copy(sliced(copy.source, 0, at, size), sliced(copy.target, 0, at, size)))
-        if batch:
-            yield CopyBatch(batch)
+                cut[number].append(Copy(sliced(copy.source, 0, at, size), sliced(copy.target, 0, at, size)))
+        for _, batch in sorted(cut.items()):
+            if row > _SLAB:
+                others += yield from _row_batches(batch)
+            else:
+                yield CopyBatch(batch)
     return others
+
+
+def _squeezed(copy: Copy) -> Copy:
+    """Return the copy without dims of size 1."""
+    dims = [dim for dim, size in enumerate(copy.target.shape) if size > 1]
+    source, target = (
+        extent._replace(shape=tuple(extent.shape[d] for d in dims), strides=tuple(extent.strides[d] for d in dims))
+        for extent in (copy.source, copy.target)
+    )
+    return Copy(source, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,33 @@ class TestMove:
             assert sum(opened.carry_out(one, 4 << 20) for one in blocks.batches([spans], [], 4 << 20)) == spans.nbytes
         assert len(calls) <= 8 and {*calls} == {"preadv", "pwrite"}
 
+    @pytest.mark.parametrize("slab", [64, 96, 2 << 20])
+    def test_elements_in_turns_take_few_calls(self, monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+        """Stacked experts of gpt-oss: gate and up take turns in the file, and Megatron has them transposed."""
+        monkeypatch.setattr(blocks, "_SLAB", slab)
+        calls, real = [], os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda *args: (calls.append(args), real(*args))[1])
+        experts, width, inner = 3, 4, 5
+        values = np.arange(experts * 2 * inner * width, dtype=np.float32).reshape(experts, 2 * inner, width)
+        slot = Extent.contiguous("out", 8, FLOAT32, (values.size,))
+        pairs = []
+        for part in (0, 1):
+            read = Extent(
+                "a", part * inner * width * 4, FLOAT32, (experts, width, inner), (2 * inner * width, 1, width)
+            )
+            write = (2 * inner * width, 2 * inner, 2)
+            pairs.append(Copy(read, Extent("out", 8 + 4 * part, FLOAT32, (experts, width, inner), write)))
+        with tempfile.TemporaryFile() as a, tempfile.TemporaryFile() as out:
+            a.write(values.tobytes())
+            a.flush()
+            opened = Opened({"a": a.fileno()}, out.fileno())
+            made = blocks.batches([], [(Slot(("t", "weight"), whole(slot.shape), slot), pairs)], 4 << 20)
+            assert sum(opened.carry_out(one, 4 << 20) for one in made) == values.nbytes
+            out.seek(8)
+            turns = values.reshape(experts, 2, inner, width).transpose(0, 3, 2, 1)
+            assert out.read() == turns.tobytes()
+        assert len(calls) == {64: experts * width, 96: experts * width // 2, 2 << 20: 1}[slab]
+
     @given(copies(), st.sampled_from([1, 8, 16, 40, 200]))
     def test_blocks_tile_the_copy_and_fit_the_buffer(self, copy: Copy, buffer_size: int) -> None:
         seen = []
