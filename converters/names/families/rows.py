@@ -147,6 +147,8 @@ class Family:
     #: Modules in a layer, and in an MLP with experts, in transformers' registration order.
     modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
     expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
+    #: True if the class is outside transformers, so names in memory are unknown.
+    own_code: bool = False
 
     def saved(self, config: Mapping[str, Any], cls: str) -> Saved | None:
         """Return the tensors saved by the class `cls`. None if the table does not cover it.

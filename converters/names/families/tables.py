@@ -300,6 +300,7 @@ _BAILING = Family(
     experts=("num_experts",),
     kinds=_behind_dense,
     unknown=("use_bias", "use_qkv_bias"),
+    own_code=True,
     prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
 )
 _GATED_ATTENTION = """
@@ -368,6 +369,7 @@ FAMILIES: dict[str, Family] = {
     "mimo": replace(
         _QWEN2,
         stem="MiMo",
+        own_code=True,
         prediction="""
         [token|hidden|final]_layernorm.weight h
         input_proj.weight h 2h
@@ -908,6 +910,7 @@ FAMILIES: dict[str, Family] = {
         dims=lambda config, dims: {"qkv": dims["a"] + 2 * dims["k"]},
         unknown=("add_bias_linear",),
         ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
+        own_code=True,
     ),
     "megatron-bert": Family(
         "MegatronBert",
@@ -989,6 +992,7 @@ FAMILIES: dict[str, Family] = {
         "BaiChuan",
         "self_attn.W_pack.weight 3a h \n self_attn.o_proj.weight h a" + MLP + NORMS,
         unread=("num_key_value_heads",),
+        own_code=True,
     ),
     "exaone": Family(
         "Exaone",
@@ -1009,6 +1013,7 @@ FAMILIES: dict[str, Family] = {
             "layer_norm_epsilon": "rms_norm_eps",
             "activation_function": "hidden_act",
         },
+        own_code=True,
     ),
     "iquestcoder": replace(_LLAMA, defaults={"head_dim": 128}),
     "helium": Family(

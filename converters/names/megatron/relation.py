@@ -27,9 +27,10 @@ from ckpt.plan.model_config import config_parts
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from ckpt.state.positions import megatron_schedule, sequences_seen
-from converters.names.families.composites import Composite
+from converters.names.families.composites import COMPOSITES, Composite
 from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
+from converters.names.families.tables import FAMILIES
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.centered_norms import shifting_notes
 from converters.names.megatron.config_against_args import refuse_another_models, under_older_names
@@ -61,16 +62,14 @@ BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT, "output_layer.bias")
 #: Output layers, in Megatron and on the Hub.
 _OUTPUTS = (OUTPUT, "lm_head.weight")
-#: Model types that are no valid module names, by module.
-_HYPHENATED = {"megatron_bert": "megatron-bert"}
 #: Option for experts in Megatron's param groups.
 _EXPERTS = "is_expert_parallel"
 
 
 @cache
 def architectures() -> tuple[str, ...]:
-    names = (module.name for module in iter_modules(tables.__path__))
-    return tuple(sorted(_HYPHENATED.get(name, name) for name in names))
+    modules = {module.name for module in iter_modules(tables.__path__)}
+    return tuple(sorted(name for name in (*FAMILIES, *COMPOSITES) if name.replace("-", "_") in modules))
 
 
 def table_of(model_type: str) -> Table:

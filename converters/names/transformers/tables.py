@@ -1,6 +1,7 @@
 """Differences between in-memory names and the names in the Hub's files, by model type.
 
-They follow `conversion_mapping.py` in transformers 5.23.
+A type with a family needs an entry only for differences other than its stacked experts. The entries follow
+`conversion_mapping.py` in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.model_config import config_parts
+from converters.names.families.rows import parse
+from converters.names.families.tables import FAMILIES
 from converters.names.transformers.rules import NameRule, Rules, exchanged, joined, read_as, rename, stacked
 from converters.names.transformers.transformers_source import is_base_model, model_types
 
@@ -17,19 +20,15 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-def _experts(inside: str, gate: str, up: str, down: str, hub: str | None = None) -> tuple[NameRule, ...]:
-    """Return rules for each expert's three matrices, stored in memory as two per layer."""
-    on_hub = f"{hub or inside}.experts.*"
-    return (
-        stacked(f"{inside}.experts.gate_up_proj", f"{on_hub}.{gate}.weight", f"{on_hub}.{up}.weight"),
-        stacked(f"{inside}.experts.down_proj", f"{on_hub}.{down}.weight"),
-    )
+def _experts(inside: str, *hub: str) -> tuple[NameRule, ...]:
+    """Return rules for each expert's matrices, stored in memory as two per layer: `down_proj`, and gate and up."""
+    *parts, down = (f"{inside}.experts.*.{name}.weight" for name in hub)
+    joined = "gate_up_proj" if len(parts) > 1 else "up_proj"
+    return stacked(f"{inside}.experts.{joined}", *parts), stacked(f"{inside}.experts.down_proj", down)
 
 
 _QWEN = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL = (rename("mlp", "block_sparse_moe"), *_experts("mlp", "w1", "w3", "w2"))
-_JAMBA = _experts("feed_forward", "gate_proj", "up_proj", "down_proj")
-_LFM2 = _experts("feed_forward", "w1", "w3", "w2")
+_BLOCK = (rename("mlp", "block_sparse_moe"),)
 _GRANITE = (
     rename("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
     rename("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
@@ -88,16 +87,15 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
     **dict.fromkeys(
         _words(
             """
-        afmoe beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 flex_olmo glm4_moe glm4_moe_lite glm4v_moe
-        glm_moe_dsa hunyuan_v1_moe kimi_k2 longcat_flash mellum olmoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next
-        solar_open
+        afmoe beam cohere2_moe deepseek_v32 flex_olmo glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum
+        qwen3_5_moe
 """
         ),
         _QWEN,
     ),
     "gemma3n_text": _WITHOUT_IMAGES,
     "qwen3_5_text": _WITHOUT_IMAGES,
-    "qwen3_5_moe_text": (*_WITHOUT_IMAGES, *_QWEN),
+    "qwen3_5_moe_text": _WITHOUT_IMAGES,
     "qwen3_vl_moe": (
         exchanged("mlp.experts.gate_up_proj", hidden=2),
         exchanged("mlp.experts.down_proj", hidden=1),
@@ -123,21 +121,19 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("mlp.gate.e_score_correction_bias", "mlp.gate.expert_bias"),
     ),
     "ernie4_5_moe": (
-        *_QWEN,
         rename("mlp.gate.moe_statics.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"),
     ),
-    "exaone_moe": (*_QWEN, rename("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")),
-    "flint": (*_QWEN, rename("self_attn.sinks", "self_attn.softmax_offset")),
+    "exaone_moe": (rename("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),),
+    "flint": (rename("self_attn.sinks", "self_attn.softmax_offset"),),
     "gpt_neox": (rename("^lm_head", "^embed_out"),),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     "hy_v3": (
-        *_QWEN,
         rename("mlp.gate.weight", "mlp.router.gate.weight"),
         rename("mlp.e_score_correction_bias", "mlp.expert_bias"),
         rename("mlp.shared_experts", "mlp.shared_mlp"),
     ),
-    "jamba": _JAMBA,
-    "kimi_linear": (*_FORGET_GATE, _convolution("self_attn"), *_MIXTRAL),
+    "jamba": _experts("feed_forward", "gate_proj", "up_proj", "down_proj"),
+    "kimi_linear": (*_FORGET_GATE, _convolution("self_attn"), *_BLOCK, *_experts("mlp", "w1", "w3", "w2")),
     "kolibri1": (
         *_QWEN,
         rename("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
@@ -149,25 +145,17 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias"),
         rename("mlp.shared_experts", "mlp.shared_expert"),
     ),
-    "lfm2_moe": _LFM2,
+    "lfm2_moe": _experts("feed_forward", "w1", "w3", "w2"),
     "lfm3": (rename("self_attn.g_proj", "self_attn.gate_proj"),),
     "mimo_v2_flash": (*_QWEN, rename("self_attn.sinks", "self_attn.attention_sink_bias")),
-    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _MIXTRAL),
-    "nemotron_h": (
-        rename("^model", "^backbone"),
-        stacked("mixer.experts.up_proj", "mixer.experts.*.up_proj.weight"),
-        stacked("mixer.experts.down_proj", "mixer.experts.*.down_proj.weight"),
-    ),
+    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _BLOCK),
+    "nemotron_h": (rename("^model", "^backbone"),),
     "olmo_hybrid": (
         rename("input_layernorm", "attention_layer_norm"),
         rename("post_attention_layernorm", "feedforward_layer_norm"),
         _convolution("linear_attn"),
     ),
-    "phimoe": (
-        rename("mlp", "block_sparse_moe"),
-        rename("router.weight", "gate.weight"),
-        *_experts("mlp", "w1", "w3", "w2"),
-    ),
+    "phimoe": (*_BLOCK, rename("router.weight", "gate.weight")),
     "vit": (rename("layers", "encoder.layer"), *_attention("attention"), *_MLP),
     "dinov2": _attention("attention"),
     "swin": (
@@ -239,22 +227,19 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
 #: Names found only in old files, for any model.
 LEGACY = (read_as("LayerNorm.weight", "LayerNorm.gamma"), read_as("LayerNorm.bias", "LayerNorm.beta"))
 
-#: Models with equal names on both sides.
+#: Models without a family, with equal names on both sides.
 UNCHANGED = frozenset(
     _words(
         """
-    apertus arcee bamba bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small
-    blip blip-2 bloom camembert codegen cohere cohere2 cpmant ctrl cwm data2vec-text diffllama doge electra ernie
-    ernie4_5 exaone4 exaone4_5 falcon falcon_h1 falcon_mamba gemma gemma2 gemma3_text gemma4_unified_text git glm
-    glm4 glm46v glm4v glm_ocr glmga gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gpt_oss gptj granite granite_swa
-    granitemoe_swa helium hunyuan_v1_dense hyperclovax idefics idefics2 idefics3 inkling_text instructblip
-    instructblipvideo internlm3 iquestcoder jais2 jetmoe kosmos-2 kosmos-2.5 lfm2 lighton_ocr llama llama4
-    llama4_text mamba mamba2 marian mbart megatron-bert minicpm3 minimax_m3_vl_text ministral ministral3 mistral
-    mistral4 modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat nemotron olmo olmo2 olmo3 openai-gpt
-    opt ovis2 pegasus persimmon phi phi3 phi4_multimodal pix2struct plbart pp_formulanet prophetnet qwen2 qwen3
-    qwen3_vl recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3 smolvlm
-    stablelm starcoder2 trocr udop vaultgemma video_llama_3 whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm
-    xmod youtu zamba zamba2 zaya
+    apertus bamba bart bert bert-generation big_bird bigbird_pegasus bitnet blenderbot blenderbot-small blip blip-2
+    camembert cpmant ctrl data2vec-text diffllama doge electra ernie exaone4_5 falcon falcon_h1 falcon_mamba
+    gemma4_unified_text git glm46v glm4v glm_ocr glmga gpt_neox_japanese granite_swa granitemoe_swa hunyuan_v1_dense
+    hyperclovax idefics idefics2 idefics3 inkling_text instructblip instructblipvideo jetmoe kosmos-2 kosmos-2.5
+    lfm2 lighton_ocr llama4 mamba2 marian mbart minicpm3 minimax_m3_vl_text mistral4 modernbert-decoder moshi
+    moss_transcribe_diarize mvp nanochat openai-gpt opt ovis2 pegasus phi4_multimodal pix2struct plbart
+    pp_formulanet prophetnet qwen3_vl recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv
+    smolvlm trocr udop vaultgemma video_llama_3 whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod zamba
+    zamba2 zaya
     cohere2_vision deepseek_vl deepseek_vl_hybrid lfm2_vl minicpm_ocr minicpmv4_6 minicpmv4_7 qwen3_5
 """
     )
@@ -299,24 +284,39 @@ _IMAGES = ("vit", "dinov2", "swin")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+def _rules_of(model_type: str) -> tuple[NameRule, ...] | None:
+    """Return a model type's rules, with those its family implies. None if it is unknown."""
+    family = FAMILIES.get(model_type)
+    if family is None or family.own_code:
+        return RULES.get(model_type, () if model_type in UNCHANGED else None)
+    own = RULES.get(model_type, ())
+    in_memory = {rule.hub[0]: rule.memory for rule in own}
+    blocks: dict[str, list[str]] = {}
+    for row in parse(family.layer):
+        block, is_expert, name = row.name.partition(".experts.{e}.")
+        if is_expert:
+            blocks.setdefault(in_memory.get(block, block), []).append(name.removesuffix(".weight"))
+    return (*own, *(rule for block, names in blocks.items() for rule in _experts(block, *names)))
+
+
 def declared(config: Mapping[str, Any]) -> Rules | None:
     """Return the rules for this config. None unless the tables have the model and all inner models."""
     types = list(dict.fromkeys(model_types(config)))
     whole = config.get("model_type")
-    if not isinstance(whole, str) or (whole not in RULES and whole not in UNCHANGED):
+    own = _rules_of(whole) if isinstance(whole, str) else None
+    if own is None:
         return None
-    rules = list(RULES.get(whole, ()))
+    rules = [*own]
     if is_base_model(config) and any(rule.memory.startswith("^") for rule in rules):
         return None  # its names begin differently
     if whole in _IMAGES and (config.get("use_swiglu_ffn") or str(config.get("architectures")).endswith("Backbone']")):
         return None  # further differences
     has_text = any(rule.memory == "^model.language_model" for rule in rules)
     for part in types[1:]:
-        inner = PARTS.get(part, () if part in UNCHANGED else None)
-        if inner is None and has_text and part in RULES:
-            inner = tuple(rule.within("language_model") for rule in RULES[part])
-        if inner is None:
+        inner = PARTS.get(part, _rules_of(part))
+        if inner is None or (inner and part not in PARTS and not has_text):
             return None
+        inner = inner if part in PARTS else tuple(rule.within("language_model") for rule in inner)
         rules += inner
     hidden = config_parts(config)[-1].get("hidden_size")
     layers, experts = _config_values(config, ("num_hidden_layers",)), _config_values(config, _NUM_EXPERTS)
