@@ -136,10 +136,13 @@ def open(
 
 def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
     if not isinstance(source, Checkpoint):
-        return open(source, format, **options)
-    requested = {"format": None if format == AUTO else format, **options}
-    if given := [name for name, value in requested.items() if value is not None]:
-        raise UsageError(f"{given[0]} has no effect on an open checkpoint", path=source.path)
+        source = open(source, format, **options)
+    else:
+        requested = {"format": None if format == AUTO else format, **options}
+        if given := [name for name, value in requested.items() if value is not None]:
+            raise UsageError(f"{given[0]} has no effect on an open checkpoint", path=source.path)
+    if source.unreadable is not None:
+        raise source.unreadable
     return source
 
 
@@ -834,7 +837,7 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
     from ckpt.compare.quantized import verify_quantized
 
     sides = [a, b]
-    are_quantized = [bool(quantized_parts(side)) for side in sides]
+    are_quantized = [bool(quantized_parts(side) or side.blocks) for side in sides]
     if are_quantized[0] == are_quantized[1]:
         raise UsageError(
             "--quantized compares a quantized model with the plain one",
@@ -843,6 +846,8 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
             hint="leave --quantized out to compare bit by bit",
         )
     is_b = are_quantized[1]
+    if sides[is_b].blocks:
+        return _verify_blocks(sides, is_b, beside, **options)
     weights = services.rounding.rounded_weights(sides[is_b])
     stored = {fqn for fqn, _ in sides[is_b].tensors}
     sides[is_b] = dequantized(sides[is_b], FLOAT32)
@@ -855,6 +860,17 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
     if unused := sorted(stored - kept):
         notes.append(f"{pluralize(len(unused), 'scale')} for activations not compared, for example {unused[0]}")
     return replace(report, notes=(*report.notes, *notes, *beside))
+
+
+def _verify_blocks(sides: list[Checkpoint], is_b: bool, beside: Sequence[str], **options: Any) -> QuantizedReport:
+    """Compare under the names of the format with the blocks."""
+    from ckpt.compare.quantized import verify_quantized
+
+    blocks, plain = sides[is_b], without_wrappers(_without_masters(sides[not is_b])[0])
+    sides[not is_b] = to_namespace(replace(plain, config=plain.config or blocks.config), blocks.namespace)
+    a, b = registry.namespace(blocks.namespace).comparable(*map(_with_computing_dtype, sides))
+    report = verify_quantized(a, b, services.rounding.rounded_blocks(blocks), is_b, **options)
+    return replace(report, notes=(*report.notes, *beside))
 
 
 def _without_masters(checkpoint: Checkpoint) -> tuple[Checkpoint, int]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, UsageError
 from ckpt.base.text import pluralize
-from ckpt.plan.dtypes import DType
+from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
@@ -215,6 +215,22 @@ class QuantizedStates:
     blocks: Mapping[Key, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Storage of a weight computed from blocks of small numbers with a scale.
+
+    `scales` has every element's scale; None if unknown. `values` are the numbers in order; if empty, they are integers
+    with magnitudes up to `span`.
+    """
+
+    type: str
+    nbytes: int
+    scales: Tensor | None = None
+    scale_dtype: DType = FLOAT32
+    values: tuple[float, ...] = ()
+    span: int = 0
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A lazy description of a checkpoint: the byte ranges that hold each part of each tensor.
@@ -262,6 +278,10 @@ class Checkpoint:
     #: Functions that return a virtual path's bytes on writing, for example merged LoRA weights.
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: QuantizedStates = QuantizedStates()
+    #: Weights stored in blocks, by fqn. Their tensors have the plain values.
+    blocks: Mapping[str, StoredBlocks] = field(default_factory=dict)
+    #: Error for all uses of the values, if only names and shapes are known.
+    unreadable: CkptError | None = None
     #: Tensors that `--dtype` never casts: quantized weights' parts.
     uncast: frozenset[str] = frozenset()
     #: From a family's readers to its own writers.

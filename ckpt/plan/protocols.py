@@ -152,6 +152,7 @@ class RoundedWeightProtocol(Protocol):
 
 class RoundingProtocol(Protocol):
     def rounded_weights(self, checkpoint: Checkpoint) -> Mapping[str, RoundedWeightProtocol]: ...
+    def rounded_blocks(self, checkpoint: Checkpoint) -> Mapping[str, RoundedWeightProtocol]: ...
 
 
 class DequantizingProtocol(Protocol):

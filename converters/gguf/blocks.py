@@ -7,13 +7,15 @@ scale and 16 bytes; byte j has value j in its low half and value j + 16 in its h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ckpt.plan.checkpoint import WEIGHT
-from ckpt.plan.dtypes import FLOAT32
-from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
+from ckpt.base.errors import CkptError
+from ckpt.plan.checkpoint import WEIGHT, StoredBlocks
+from ckpt.plan.dtypes import BY_NAME, FLOAT16, FLOAT32
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole
 from converters.gguf.header import TensorInfo
 from converters.gguf.types import MXFP4, Q8_0, GgmlType
 
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 CHUNKS = {Q8_0: 1 << 22, MXFP4: 1 << 18}
 #: FP4's values, doubled like in ggml. Minus zero is zero.
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+#: Bytes of the scale, and the byte for numbers that are 1.
+_ONES = {Q8_0: (2, 0x01), MXFP4: (1, 0x22)}
+_UINT8 = BY_NAME["uint8"]
+
+Computed = dict[str, Callable[[], memoryview]]
 
 
 def whole_rows(shape: Shape, size: int) -> Iterator[Box]:
@@ -36,27 +43,56 @@ def whole_rows(shape: Shape, size: int) -> Iterator[Box]:
             yield box if len(shape) > 1 else Box((0,), shape)
 
 
-def plain_tensor(entry: TensorInfo, path: str) -> tuple[Tensor, dict[str, Callable[[], memoryview]]]:
-    """Return the tensor with its values in float32, and the functions that compute them."""
-    computed: dict[str, Callable[[], memoryview]] = {}
+def plain_tensor(entry: TensorInfo, path: str, *, ones: bool = False) -> tuple[Tensor, Computed]:
+    """Return the tensor with its values in float32, and the functions that compute them.
+
+    With `ones`, all stored numbers are 1: the values are the scales.
+    """
+    computed: Computed = {}
     pieces, done, start = [], 0, entry.start
     for box in whole_rows(entry.shape, CHUNKS[entry.type]):
         size = box.numel // entry.type.block * entry.type.size
-        name = f"gguf:{path}:{start}"  # the file's path, because two files may be compared
-        computed[name] = partial(_values, path, start, size, entry.type)
+        name = f"gguf{'-scales' * ones}:{path}:{start}"  # the file's path, because two files may be compared
+        computed[name] = partial(_values, path, start, size, entry.type, ones)
         extent = Extent.contiguous(name, 0, FLOAT32, (box.numel,))
         pieces.append(Fragment(FlatRange(done, done + box.numel), extent))
         done, start = done + box.numel, start + size
     return Tensor(entry.name, WEIGHT, FLOAT32, entry.shape, Pieces(tuple(pieces))), computed
 
 
-def _values(path: str, start: int, size: int, kind: GgmlType) -> memoryview:
+def unknown_tensor(entry: TensorInfo, path: str, error: CkptError) -> tuple[Tensor, Computed]:
+    """Return a tensor whose values raise `error`."""
+
+    def refuse() -> memoryview:
+        raise error
+
+    name = f"gguf:{path}:{entry.start}"
+    extent = Extent.contiguous(name, 0, FLOAT32, entry.shape)
+    return Tensor(entry.name, WEIGHT, FLOAT32, entry.shape, Whole(extent)), {name: refuse}
+
+
+def stored_blocks(entry: TensorInfo, path: str) -> tuple[StoredBlocks, Computed]:
+    """Return a tensor's storage, and the functions that compute its scales."""
+    found = StoredBlocks(entry.type.name, entry.type.nbytes(entry.shape))
+    if entry.type not in CHUNKS:
+        return found, {}
+    scales, computed = plain_tensor(entry, path, ones=True)
+    if entry.type == Q8_0:
+        return replace(found, scales=scales, scale_dtype=FLOAT16, span=127), computed
+    values = tuple(sorted({one / 2 for one in _FP4}))
+    return replace(found, scales=scales, scale_dtype=_UINT8, values=values), computed
+
+
+def _values(path: str, start: int, size: int, kind: GgmlType, ones: bool) -> memoryview:
     import numpy as np
 
     from ckpt.move.source import opened, read_at
 
     with opened(path) as descriptor:
         stored = np.frombuffer(read_at(descriptor, path, start, size), np.uint8).reshape(-1, kind.size)
+    if ones:
+        first, one = _ONES[kind]
+        stored = np.pad(stored[:, :first], ((0, 0), (0, kind.size - first)), constant_values=one)
     values = _q8_0(stored) if kind == Q8_0 else _mxfp4(stored)
     content: memoryview = np.ascontiguousarray(values).data.cast("B")
     return content

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, IncompleteError, LossError
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError
 from ckpt.base.text import pluralize
 from ckpt.containers.sources import Sources
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
-from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Key, Layout, ReadRequest, Target
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Key, Layout, ReadRequest, StoredBlocks, Target
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
 from ckpt.runs.steps import run_at
-from converters.gguf.blocks import CHUNKS, plain_tensor
+from converters.gguf.blocks import CHUNKS, plain_tensor, stored_blocks, unknown_tensor
 from converters.gguf.facts import GgufFacts
 from converters.gguf.header import MAGIC, GgufHeader, read_header
 from converters.gguf.names import NAME
@@ -53,28 +53,36 @@ class Gguf(Format):
         sources, recorded = Sources(), dict[str, Any]()
         tensors: dict[Key, Tensor] = {}
         computed: dict[str, Callable[[], memoryview]] = {}
-        blocks: Counter[str] = Counter()
+        blocks: dict[str, StoredBlocks] = {}
+        unreadable: CkptError | None = None
         for number, file in enumerate(files):
             sources.add(file)
             header = read_header(file)
             _check_split(file, header.metadata, number, len(files))
-            _check_types(file, header)
+            error = _unknown_types(file, header)
+            unreadable = unreadable or error
             recorded = {**header.metadata, **recorded}
             for one in header.entries:
                 if (one.name, WEIGHT) in tensors:
                     raise CorruptError("the tensor is in two files", path=file, fqn=one.name)
                 if one.type.dtype is None:
-                    tensor, functions = plain_tensor(one, str(file))
+                    blocks[one.name], functions = stored_blocks(one, str(file))
                     computed |= functions
-                    blocks[one.type.name] += 1
+                    if error is not None and one.type not in CHUNKS:
+                        tensor, functions = unknown_tensor(one, str(file), error)
+                    else:
+                        tensor, functions = plain_tensor(one, str(file))
+                    computed |= functions
                 else:
                     extent = Extent.contiguous(str(file), one.start, one.type.dtype, one.shape)
                     tensor = Tensor(one.name, WEIGHT, one.type.dtype, one.shape, Whole(extent))
                 tensors[one.name, WEIGHT] = tensor
         numbers = {key: value for key, value in recorded.items() if type(value) in (int, float)}
+        counts = Counter((one.type, one.scales is not None) for one in blocks.values())
         notes = [
-            f"{pluralize(count, 'tensor')} stored in {kind}, and read as their values in float32"
-            for kind, count in sorted(blocks.items())
+            f"{pluralize(count, 'tensor')} stored in {kind}, "
+            + ("and read as their values in float32" if is_known else "with unknown values")
+            for (kind, is_known), count in sorted(counts.items())
         ]
         return Checkpoint(
             path=str(path),
@@ -87,6 +95,8 @@ class Gguf(Format):
             folders=tuple(map(str, folders)),
             notes=tuple(notes),
             computed=computed,
+            blocks=blocks,
+            unreadable=unreadable,
             facts=GgufFacts(recorded.get("general.architecture"), numbers),
         )
 
@@ -143,12 +153,13 @@ def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
         )
 
 
-def _check_types(file: Path, header: GgufHeader) -> None:
+def _unknown_types(file: Path, header: GgufHeader) -> CkptError | None:
+    """Return an error if values have a type that is not read."""
     others = [one for one in header.entries if one.type.dtype is None and one.type not in CHUNKS]
     if not others:
-        return
+        return None
     counts = Counter(one.type.name for one in others)
-    raise LossError(
+    return LossError(
         "ckpt does not read these types of GGUF tensors",
         path=file,
         fqn=others[0].name,

@@ -7,8 +7,10 @@ Names are llama.cpp's (`gguf-py/gguf/constants.py`, `tensor_mapping.py`), and ch
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
@@ -16,9 +18,9 @@ from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
-from ckpt.plan.tensors import Box, Shape, stepped, whole
+from ckpt.plan.tensors import Box, Extent, Shape, Tensor, Whole, stepped, whole
 from converters.gguf.facts import GgufFacts
-from converters.gguf.metadata import ROPE_FACTORS, check_recorded
+from converters.gguf.metadata import ROPE_FACTORS, check_recorded, rope_factors
 from converters.gguf.quantize import quantized
 from converters.gguf.tokenizer import OTHER_WAY
 from converters.names.shifts import shifted
@@ -225,7 +227,26 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
     return replace(named, ties=tied_names(config, {fqn for fqn, _ in named.tensors}))
 
 
-NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized)
+def _view(content: bytes) -> memoryview:
+    return memoryview(content)
+
+
+def _with_factors(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Add llama 3's factors to the side without them: they follow from the config."""
+    sides, key = [a, b], (ROPE_FACTORS, WEIGHT)
+    for this, other in ((0, 1), (1, 0)):
+        side = sides[this]
+        factors = rope_factors(side.config) if side.config else None
+        if factors and key in sides[other].tensors and key not in side.tensors:
+            content = struct.pack(f"<{len(factors)}f", *factors)
+            extent = Extent.contiguous(ROPE_FACTORS, 0, FLOAT32, (len(factors),))
+            tensors = {**side.tensors, key: Tensor(*key, FLOAT32, extent.shape, Whole(extent))}
+            computed = {ROPE_FACTORS: partial(_view, content)}
+            sides[this] = replace(side, tensors=tensors, computed={**side.computed, **computed})
+    return sides[0], sides[1]
+
+
+NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized, comparable=_with_factors)
 
 
 def _norms(checkpoint: Checkpoint) -> list[str]:

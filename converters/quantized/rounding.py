@@ -166,6 +166,22 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
     return found
 
 
+def rounded_blocks(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
+    """Return the weights that a format stores in blocks."""
+    found = {}
+    for fqn, stored in checkpoint.blocks.items():
+        assert stored.scales is not None
+        pairs = zip(checkpoint.tensors[fqn, WEIGHT].fragments(), stored.scales.fragments(), strict=True)
+        content = checkpoint.computed
+        blocks = tuple(
+            _RoundedBlock(*(WeightBlock(one.region, content[one.extent.path]) for one in (values, scales, scales)))
+            for values, scales in pairs
+        )
+        rounding = Rounding("", (), stored.values, stored.span)
+        found[fqn] = RoundedWeight(stored.type, rounding, stored.scale_dtype, blocks, ())
+    return found
+
+
 def _declared_rounding(stored: StoredWeights, quantized: QuantizedWeights, owner: str) -> Rounding:
     """Return a weight's rounding. Raise UsageError if its schemes declare none, or several."""
     declared = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner] if scheme.rounding)

@@ -97,15 +97,21 @@ def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _quantized_weights(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return faults, bits per parameter, and sizes by method and plain dtype."""
-    weights = services.quantization.quantized_weights(checkpoint, reads=False)
-    if not weights.owners and not weights.faults:
-        return None
+    weights, blocks = services.quantization.quantized_weights(checkpoint, reads=False), checkpoint.blocks
     model = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
-    nbytes = sum(model[part].nbytes for part in weights.parts)
-    counts = weights.num_parameters.values()
-    kinds = [_size_of_kind(weights.title, len(counts), None if None in counts else sum(filter(None, counts)), nbytes)]
-    for dtype, count in _dtypes(tensor for fqn, tensor in model.items() if fqn not in weights.parts).items():
-        kinds.append(_size_of_kind(dtype, count["tensors"], count["elements"], count["bytes"]))
+    kinds = []
+    if weights.owners or weights.faults:
+        nbytes, counts = sum(model[part].nbytes for part in weights.parts), weights.num_parameters.values()
+        count = None if None in counts else sum(filter(None, counts))
+        kinds.append(_size_of_kind(weights.title, len(counts), count, nbytes))
+    for kind in sorted({one.type for one in blocks.values()}):
+        sizes = [(model[fqn].numel, one.nbytes) for fqn, one in blocks.items() if one.type == kind]
+        kinds.append(_size_of_kind(kind, len(sizes), *map(sum, zip(*sizes, strict=True))))
+    if not kinds:
+        return None
+    plain = (tensor for fqn, tensor in model.items() if fqn not in weights.parts and fqn not in blocks)
+    for dtype, entry in _dtypes(plain).items():
+        kinds.append(_size_of_kind(dtype, entry["tensors"], entry["elements"], entry["bytes"]))
     totals = [kind["parameters"] for kind in kinds]
     total = None if None in totals else sum(totals)
     bits = _per_parameter(sum(kind["bytes"] for kind in kinds), total)

@@ -25,6 +25,7 @@ from ckpt.plan.tensors import whole
 from converters.gguf.header import read_header
 from converters.gguf.sentencepiece import read_pieces
 from converters.gguf.types import BY_NUMBER
+from tests.support.commands import ckpt as command
 from tests.support.engines import raw
 from tests.support.places import FIXTURES
 
@@ -107,10 +108,44 @@ def test_a_config_of_another_architecture_is_refused() -> None:
 
 def test_other_types_are_named(tmp_path: Path) -> None:
     file = small(tmp_path / "a.gguf", [("x.weight", (256, 1), 12, bytes(144)), ("y.weight", (256, 1), 14, bytes(210))])
-    with pytest.raises(LossError) as caught:
-        ckpt.open(file)
-    assert caught.value.found == "1 tensor in q4_k, 1 tensor in q6_k"
-    assert "llama-quantize" in str(caught.value.hint)
+    opened = ckpt.open(file)
+    for use in (lambda: ckpt.plan(file, "dcp"), lambda: opened["y.weight"][:], lambda: ckpt.verify(opened, file)):
+        with pytest.raises(LossError) as caught:
+            use()
+        assert caught.value.found == "1 tensor in q4_k, 1 tensor in q6_k"
+        assert "llama-quantize" in str(caught.value.hint)
+
+
+def test_inspect_shows_bits_by_type(tmp_path: Path) -> None:
+    x = ("x.weight", (256, 1), 12, bytes(144))
+    file = small(tmp_path / "a.gguf", [x, ("y.weight", (32,), 8, bytes(34)), ("z.weight", (2,), 0, bytes(8))])
+    done = command("inspect", file)
+    assert done.code == 0
+    for line in (
+        "bits        5.131 per parameter",
+        "q4_k: 144 B in 1 weight, 256 parameters with 4.5 bits",
+        "q8_0: 34 B in 1 weight, 32 parameters with 8.5 bits",
+        "float32: 8 B in 1 weight, 2 parameters with 32 bits",
+        "1 tensor stored in q4_k, with unknown values",
+    ):
+        assert line in done.out
+    assert command("check", file).code == 0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "q8_0"), ("qwen3_moe", "q8_0"), ("gpt_oss", "mxfp4")])
+def test_rounding_errors_are_measured(name: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    ckpt.convert(GGUF / name, "gguf", tmp_path / "out", quantize=kind)
+    file = tmp_path / "out/model.gguf"
+    report = ckpt.verify(GGUF / name, file, quantized=True, cast=True)
+    assert report.within_bound and {one.fqn for one in report.rounded} == set(ckpt.open(file).blocks)
+    entry = next(one for one in read_header(file).entries if one.type.name == kind)
+    data = bytearray(file.read_bytes())
+    data[entry.start + (1 if kind == "q8_0" else 0)] ^= 4  # 16 times the scale
+    file.write_bytes(data)
+    report = ckpt.verify(file, GGUF / name, quantized=True, cast=True)
+    assert [one.fqn for one in report.rounded if one.kind == "beyond"] == [entry.name]
+    assert report.exit_code == 1
 
 
 def test_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
