@@ -489,8 +489,8 @@ def plan(
     if layout.quantize is not None and target.carries_quantized:
         run_dtype = named.computes_in and named.computes_in.dtype
         like = None if requested.like is None else _quantized_model(requested.like, named)
-        named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype, like)
         quantization = {"method": layout.quantize, "rule": services.quantizing.rule(named, layout.quantize)}
+        named = services.quantizing.quantized(named, layout.quantize, layout.dtype or run_dtype, like)
         if like is not None:
             quantization["like"] = "rows with unchanged values have the original's bytes"
         check_parts(named)

@@ -16,9 +16,12 @@ from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
 from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._packed_weight import FusedWeights, PackedParts, PlainWeight
+from converters.quantized._weight import StoredWeights
+from converters.quantized.casts import RULE, SharedFactor, can_cast, cast_parts
 from converters.quantized.methods import own_methods, quantizer_of
+from converters.quantized.methods.compressed_tensors import SCALE
 from converters.quantized.original import Original
-from converters.quantized.parts import quantized_weights
+from converters.quantized.parts import QuantizedWeights, quantized_weights
 from converters.quantized.scheme import Quantizer
 
 #: Attention and MLP weights in a decoder layer. All others stay plain: routers, embeddings, norms, the head, DeepSeek's
@@ -37,7 +40,7 @@ _MAX_SHOWN = 12
 
 
 def rule(checkpoint: Checkpoint, method: str) -> str:
-    return _quantizer(checkpoint, method).rule
+    return RULE if can_cast(quantized_weights(checkpoint), method) else _quantizer(checkpoint, method).rule
 
 
 def _quantizer(checkpoint: Checkpoint, method: str) -> Quantizer:
@@ -51,7 +54,9 @@ def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None, like: Ch
     imitate. Raise UsageError for a quantized model, or without config or suitable weights, LossError if `like` has
     other tensors.
     """
-    quantizer = _quantizer(checkpoint, method)
+    quantizer, stored = _quantizer(checkpoint, method), quantized_weights(checkpoint)
+    if like is None and can_cast(stored, method):
+        return _cast(checkpoint, method, quantizer, stored)
     _check_plain(checkpoint)
     original = None if like is None else Original.of(like, method, quantizer)
     chosen = {fqn: one for fqn, one in choices(checkpoint, dtype).items() if one.tensor.role != BUFFER}
@@ -77,6 +82,31 @@ def quantized(checkpoint: Checkpoint, method: str, dtype: DType | None, like: Ch
         notes=(*checkpoint.notes, *_notes(method, [chosen[fqn] for fqn in taken], plain)),
     )
     return found if original is None else original.added_to(found, chosen)
+
+
+def _cast(checkpoint: Checkpoint, method: str, quantizer: Quantizer, weights: QuantizedWeights) -> Checkpoint:
+    assert weights.quantization is not None
+    tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
+    stored = StoredWeights(checkpoint, weights.tensors, FLOAT32)
+    fused: dict[str, list[str]] = {}
+    for owner, parts in weights.owners.items():
+        fused.setdefault(_fused_name(owner), []).append(parts[SCALE])
+    factors = {name: SharedFactor(stored, scales) for name, scales in fused.items()}
+    for owner, parts in weights.owners.items():
+        for packed in cast_parts(stored, parts, factors[_fused_name(owner)]):
+            tensors |= _tensors(owner, packed)
+            computed |= {_block_path(owner, packed, number): one.content for number, one in enumerate(packed.blocks)}
+    chosen = {fqn: one for fqn, one in choices(checkpoint, None).items() if fqn not in weights.parts}
+    recorded = weights.quantization.settings
+    plain = sorted({*_plain_modules(checkpoint, chosen, ()), *recorded.get("ignore", ())})
+    count = pluralize(len(weights.owners), "weight")
+    return replace(
+        checkpoint,
+        tensors=tensors,
+        computed=computed,
+        config={**(checkpoint.config or {}), QUANTIZATION_ENTRY: {**recorded, **quantizer.settings(plain)}},
+        notes=(*checkpoint.notes, f"{count} cast from mxfp4 to {method} with unchanged values"),
+    )
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:

@@ -107,17 +107,26 @@ def test_workers_do_not_change_the_bytes(models: dict[str, Path], tmp_path: Path
     assert len(found) == 1
 
 
+def cached(model: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Copy a model into a Hugging Face cache, and return its id."""
+    folder = model.parent / "hub/models--ORG--NAME"
+    for name in ("blobs", "refs", f"snapshots/{'0' * 40}"):
+        (folder / name).mkdir(parents=True)
+    (folder / "refs/main").write_text("0" * 40)
+    for file in model.iterdir():
+        shutil.copy(file, folder / "blobs" / file.name)
+        (folder / f"snapshots/{'0' * 40}" / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
+    return "ORG/NAME"
+
+
 def test_original_may_be_a_cached_hub_model(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = original(models["llama"], "int8", tmp_path)
     dequantized(first)
-    snapshot = tmp_path / "hub/models--ORG--NAME/snapshots" / ("0" * 40)
-    shutil.copytree(first, snapshot)
-    (tmp_path / "hub/models--ORG--NAME/refs").mkdir()
-    (tmp_path / "hub/models--ORG--NAME/refs/main").write_text("0" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    again = quantize(tmp_path / "original-plain", tmp_path / "again", "int8", "--like", "ORG/NAME")
+    name = cached(first, monkeypatch)
+    again = quantize(tmp_path / "original-plain", tmp_path / "again", "int8", "--like", name)
     assert "like" in json.loads((again / "ckpt-manifest.json").read_text())["quantization"]
     assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
@@ -154,7 +163,7 @@ def released(folder: Path) -> Path:
     return folder
 
 
-def test_fine_tuned_gpt_oss_is_released_like_the_original(tmp_path: Path) -> None:
+def test_fine_tuned_gpt_oss_is_released_like_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     first, name = released(tmp_path / "first"), "model.layers.1.mlp.experts.down_proj"
@@ -164,7 +173,7 @@ def test_fine_tuned_gpt_oss_is_released_like_the_original(tmp_path: Path) -> Non
     with torch.no_grad():
         model.get_parameter(name)[2, :, 3:9] *= 1.01
     model.save_pretrained(tmp_path / "tuned")  # transformers 5.23 saves the experts as NAME_blocks
-    again = quantize(tmp_path / "tuned", tmp_path / "again", "mxfp4", "--like", str(first), "--verify")
+    again = quantize(tmp_path / "tuned", tmp_path / "again", "mxfp4", "--like", cached(first, monkeypatch), "--verify")
     before, after = weights(first), weights(again)
     assert before.keys() == after.keys()
     assert {one for one in before if not same(before[one], after[one])} <= {f"{name}_blocks", f"{name}_scales"}

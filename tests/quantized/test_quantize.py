@@ -246,6 +246,34 @@ def test_scales_of_stacked_experts_are_not_said_to_load(tmp_path: Path) -> None:
     assert not torch.equal(loaded, dequantized(folder)[fqn])
 
 
+def test_mxfp4_is_cast_to_nvfp4_with_unchanged_values(llama: Path, tmp_path: Path) -> None:
+    first = quantize(llama, tmp_path / "first", "mxfp4")
+    parts, name = weights(first), "model.layers.0.mlp.up_proj.weight"
+    parts[f"{name}_packed"][3, :16] = 0x80  # zeros, with a scale that is out of range
+    parts[f"{name}_scale"][3, 0] = 0
+    save_file(parts, first / "model.safetensors", metadata={"format": "pt"})
+    out = quantize(first, tmp_path / "out", "nvfp4a16")
+    assert ckpt("check", out).code == 0
+    expected, found, cast = dequantized(first), dequantized(out), weights(out)
+    assert expected.keys() == found.keys()
+    assert [one for one in found if not torch.equal(found[one], expected[one])] == []
+    assert [one for one in parts if one.endswith("_packed") and not same(parts[one], cast[one])] == []
+    assert "unchanged" in json.loads((out / "ckpt-manifest.json").read_text())["quantization"]["rule"]
+    assert plan_of(out, "nvfp4a16")["format"] == "nvfp4-pack-quantized"
+
+
+def test_block_beyond_nvfp4s_scales_is_refused(llama: Path, tmp_path: Path) -> None:
+    first, name = quantize(llama, tmp_path / "first", "mxfp4"), "model.layers.0.mlp.up_proj.weight_scale"
+    parts = weights(first)
+    parts[name][3, 1] = 90
+    save_file(parts, first / "model.safetensors", metadata={"format": "pt"})
+    result = ckpt("convert", "hf", "hf", first, "-o", tmp_path / "out", "--quantize", "nvfp4a16")
+    assert (result.code, (tmp_path / "out").exists()) == (6, False)
+    assert "a block's scale is too small for NVFP4" in result.err
+    assert f"tensor: {name}" in result.err and "found: 2^-37 at [3, 1]" in result.err
+    quantize(first, tmp_path / "rounded", "nvfp4a16", "--dequantize")
+
+
 # -- plain and fused weights ---------------------------------------------------------------------------------
 
 
