@@ -33,7 +33,9 @@ def storage_dtype(dtype: DType) -> np.dtype:
 
 
 def cast_bits(bits: NDArray, source: DType, target: DType) -> NDArray:
-    """Convert the 1-d array `bits` to raw bits in `target`."""
+    """Convert the 1-d array `bits` to raw bits in `target`. Return itself for the same dtype."""
+    if source == target:
+        return bits
     result = np.empty(bits.shape, storage_dtype(target))
     for start in range(0, bits.size, _CACHE_SIZED):
         step = slice(start, start + _CACHE_SIZED)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError
 from ckpt.move.casts import cast_bits
+from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_box
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.precision import Choice
@@ -15,11 +16,16 @@ from ckpt.plan.tensors import Box
 
 def finite_values(choice: Choice, box: Box, computed: Computed, path: str) -> NDArray:
     """Return fp32 values, rounded to the chosen dtype. Raise CorruptError for NaN or infinity."""
-    bits, dtype = read_box(choice.tensor, box, computed).reshape(-1), choice.tensor.dtype
-    for target in (choice.dtype, FLOAT32):
-        if target != dtype:
-            bits, dtype = cast_bits(bits, dtype, target), target
-    values: NDArray = bits.view(np.float32).reshape(box.sizes)
+    return as_finite_values(chosen_bits(choice, box, computed), choice, box, path)
+
+
+def chosen_bits(choice: Choice, box: Box, computed: Computed, sources: OpenFiles | None = None) -> NDArray:
+    bits = read_box(choice.tensor, box, computed, sources)
+    return cast_bits(bits.reshape(-1), choice.tensor.dtype, choice.dtype).reshape(box.sizes)
+
+
+def as_finite_values(bits: NDArray, choice: Choice, box: Box, path: str) -> NDArray:
+    values: NDArray = cast_bits(bits.reshape(-1), choice.dtype, FLOAT32).view(np.float32).reshape(box.sizes)
     # NaN and infinity are in the maximum or the minimum.
     if values.size and not (np.isfinite(values.max()) and np.isfinite(values.min())):
         raise _not_finite(values, choice.tensor.fqn, box, path)

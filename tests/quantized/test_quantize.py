@@ -22,6 +22,7 @@ from ckpt.plan.precision import Choice
 from converters.quantized._packed_weight import FusedWeights, PlainWeight
 from converters.quantized.floats import _rounding_table, e2m1_codes, e4m3_bytes
 from converters.quantized.methods import quantizer_of
+from converters.quantized.methods.fp8 import _quantized_bits, _quantized_rows
 from tests.support.adapters import same, weights
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
@@ -115,6 +116,25 @@ def test_every_small_float_and_tie_is_rounded_like_torch() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_every_bfloat16_number_below_every_maximum_has_the_code_of_its_fp32_value() -> None:
+    for mantissa in range(128):
+        top = 24 + mantissa << 7 | mantissa  # another exponent, too
+        sizes = np.arange(top + 1, dtype=np.uint16)
+        bits = np.full((-(-2 * len(sizes) // 127), 128), top, np.uint16)
+        bits[:, 1:].flat[: 2 * len(sizes)] = np.concatenate([sizes, sizes | 0x8000])
+        bits = np.concatenate([bits, np.zeros((-len(bits) % 128, 128), np.uint16)])
+        found = _quantized_bits(bits)
+        assert found is not None
+        for ours, theirs in zip(found, _quantized_rows(None, _as_fp32(bits)), strict=True):  # type: ignore[arg-type]
+            assert ours.tobytes() == theirs.tobytes()
+    for top in (0x7F80, 0x7E80, 23 << 7):  # infinity, and scales or numbers that are subnormal
+        assert _quantized_bits(np.full((128, 128), top, np.uint16)) is None
+
+
+def _as_fp32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def test_e2m1_rounds_ties_to_even_and_clips() -> None:
     _rounding_table.cache_clear()
     numbers = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1e9, 0.2501, 0.7499, 1e-30, 0.0], np.float32)

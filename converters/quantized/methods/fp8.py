@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from converters.quantized._weight import (
     rounded,
 )
 from converters.quantized.blocks import spans
-from converters.quantized.floats import E4M3_MAX, e4m3_bytes
+from converters.quantized.floats import E4M3_MAX, E8M0_BIAS, e4m3_bytes
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     E8M0,
@@ -138,7 +138,7 @@ def _fp8(settings: Settings) -> list[Scheme]:
 
 def _packed_blocks(weight: PlainWeight) -> list[PackedParts]:
     parts = {WEIGHT: PackedPart(E4M3), SCALE: PackedPart(FLOAT32, _SIZE, _SIZE)}
-    return [packed_by_rows(weight, parts, _quantized_rows)]
+    return [packed_by_rows(weight, parts, _quantized_rows, _quantized_bits)]
 
 
 def _block_settings(plain: Sequence[str]) -> dict[str, Any]:
@@ -158,9 +158,7 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
         rows = values[start : start + _SIZE]
         columns = np.maximum(rows.max(axis=0), -rows.min(axis=0))
         largest = np.maximum.reduceat(columns, np.arange(0, len(columns), _SIZE))
-        with np.errstate(over="ignore", divide="ignore"):  # torch divides in these two steps
-            factors = np.float32(1) / largest * np.float32(E4M3_MAX)
-        factors[largest == 0] = 1
+        factors = _factors(largest)
         if not np.isfinite(factors).all():
             raise weight.refused("a block's numbers are too small for a scale", f"maximum {largest.min()} in a block")
         for first, last in spans(len(factors), STEP // _SIZE // _SIZE):
@@ -169,6 +167,61 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
             codes[place] = e4m3_bytes(scaled)
         scales.append(np.float32(1) / factors)
     return [codes, np.stack(scales)]
+
+
+def _factors(largest: NDArray) -> NDArray:
+    with np.errstate(over="ignore", divide="ignore"):  # torch divides in these two steps
+        factors: NDArray = np.float32(1) / largest * np.float32(E4M3_MAX)
+    factors[largest == 0] = 1
+    return factors
+
+
+#: In bfloat16: the bits of a mantissa, and the magnitudes of maxima for `_table`. Others lead to subnormal numbers.
+_MANTISSA, _LEAST, _MOST = 0x7F, 24 << 7, 253 << 7
+_OCTAVES = 20  # a number smaller by a factor of 2 ** 19 becomes zero
+
+
+def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
+    """Look up bfloat16 numbers in tables, with the bits of `_quantized_rows`."""
+    num_columns = bits.shape[1]
+    codes, scales = np.empty(bits.shape, np.uint8), np.empty((len(bits) // _SIZE, num_columns // _SIZE), np.float32)
+    for number, start in enumerate(range(0, len(bits), _SIZE)):
+        for first, last in spans(num_columns, STEP // _SIZE):
+            part = bits[start : start + _SIZE, first:last]
+            sizes = part & np.uint16(0x7FFF)
+            for half in (64, 32, 16, 8, 4, 2, 1):
+                np.maximum(sizes[:half], sizes[half : 2 * half], out=sizes[:half])
+            largest = np.maximum.reduceat(sizes[0], np.arange(0, last - first, _SIZE))
+            if ((largest >= _MOST) | (largest < _LEAST) & (largest != 0)).any():
+                return None
+            blocks = part.reshape(_SIZE, -1, _SIZE)
+            np.subtract(blocks, (largest & ~np.uint16(_MANTISSA))[:, None], out=sizes.reshape(blocks.shape))
+            for block, mantissa in enumerate((largest & np.uint16(_MANTISSA)).tolist()):
+                columns = slice(block * _SIZE, (block + 1) * _SIZE)
+                codes[start : start + _SIZE, first:last][:, columns] = _table(mantissa).take(sizes[:, columns])
+            factors = _factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
+            scales[number, first // _SIZE : last // _SIZE] = np.float32(1) / factors
+    return [codes, scales]
+
+
+@cache
+def _table(mantissa: int) -> NDArray:
+    """Return the codes of all bfloat16 numbers in a block whose maximum has this mantissa.
+
+    The index is a number's bits, minus the bits of the maximum's exponent, modulo 2 ** 16.
+    """
+    index = np.arange(-_OCTAVES << 7, 1 << 7).astype(np.uint16)
+    one = np.uint16(E8M0_BIAS << 7)
+    largest, values = (
+        ((bits + one).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        for bits in (np.array([mantissa], np.uint16), index)
+    )
+    found = e4m3_bytes(values * _factors(largest))
+    sign = np.uint16(0x8000)
+    table = np.zeros(1 << 16, np.uint8)
+    table[256 : sign + 128] = 0x80
+    table[index], table[index + sign] = found, found | 0x80
+    return table
 
 
 _RULE = "transformers 5.23 Fp8Quantize: a block's numbers times 448 / maximum, in fp32; ties to even"
