@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Layout
-from ckpt.plan.dtypes import DType
+from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Tensor
 from converters.gguf.blocks import CHUNKS, whole_rows
@@ -93,11 +93,15 @@ def _in_blocks(name: str, choice: Choice, kind: GgmlType, checkpoint: Checkpoint
 def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, path: str, sources: Mapping[str, Any]) -> memoryview:
     import numpy as np
 
-    from ckpt.move.finite import finite_values
+    from ckpt.move.finite import as_finite_values, chosen_bits
     from converters.gguf.package import quants
+    from converters.gguf.q8_0 import q8_0_blocks
 
     tensor = choice.tensor
-    values = finite_values(choice, box, sources, path).reshape(-1, tensor.shape[-1])
+    bits = chosen_bits(choice, box, sources)
+    if kind == Q8_0 and choice.dtype == BFLOAT16 and (found := q8_0_blocks(bits.reshape(-1))) is not None:
+        return found.data.cast("B")
+    values = as_finite_values(bits, choice, box, path).reshape(-1, tensor.shape[-1])
     if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * _MAX_SCALE:
         why = "a weight is too large for q8_0, whose scales are float16"
         raise LossError(why, path=path, fqn=tensor.fqn, found=f"in {box}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from safetensors.torch import load_file, safe_open, save_file
 
 from ckpt import api
 from ckpt.plan import services
+from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.precision import Choice
 from converters.quantized._packed_weight import FusedWeights, PlainWeight
 from converters.quantized.floats import _rounding_table, e2m1_codes, e4m3_bytes
 from converters.quantized.methods import quantizer_of
+from converters.quantized.methods.compressed_tensors import _mxfp4_bits, _mxfp4_rows
 from converters.quantized.methods.fp8 import _quantized_bits, _quantized_rows
 from tests.support.adapters import same, weights
 from tests.support.commands import ckpt
@@ -117,21 +120,41 @@ def test_every_small_float_and_tie_is_rounded_like_torch() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_every_bfloat16_number_below_every_maximum_has_the_code_of_its_fp32_value() -> None:
+    weight: Any = SimpleNamespace(choice=SimpleNamespace(dtype=BFLOAT16))
     for mantissa in range(128):
-        top = 24 + mantissa << 7 | mantissa  # another exponent, too
-        sizes = np.arange(top + 1, dtype=np.uint16)
-        bits = np.full((-(-2 * len(sizes) // 127), 128), top, np.uint16)
-        bits[:, 1:].flat[: 2 * len(sizes)] = np.concatenate([sizes, sizes | 0x8000])
-        bits = np.concatenate([bits, np.zeros((-len(bits) % 128, 128), np.uint16)])
-        found = _quantized_bits(bits)
-        assert found is not None
-        for ours, theirs in zip(found, _quantized_rows(None, _as_fp32(bits)), strict=True):  # type: ignore[arg-type]
-            assert ours.tobytes() == theirs.tobytes()
-    for top in (0x7F80, 0x7E80, 23 << 7):  # infinity, and scales or numbers that are subnormal
-        assert _quantized_bits(np.full((128, 128), top, np.uint16)) is None
+        top = 24 + mantissa % 80 << 7 | mantissa
+        blocks, groups = below(top, 128), below(top, 32)
+        blocks = np.concatenate([blocks, np.zeros((-len(blocks) % 128, 128), np.uint16)])
+        for bits, of_bits, of_rows in (
+            (blocks, _quantized_bits, _quantized_rows),
+            (groups, _mxfp4_bits, _mxfp4_rows),
+        ):
+            found = of_bits(bits)
+            assert found is not None
+            for ours, theirs in zip(found, of_rows(weight, as_fp32(bits)), strict=True):
+                assert ours.tobytes() == theirs.tobytes()
 
 
-def _as_fp32(bits: np.ndarray) -> np.ndarray:
+@pytest.mark.parametrize(
+    ("of_bits", "tops"),
+    [
+        (_quantized_bits, (0x7F80, 253 << 7, 23 << 7)),  # infinity, and subnormal scales or numbers
+        (_mxfp4_bits, (0x7F80, 129 << 7 | 96, 4 << 7)),  # a scale of 2 makes the smallest numbers zero
+    ],
+)
+def test_bfloat16_numbers_outside_the_fast_range_are_left_to_fp32(of_bits: Any, tops: tuple[int, ...]) -> None:
+    assert all(of_bits(np.full((128, 128), top, np.uint16)) is None for top in tops)
+
+
+def below(top: int, columns: int) -> np.ndarray:
+    """Return rows that begin with `top` and have all bfloat16 numbers up to its magnitude."""
+    sizes = np.arange(top + 1, dtype=np.uint16)
+    rows = np.full((-(-2 * len(sizes) // (columns - 1)), columns), top, np.uint16)
+    rows[:, 1:].flat[: 2 * len(sizes)] = np.concatenate([sizes, sizes | 0x8000])
+    return rows
+
+
+def as_fp32(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

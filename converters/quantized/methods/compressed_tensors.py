@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt.move import groups
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Shape
 from converters.quantized._packed_weight import (
@@ -46,6 +47,7 @@ from converters.quantized._weight import (
 from converters.quantized.floats import (
     E2M1_MAX,
     E4M3_MAX,
+    E8M0_BIAS,
     E8M0_NAN,
     e4m3_bytes,
     e4m3_values,
@@ -380,7 +382,7 @@ def _packed_mxfp4(weight: PlainWeight) -> list[PackedParts]:
         "mxfp4", BFLOAT16, FLOAT32
     )  # float16 can't hold the scales: compressed-tensors loses small groups
     parts = {PACKED: PackedPart(_UINT8, 1, 2), SCALE: PackedPart(_UINT8, 1, 32)}
-    return [packed_by_rows(weight, parts, _mxfp4_rows)]
+    return [packed_by_rows(weight, parts, _mxfp4_rows, _mxfp4_bits)]
 
 
 def _mxfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
@@ -395,6 +397,33 @@ def _mxfp4_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
     if np.abs(scaled).min(initial=1, where=scaled != 0) < _SMALLEST:  # larger products are exact
         scaled = as_rounded(scaled, weight.choice.dtype)
     return [_packed_e2m1(scaled.reshape(values.shape)), exponents.astype(np.uint8)]
+
+
+#: In steps of bfloat16 above a quarter of the scale: the first number of each e2m1 value after zero.
+_FIRST = (1, 192, 289, 352, 417, 480, 545)
+
+
+def _mxfp4_bits(bits: NDArray) -> list[NDArray] | None:
+    """Compare bfloat16 numbers with each value's first, with the bits of `_mxfp4_rows`."""
+    rows = groups.in_rows(bits)
+    sizes = rows & np.uint16(0x7FFF)
+    largest = groups.largest_in_rows(sizes)
+    powers = (largest + np.uint16(1 << 5)) >> np.uint16(7)
+    # A step is constant for normal numbers. With a scale of 2 or more, the smallest numbers lose their signs.
+    if powers.max() > E8M0_BIAS + 2 or largest[powers < 5].any():
+        return None
+    quarters = groups.for_rows((np.maximum(powers, np.uint16(5)) - np.uint16(4)) << np.uint16(7))
+    codes = np.greater(rows, np.uint16(0x8000)).view(np.uint8)
+    for _ in range(3):
+        codes += codes
+    reached = np.empty(rows.shape, np.bool_)
+    for first in _FIRST:
+        np.greater_equal(sizes, quarters + np.uint16(first), out=reached)
+        codes += reached.view(np.uint8)
+    packed = np.empty((len(largest), 16), np.uint8)
+    groups.in_groups(packed_pairs(codes), packed)
+    exponents = (np.maximum(powers, np.uint16(2)) - np.uint16(2)).astype(np.uint8)
+    return [packed, exponents]
 
 
 def _packed_e2m1(values: NDArray) -> NDArray:

@@ -158,7 +158,7 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
         rows = values[start : start + _SIZE]
         columns = np.maximum(rows.max(axis=0), -rows.min(axis=0))
         largest = np.maximum.reduceat(columns, np.arange(0, len(columns), _SIZE))
-        factors = _factors(largest)
+        factors = _scale_factors(largest)
         if not np.isfinite(factors).all():
             raise weight.refused("a block's numbers are too small for a scale", f"maximum {largest.min()} in a block")
         for first, last in spans(len(factors), STEP // _SIZE // _SIZE):
@@ -169,7 +169,7 @@ def _quantized_rows(weight: PlainWeight, values: NDArray) -> list[NDArray]:
     return [codes, np.stack(scales)]
 
 
-def _factors(largest: NDArray) -> NDArray:
+def _scale_factors(largest: NDArray) -> NDArray:
     with np.errstate(over="ignore", divide="ignore"):  # torch divides in these two steps
         factors: NDArray = np.float32(1) / largest * np.float32(E4M3_MAX)
     factors[largest == 0] = 1
@@ -182,8 +182,10 @@ _OCTAVES = 20  # a number smaller by a factor of 2 ** 19 becomes zero
 
 
 def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
-    """Look up bfloat16 numbers in tables, with the bits of `_quantized_rows`."""
+    """Look up bfloat16 numbers in whole blocks in tables, with the bits of `_quantized_rows`."""
     num_columns = bits.shape[1]
+    if len(bits) % _SIZE or num_columns % _SIZE:
+        return None
     codes, scales = np.empty(bits.shape, np.uint8), np.empty((len(bits) // _SIZE, num_columns // _SIZE), np.float32)
     for number, start in enumerate(range(0, len(bits), _SIZE)):
         for first, last in spans(num_columns, STEP // _SIZE):
@@ -199,7 +201,7 @@ def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
             for block, mantissa in enumerate((largest & np.uint16(_MANTISSA)).tolist()):
                 columns = slice(block * _SIZE, (block + 1) * _SIZE)
                 codes[start : start + _SIZE, first:last][:, columns] = _table(mantissa).take(sizes[:, columns])
-            factors = _factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
+            factors = _scale_factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
             scales[number, first // _SIZE : last // _SIZE] = np.float32(1) / factors
     return [codes, scales]
 
@@ -216,7 +218,7 @@ def _table(mantissa: int) -> NDArray:
         ((bits + one).astype(np.uint32) << np.uint32(16)).view(np.float32)
         for bits in (np.array([mantissa], np.uint16), index)
     )
-    found = e4m3_bytes(values * _factors(largest))
+    found = e4m3_bytes(values * _scale_factors(largest))
     sign = np.uint16(0x8000)
     table = np.zeros(1 << 16, np.uint8)
     table[256 : sign + 128] = 0x80

@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import whole
 from converters.gguf.header import read_header
+from converters.gguf.q8_0 import q8_0_blocks
 from converters.gguf.sentencepiece import read_pieces
 from converters.gguf.types import BY_NUMBER
 from tests.support.commands import ckpt as command
@@ -253,6 +254,22 @@ def test_types_equal_the_gguf_packages() -> None:
         if kind.name == "Q8_1":  # gguf 0.19.0 has 40, and ggml.h two float16 and 32 bytes
             size = 36
         assert BY_NUMBER[int(kind)][1:4] == (kind.name.lower(), block, size)
+
+
+def test_every_bfloat16_number_has_the_packages_code() -> None:
+    import gguf
+    from gguf.quants import quantize
+
+    for mantissa in range(128):
+        top = 16 + mantissa << 7 | mantissa
+        sizes = np.arange(top + 1, dtype=np.uint16)
+        blocks = np.full((-(-2 * len(sizes) // 31), 32), top, np.uint16)
+        blocks[:, 1:].flat[: 2 * len(sizes)] = np.concatenate([sizes, sizes | 0x8000])
+        found = q8_0_blocks(blocks.reshape(-1))
+        values = (blocks.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        assert found is not None and found.tobytes() == quantize(values, gguf.GGMLQuantizationType.Q8_0).tobytes()
+    for top in (0x7F80, 149 << 7, 1):  # infinity, beyond float16, a scale without reciprocal
+        assert q8_0_blocks(np.full(32, top, np.uint16)) is None
 
 
 def test_a_weight_must_be_finite_to_be_quantized(tmp_path: Path) -> None:

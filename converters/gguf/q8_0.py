@@ -1,0 +1,51 @@
+"""Q8_0 blocks from bfloat16 numbers, with the bits of the `gguf` package (0.19, `quants.py`)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.move import groups
+
+_STEP = 1 << 17  # numbers whose temporaries fit the processor's cache
+_BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))  # a half would carry the number below 0.5
+#: Magnitudes of maxima in bfloat16, with finite reciprocals, and scales below float16's end.
+_LEAST, _MOST = 16 << 7, 149 << 7
+
+
+def q8_0_blocks(bits: NDArray) -> NDArray | None:
+    """Return the blocks' bytes, [blocks, 34], or None if the package must compute them."""
+    found = np.empty((bits.size // groups.SIZE, 34), np.uint8)
+    for start in range(0, bits.size, _STEP):
+        part = bits[start : start + _STEP]
+        place = slice(start // groups.SIZE, (start + part.size) // groups.SIZE)
+        if not _write_blocks(part, found[place]):
+            return None
+    return found
+
+
+def _write_blocks(bits: NDArray, place: NDArray) -> bool:
+    rows = groups.in_rows(bits)
+    sizes = rows & np.uint16(0x7FFF)
+    largest = groups.largest_in_rows(sizes)
+    if ((largest >= _MOST) | (largest < _LEAST) & (largest > 0)).any():
+        return False
+    scales = _as_fp32(largest) / np.float32(127)
+    with np.errstate(divide="ignore"):
+        factors = np.where(scales == 0, np.float32(0), np.float32(1) / scales)
+    values = _as_fp32(sizes)
+    values *= np.repeat(factors, 4)
+    values += _BELOW_HALF  # halves are rounded away from zero
+    numbers = values.astype(np.int8)
+    signs = np.negative(np.greater(rows, np.uint16(0x8000)).view(np.int8))
+    numbers ^= signs
+    numbers -= signs
+    place[:, :2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    groups.in_groups(numbers, place[:, 2:])
+    return True
+
+
+def _as_fp32(bits: NDArray) -> NDArray:
+    wide = bits.astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
