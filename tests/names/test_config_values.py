@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.deepseek_v3 import CONFIG as DEEPSEEK_V3
 from converters.names.families import composites, encoders, tables
 from converters.names.hub import config_values, loading
 from converters.names.hub.config_values import TYPES, unknown_values
@@ -168,6 +169,8 @@ def test_every_architecture_accepts_the_types_of_the_table() -> None:
             (cls.model_type, one.type) for cls in configs() for one in dataclasses.fields(cls) if one.name == name
         )
         assert {model_type for model_type, kind in fields if "list" in str(kind)} == {*listed}, name
+    of_type = {cls.model_type: {one.name for one in dataclasses.fields(cls)} for cls in configs()}
+    assert not any(of_type[name] & {*records} for name, records in config_values.RECORDS_OF.items())
     assert {*ACT2FN} >= config_values.ACTIVATIONS and {*ALLOWED_LAYER_TYPES} >= config_values.LAYER_TYPES
     assert config_values.ROPE_TYPES.keys() <= {*ROPE_INIT_FUNCTIONS, "default"}
 
@@ -178,4 +181,5 @@ def test_configs_of_samples_are_known(fixtures: Path) -> None:
     for path in fixtures.rglob("config.json"):
         config = json.loads(path.read_text())
         found[path] = [*unknown_values(config)] if "model_type" in config else []
+    found[Path("DeepSeek-V3")] = [*unknown_values(DEEPSEEK_V3)]
     assert len(found) > 20 and {str(path): one for path, one in found.items() if one} == {}

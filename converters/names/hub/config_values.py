@@ -152,10 +152,12 @@ NULL_EXCEPT: Mapping[str, tuple[str, ...]] = {
     "summary_activation": ("electra",),
     "sliding_window": ("cwm", "exaone_moe", "flint"),
 }
-#: Only recorded by transformers, or compared elsewhere.
 #: Sizes that are lists in these model types, with a number for each layer.
 LISTED = {"conv_kernel": ("hubert", "wav2vec2"), "num_heads": ("swin",)}
+#: Only recorded by transformers, or compared elsewhere.
 _RECORDS = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
+#: Only recorded for these model types.
+RECORDS_OF = {"deepseek_v3": ("ep_size", "moe_layer_freq", "scoring_func", "topk_method")}
 _PARTS = ("text_config", "vision_config")
 #: Numbers in older releases.
 _OLD_NUMBERS = ("rope_theta", "pretraining_tp", "max_window_layers")
@@ -178,7 +180,7 @@ def unknown_values(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_known(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    if key in _RECORDS:
+    if key in _RECORDS or key in RECORDS_OF.get(str(config.get("model_type")), ()):
         return True
     if key in _ACTIVATION:
         return isinstance(value, str) and value in ACTIVATIONS
