@@ -23,6 +23,7 @@ from benchmarks import (
     huge,
     load,
     lora,
+    many,
     megatron,
     plans,
     processes,
@@ -55,7 +56,7 @@ SECTIONS = {
     "processes": processes,
     "quantized": quantized,
 }
-NAMED_ONLY = {"disk": disk, "huge": huge}
+NAMED_ONLY = {"disk": disk, "huge": huge, "many": many}
 ALL = SECTIONS | NAMED_ONLY
 
 _SHORT = readme.RESULTS.relative_to(Path(__file__).parents[1])

@@ -1,8 +1,9 @@
 """Sparse checkpoint with DeepSeek-V3's size in the Hub's layout in bf16: all names and shapes, no data.
 
-The config is the published one without `quantization_config`. Multi-token prediction is layer 61.
+The config is the published one without `quantization_config`. Multi-token prediction is layer 61. With `tiny`, all
+sizes are small and the bytes random.
 
-    python -m benchmarks.deepseek_v3 FOLDER
+    python -m benchmarks.deepseek_v3 FOLDER [tiny]
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -66,6 +69,19 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
     "v_head_dim": 128,
     "vocab_size": 129280,
+}
+_TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "vocab_size": 512,
 }
 #: 16 stages: the embedding first, multi-token prediction last.
 PIPELINE = "Et*4|(t*4|)*14tmL"
@@ -124,7 +140,9 @@ def _mlp(name: str, size: int) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.down_proj.weight", (hidden, size)
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, kind: str = "") -> None:
+    CONFIG.update(_TINY if kind == "tiny" else {})
+    shard = _SHARD // 10_000 if kind == "tiny" else _SHARD
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
     shards: list[dict[str, Any]] = [{}]
@@ -132,7 +150,7 @@ def write(folder: Path) -> None:
     for name, shape in shapes():
         dtype, itemsize = ("F32", 4) if name.endswith("e_score_correction_bias") else ("BF16", 2)
         size = prod(shape) * itemsize
-        if end + size > _SHARD:
+        if end + size > shard:
             shards.append({})
             end = 0
         shards[-1][name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
@@ -144,6 +162,9 @@ def write(folder: Path) -> None:
         header += b" " * (-len(header) % 8)
         size = max(entry["data_offsets"][1] for entry in entries.values())
         (folder / file).write_bytes(struct.pack("<Q", len(header)) + header)
+        if kind == "tiny":
+            with (folder / file).open("ab") as weights:
+                weights.write(np.random.default_rng(number).bytes(size))
         os.truncate(folder / file, 8 + len(header) + size)
         weight_map |= dict.fromkeys(entries, file)
         total += size
@@ -153,4 +174,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), *sys.argv[2:])

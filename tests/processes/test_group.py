@@ -118,6 +118,15 @@ class TestDealing:
         sizes = [sum(10 * (len(part.todo) + part.is_owner) for part in share) for share in shares]
         assert max(sizes) <= 290 / len(nodes) + 30
 
+    @pytest.mark.parametrize("nodes", [[0] * 48, [rank // 8 for rank in range(48)]])
+    def test_many_processes_get_equal_shares(self, nodes: list[Hashable]) -> None:
+        files = [TargetFile(f"f{i}", 400) for i in range(96)]
+        pieces = {file.name: [(at, 10) for at in range(0, 400, 10)] for file in files}
+        todo = {name: {*inside} for name, inside in pieces.items()}
+        shares = [deal(files, pieces, todo, nodes, rank) for rank in range(48)]
+        sizes = [sum(10 * len(part.todo) for part in share) for share in shares]
+        assert max(sizes) * 48 <= 1.05 * sum(sizes)
+
     def test_nodes_share_no_file(self) -> None:
         of_a, of_b = self.dealt(["a", "b"])
         assert not {part.file.name for part in of_a} & {part.file.name for part in of_b}

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -109,6 +109,8 @@ def test_who_waits_for_the_first_process_can_be_ended(agent: str) -> None:
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from ckpt.__main__ import main; main()"
+#: Killed after it has written its share.
+KILLED = "import ckpt.move.workers as w, os; w.Workers.join = lambda *_: os.kill(os.getpid(), 9); " + WITHOUT_TORCH
 
 
 def test_torchrun_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +124,14 @@ def test_torchrun_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 class TestSrunWithoutTorch:
     """Processes with Slurm's variables, and no torch."""
 
-    def started(self, *commands: Sequence[str | Path], port: int) -> list[subprocess.Popen[str]]:
+    def started(
+        self, *commands: Sequence[str | Path], port: int, scripts: Mapping[int, str] = {}
+    ) -> list[subprocess.Popen[str]]:
         """Start one rank for each command."""
         step = {"SLURM_STEP_NUM_TASKS": str(len(commands)), "SLURM_STEP_NODELIST": "localhost"}
         return [
             subprocess.Popen(
-                [sys.executable, "-c", WITHOUT_TORCH, *map(str, command)],
+                [sys.executable, "-c", scripts.get(rank, WITHOUT_TORCH), *map(str, command)],
                 env=os.environ | step | {"SLURM_PROCID": str(rank), "MASTER_PORT": str(port)},
                 cwd=REPOSITORY,
                 stdout=subprocess.PIPE,
@@ -154,6 +158,19 @@ class TestSrunWithoutTorch:
         assert [rank.returncode for rank in ranks] == [0, 0], told
         assert first == second and "converted from" in told
         assert (Path(first.strip()) / "latest").is_file() or Path(first.strip()).is_dir()
+
+    def test_one_is_killed_and_the_rest_is_done_by_others(self, tmp_path: Path) -> None:
+        convert = ("convert", "zero3", "zero3", ZERO3, "--world-size", "4", "-o")
+        ranks = self.started(*[(*convert, tmp_path / "out")] * 3, port=free_port(), scripts={1: KILLED})
+        assert process(*convert, tmp_path / "alone").code == 0
+        first, _, last = (rank.communicate(timeout=60)[1] for rank in ranks)
+        assert [rank.returncode for rank in ranks] == [7, -signal.SIGKILL, 7], first
+        assert "has ended, or cannot be reached any more: rank 1 of 3" in first and not last
+        assert "kept: " in first and not (tmp_path / "out").exists()
+        ranks = self.started(*[(*convert, tmp_path / "out")] * 2, port=free_port())
+        assert "left by a stopped conversion" in ranks[0].communicate(timeout=60)[1]
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+        assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
     def test_one_of_them_fails(self, tmp_path: Path) -> None:
         """All end with the first one's exit code."""

@@ -1,0 +1,42 @@
+"""The shares of a plan's bytes by process, on one node and on nodes of eight.
+
+python -m benchmarks.shares SOURCE FORMAT NUMBER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+
+import ckpt
+from benchmarks.runner import verdict
+from ckpt.base.text import pluralize
+from ckpt.move.filehash import max_pieces, pieces_of
+from ckpt.move.parts import deal
+
+PER_NODE, GOAL = 8, 0.05
+
+
+def main(source: str, to: str, number: int) -> str:
+    ranks = {"world_size": number} if to == "zero3" else {}
+    files = ckpt.plan(source, to, **ranks).plan.target.files
+    pieces = {file.name: pieces_of(file, max_pieces(len(files))) for file in files}
+    todo = {name: {*inside} for name, inside in pieces.items()}
+    rests = {file.name: file.size - sum(length for _, length in pieces[file.name]) for file in files}
+
+    def most(nodes: Sequence[Hashable]) -> float:
+        """Return the largest share, relative to the mean."""
+        sizes = [
+            sum(sum(length for _, length in part.todo) + rests[part.file.name] * part.is_owner for part in share)
+            for share in (deal(files, pieces, todo, nodes, rank) for rank in range(number))
+        ]
+        return max(sizes) * number / sum(sizes) - 1
+
+    one, several = most([0] * number), most([rank // PER_NODE for rank in range(number)])
+    told = f"on one node {one:.1%}, on nodes of {PER_NODE} {several:.1%}"
+    reached = verdict(max(one, several) <= GOAL, f"<= {GOAL:.0%}")
+    return f"{to}: the largest share of {pluralize(number, 'process')} is above the mean by {told} {reached}"
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
