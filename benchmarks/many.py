@@ -6,7 +6,6 @@ values, also after one process was killed. The processes meet like those of mpir
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from benchmarks.measure import CKPT, Run, call, environment, remove
 from benchmarks.runner import Bench, verdict
+from ckpt.move.files import staging_folder
+from ckpt.move.journal import holds_pieces
 
 SOURCES: Sequence[str] = ()
 SIZES = (1, 8, 48)
@@ -109,7 +110,7 @@ def together(command: Sequence[str | Path], size: int) -> list[Run]:
 def _killed(command: Sequence[str | Path], output: Path) -> str:
     """Kill the last of 48 processes while they write, then continue on 8. Return what the first one said."""
     processes = started(command, SIZES[-1])
-    while processes[-1].poll() is None and _written(output) < 1 << 20:
+    while processes[-1].poll() is None and not holds_pieces(staging_folder(output)):
         time.sleep(_WAIT)
     processes[-1].send_signal(signal.SIGKILL)
     killed = time.perf_counter()
@@ -122,12 +123,3 @@ def _killed(command: Sequence[str | Path], output: Path) -> str:
     if codes != {7, -signal.SIGKILL} or any(process.wait() for process in again):
         raise RuntimeError(f"{codes}: {told}")
     return f"rank 47 killed: the others ended after {seconds:.1f} s; {error}; then {goes_on}"
-
-
-def _written(output: Path) -> int:
-    """Return the bytes on disk of the folder that becomes `output`."""
-    found = 0
-    for path in output.parent.glob(f".{output.name}*/*"):
-        with contextlib.suppress(FileNotFoundError):
-            found += path.stat().st_blocks * 512
-    return found
