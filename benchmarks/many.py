@@ -61,7 +61,7 @@ def measure(bench: Bench) -> str:
         lines.append(f"  {_killed([*CKPT, 'convert', 'hf', 'hf', tiny, '-o', output], output)}")
         _keep(output, other)
         lines.append("  and the files are the same")
-        lines += [f"  {call('benchmarks.shares', real, to, RANKS)}" for to in ("zero3", "hf")]
+        lines += [f"  {call('benchmarks.shares', real, to, RANKS)}" for to in ("zero3", "hf", "dcp")]
     finally:
         remove([output, other])
     return "\n".join(lines)

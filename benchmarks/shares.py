@@ -18,7 +18,7 @@ PER_NODE, GOAL = 8, 0.05
 
 
 def main(source: str, to: str, number: int) -> str:
-    ranks = {"world_size": number} if to == "zero3" else {}
+    ranks = {"world_size": number} if to != "hf" else {}
     files = ckpt.plan(source, to, **ranks).plan.target.files
     pieces = {file.name: pieces_of(file, max_pieces(len(files))) for file in files}
     todo = {name: {*inside} for name, inside in pieces.items()}
@@ -33,9 +33,9 @@ def main(source: str, to: str, number: int) -> str:
         return max(sizes) * number / sum(sizes) - 1
 
     one, several = most([0] * number), most([rank // PER_NODE for rank in range(number)])
-    told = f"on one node {one:.1%}, on nodes of {PER_NODE} {several:.1%}"
+    told = f"on one node by {one:.1%}, on nodes of {PER_NODE} by {several:.1%}"
     reached = verdict(max(one, several) <= GOAL, f"<= {GOAL:.0%}")
-    return f"{to}: the largest share of {pluralize(number, 'process')} is above the mean by {told} {reached}"
+    return f"{to}: the largest share of {pluralize(number, 'process')} is above the mean {told} {reached}"
 
 
 if __name__ == "__main__":
