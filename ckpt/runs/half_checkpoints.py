@@ -93,8 +93,10 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
     elif ANY_STEP.fullmatch(path.name) and ANY_STEP.fullmatch(path.parent.name):
         places = [path.parent / name for name in names_in(path.parent) if _MODEL_FILE.fullmatch(name)]
     else:
-        beside = folders_in(path.parent) if _OPTIMIZER_FOLDER.search(path.name) else []
+        is_optimizers = _OPTIMIZER_FOLDER.search(path.name) is not None
+        beside = folders_in(path.parent) if is_optimizers else []
         places = [one for one in (*folders_in(path), *beside) if one != path and not ANY_STEP.fullmatch(one.name)]
+        places += [path.parent] if is_optimizers else []  # transformers' save_optimizer_distributed
     for place in islice(places, _MAX_FOLDERS):
         with suppress(CkptError):
             found = _checkpoint_of(place)

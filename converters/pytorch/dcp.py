@@ -76,7 +76,9 @@ class DistributedCheckpoint(Format):
         found = parts(path)
         for folder in found.folders:
             reading.folder(folder)
-        reading.is_pair = len(found.folders) + bool(found.shards) > 1
+        reading.is_pair = len(found.folders) + bool(found.shards) + found.is_hub > 1
+        if found.is_hub:
+            reading.hub_model(path, request)
         if found.shards:
             reading.shards(path, found.shards)
         if found.local:
@@ -194,6 +196,23 @@ class StateDictReading:
             "last rank would go unnoticed"
         )
 
+    def hub_model(self, folder: Path, request: ReadRequest) -> None:
+        """Add weights by `save_pretrained` under their in-memory names, which the optimizer has."""
+        from converters.pytorch.trainer import in_memory
+
+        model = in_memory(folder, request)
+        for tensor in model.with_role(WEIGHT):
+            path = next(iter(fragment.extent.path for fragment in tensor.fragments()), str(folder))
+            leaf = Leaf(tensor.fqn, tensor.dtype, tensor.shape, tensor.source, path, tensor.replicas)
+            self._add_with_ties(leaf, model.ties)
+        self.data.files |= {file.path: file for file in model.files}
+        self.notes += model.notes
+
+    def _add_with_ties(self, leaf: Leaf, ties: Mapping[str, str]) -> None:
+        self.leaves.append((("model", leaf.key), leaf))
+        for alias in (alias for alias, owner in ties.items() if owner == leaf.key):
+            self.leaves.append((("model", alias), replace(leaf, key=alias, same_as=leaf.key)))
+
     # -- FSDP1's LOCAL_STATE_DICT ----------------------------------------------------------------------------------
 
     def local(self, folder: Path, names: tuple[tuple[int, str], ...], config: Mapping[str, Any] | None) -> None:
@@ -210,9 +229,7 @@ class StateDictReading:
         found.ties |= tied_names(config, found.tensors) if config else {}
         for fqn, tensor in found.tensors.items():
             leaf = Leaf(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
-            self.leaves.append((("model", fqn), leaf))
-            for alias in (alias for alias, owner in found.ties.items() if owner == fqn):
-                self.leaves.append((("model", alias), replace(leaf, key=alias, same_as=fqn)))
+            self._add_with_ties(leaf, found.ties)
         self.leaves += [(("model", fqn), value) for fqn, value in found.values.items()]
         self.data.files |= sources.by_path
         self.data.ranks = max(self.data.ranks, len(files))

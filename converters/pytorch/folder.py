@@ -4,6 +4,7 @@
     <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
     <any name>/shard-..., <any name>/<any name>/.metadata     transformers 5.24, the optimizer in the model's folder
+    <any name>/model.safetensors, <any name>/<any name>/.metadata    the same without `distributed_checkpoint=True`
     checkpoint-N/pytorch_model_fsdp_rankR.bin, optimizer_0/    the same with LOCAL_STATE_DICT
     checkpoint-N/pytorch_model_fsdp_1_rankR.bin, optimizer_1/  the second model in such a save
     outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK, read_metadata
+from ckpt.containers.weights import INDEX, SINGLE
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.runs.finding import Steps, find_step
@@ -37,11 +39,15 @@ _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Folders and files of one checkpoint. `shards` are DCP's, `local` are LOCAL_STATE_DICT's."""
+    """Folders and files of one checkpoint. `shards` are DCP's, `local` are LOCAL_STATE_DICT's.
+
+    `is_hub` means that `save_pretrained` wrote the model, under names of the Hub.
+    """
 
     folders: tuple[Path, ...]
     shards: tuple[str, ...] = ()
     local: tuple[tuple[int, str], ...] = ()
+    is_hub: bool = False
 
 
 def is_dcp(folder: Path) -> bool:
@@ -75,7 +81,8 @@ def _holds_model(folder: Path, key: str) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0) or bool(_local(folder))
+    is_pair = is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0)
+    return is_dcp(folder) or is_pair or bool(_local(folder)) or _optimizer_by_hub_model(folder) is not None
 
 
 def is_local(folder: Path) -> bool:
@@ -104,6 +111,8 @@ def parts(path: Path) -> Parts:
         shards = tuple(name for name in names if SHARD.fullmatch(name))
         own = (path,) if not shards or METADATA in names else ()
         return Parts((*own, *_optimizer_of(path)), shards)
+    if (by_hub_model := _optimizer_by_hub_model(path)) is not None:
+        return Parts((by_hub_model,), is_hub=True)
     pair = [confined(path, name) for name in (MODEL_0, OPTIMIZER_0) if is_dcp(path / name)]
     return Parts(tuple(pair), local=_local(path))
 
@@ -119,6 +128,14 @@ def _optimizer_of(path: Path) -> list[Path]:
         beside = [path.parent / f"optimizer_{match[1]}"]
     found = [one for one in (*inside, *beside) if is_dcp(one) and _holds_optimizer_alone(one)]
     return found if len(found) == 1 else []
+
+
+def _optimizer_by_hub_model(path: Path) -> Path | None:
+    """Return the only optimizer's folder in a folder with `save_pretrained`'s weights."""
+    if not any((path / name).is_file() for name in (SINGLE, INDEX)) or is_dcp(path / OPTIMIZER_0):
+        return None
+    found = [one for one in folders_in(path) if (one / METADATA).is_file() and is_dcp(one)]
+    return found[0] if len(found) == 1 and _holds_optimizer_alone(found[0]) else None
 
 
 def _holds_optimizer_alone(folder: Path) -> bool:

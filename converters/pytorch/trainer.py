@@ -185,6 +185,29 @@ def _read_weights(reading: Reading, single: str) -> None:
     reading.notes += notes
 
 
+def in_memory(folder: Path, request: ReadRequest) -> Checkpoint:
+    """Return the weights of `save_pretrained` in `folder` under in-memory names. Raise a CkptError if unknown."""
+    from converters.names.transformers.relation import from_hub
+
+    reading = Reading(folder)
+    folders = tuple(place for place in (request.config, folder) if place is not None)
+    config = read_config(folders)
+    _read_weights(reading, SINGLE)
+    is_hub = config is not None and "model_type" in config
+    found = Checkpoint(
+        path=str(folder),
+        format=TRAINER.name,
+        tensors=reading.tensors,
+        files=reading.sources.files,
+        namespace=HUB if is_hub else OWN,
+        ties=tied_names(config, {fqn for fqn, _ in reading.tensors}) if config else {},
+        config=config,
+        folders=tuple(map(str, folders)),
+        notes=tuple(reading.notes),
+    )
+    return from_hub(found) if is_hub else found
+
+
 def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
     """Add states under in-memory names, if known.
 

@@ -258,6 +258,21 @@ def test_model_and_optimizer_of_one_save_are_one_checkpoint(optimizer: str, tmp_
     assert ckpt("check", model).code == CorruptError.exit_code
 
 
+def test_a_model_by_save_pretrained_and_its_optimizers_folder(tmp_path: Path) -> None:
+    """As `save_pretrained(X)` and `save_optimizer_distributed(..., X/optimizer)` of transformers 5.24 write them."""
+    save({"optimizer": FLAT}, tmp_path / "step" / "optimizer")
+    save_file({"w": torch.ones(2)}, tmp_path / "step" / "model.safetensors")
+    done = ckpt("resume", tmp_path / "step", "--world-size", "3")
+    assert (done.code, done.out.strip()) == (0, str(tmp_path / "step")), done.err
+    assert api.open(tmp_path / "step").optimizer_states == ("exp_avg", "exp_avg_sq", "step")
+    assert ckpt("check", tmp_path / "step").code == 0
+    alone = ckpt("resume", tmp_path / "step" / "optimizer")
+    assert alone.code == HalfError.exit_code
+    assert f"the model is in {tmp_path / 'step'}: give that folder" in alone.err
+    save_file({"v": torch.ones(2)}, tmp_path / "step" / "model.safetensors")
+    assert ckpt("check", tmp_path / "step").code == CorruptError.exit_code
+
+
 def test_another_checkpoint_in_a_models_folder_is_not_its_optimizer(tmp_path: Path) -> None:
     model = _sharded(tmp_path / "model")
     save({"model": {"w": torch.zeros(2)}, "optimizer": OPTIMIZER}, model / "inner")
