@@ -19,6 +19,7 @@ from ckpt.move.listing import files_in
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
+from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.model_files import (
@@ -109,6 +110,7 @@ def run_companions(
     files = [*(file for file in files if file.name not in found), *_files(found)]
     files += [file for file in own if file.name not in found]
     notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
+    notes += position_notes(home, names, checkpoint.world_size, num_ranks)
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
 

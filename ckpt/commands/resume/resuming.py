@@ -36,13 +36,14 @@ from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import listed_once
+from ckpt.move.listing import files_in, listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import unread_files
+from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
 from ckpt.runs.half_checkpoints import check_holds_model
@@ -57,7 +58,7 @@ from ckpt.runs.steps import (
     missing_last_of_megatron,
     recorded_step,
 )
-from ckpt.runs.trainer_files import run_files
+from ckpt.runs.trainer_files import run_files, trainer_folder
 
 T = TypeVar("T")
 
@@ -364,6 +365,9 @@ def _way(
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
+        if (step := trainer_folder(checkpoint)) is not None:
+            for note in position_notes(step, files_in(step), checkpoint.world_size, layout.world_size):
+                say(f"note: {note}")
         for line in unread_files.lines([file.to_json() for file in unread_files.list_unread(found)]):
             say(line)
         return _Way(str(as_it_is), "as it is", list(opened))

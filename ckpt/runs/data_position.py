@@ -1,0 +1,64 @@
+"""A run's position in its data, if the number of ranks changes.
+
+HF Trainer records steps, not sequences: a resumed run skips `global_step` times its own batches (transformers 5.24,
+trainer.py, `_init_training_state`). Accelerate's `dl_state_dict*.bin` counts one rank's batches (accelerate 1.15,
+checkpointing.py, data_loader.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.text import pluralize
+from ckpt.containers.torchfile.values import Record
+from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
+from ckpt.runs.file_table import TRAINING_ARGS, fits
+from ckpt.runs.precision import read_training_args
+from ckpt.runs.steps import TRAINER_STATE
+
+_LOADERS = ("dl_state_dict*.bin",)
+_PER_DEVICE, _ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+def position_notes(step: Path, names: Collection[str], before: int | None, ranks: int | None) -> Iterator[str]:
+    """Yield what `ranks` ranks must do to go on at the sequence where `before` ranks stopped.
+
+    `step` is a trainer's step folder with the files `names`.
+    """
+    if before is None or ranks is None or before == ranks:
+        return
+    if TRAINER_STATE in names:
+        yield _of_trainer(step, before, ranks)
+    for name in sorted(name for name in names if fits(name, _LOADERS)):
+        yield (
+            f"data position: {name} counts the batches of each of {pluralize(before, 'rank')}, so "
+            f"{pluralize(ranks, 'rank')} will continue at other samples; Accelerate can't convert it"
+        )
+
+
+def _of_trainer(step: Path, before: int, ranks: int) -> str:
+    state, arguments = read_json(confined(step, TRAINER_STATE)), read_training_args(step / TRAINING_ARGS)
+    done, batch = (state.get(name) if isinstance(state, dict) else None for name in ("global_step", "train_batch_size"))
+    accumulated = None if arguments is None or _depends_on_ranks(arguments) else arguments.get(_ACCUMULATED)
+    if type(done) is not int or type(batch) is not int or type(accumulated) is not int:
+        return (
+            "data position: HF Trainer counts it in steps, and the files don't prove the sequences per step: keep "
+            f"{_PER_DEVICE} x {_ACCUMULATED} x ranks as on {pluralize(before, 'rank')}"
+        )
+    total = batch * accumulated * before
+    place = f"data position: {pluralize(done, 'step')} of {pluralize(total, 'sequence')} = {done * total}; HF Trainer"
+    there = f"on {pluralize(ranks, 'rank')}"
+    if total % ranks == 0:
+        return f"{place} goes on there with {_PER_DEVICE} x {_ACCUMULATED} = {total // ranks} {there}"
+    return f"{place} can't go on there {there}: {total} is not a multiple, and it skips {done} steps of the new size"
+
+
+def _depends_on_ranks(arguments: Record | Mapping[Any, Any]) -> bool:
+    """Return True if the samples' order or the batch depends on more than the number of sequences per step."""
+    order, accelerator = arguments.get("train_sampling_strategy"), arguments.get("accelerator_config")
+    is_grouped = arguments.get("group_by_length") is True or order not in (None, "random", "sequential")
+    is_split = isinstance(accelerator, Record | Mapping) and accelerator.get("split_batches") is True
+    return is_grouped or is_split or arguments.get("parallelism_config") is not None
