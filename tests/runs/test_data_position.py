@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.commands import ckpt
 
 from ckpt.runs.data_position import position_notes
+from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
 STEPS, BATCH, ACCUMULATED, RANKS = 3, 2, 2, 2
