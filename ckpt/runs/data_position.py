@@ -24,10 +24,7 @@ _PER_DEVICE, _ACCUMULATED = "per_device_train_batch_size", "gradient_accumulatio
 
 
 def position_notes(step: Path, names: Collection[str], before: int | None, ranks: int | None) -> Iterator[str]:
-    """Yield what `ranks` ranks must do to go on at the sequence where `before` ranks stopped.
-
-    `step` is a trainer's step folder with the files `names`.
-    """
+    """Yield how `ranks` ranks go on at the sequence where `before` ranks stopped."""
     if before is None or ranks is None or before == ranks:
         return
     if TRAINER_STATE in names:
@@ -57,7 +54,6 @@ def _of_trainer(step: Path, before: int, ranks: int) -> str:
 
 
 def _depends_on_ranks(arguments: Record | Mapping[Any, Any]) -> bool:
-    """Return True if the samples' order or the batch depends on more than the number of sequences per step."""
     order, accelerator = arguments.get("train_sampling_strategy"), arguments.get("accelerator_config")
     is_grouped = arguments.get("group_by_length") is True or order not in (None, "random", "sequential")
     is_split = isinstance(accelerator, Record | Mapping) and accelerator.get("split_batches") is True

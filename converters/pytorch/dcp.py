@@ -197,7 +197,6 @@ class StateDictReading:
         )
 
     def hub_model(self, folder: Path, request: ReadRequest) -> None:
-        """Add weights by `save_pretrained` under their in-memory names, which the optimizer has."""
         from converters.pytorch.trainer import in_memory
 
         model = in_memory(folder, request)

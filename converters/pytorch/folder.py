@@ -131,7 +131,6 @@ def _optimizer_of(path: Path) -> list[Path]:
 
 
 def _optimizer_by_hub_model(path: Path) -> Path | None:
-    """Return the only optimizer's folder in a folder with `save_pretrained`'s weights."""
     if not any((path / name).is_file() for name in (SINGLE, INDEX)) or is_dcp(path / OPTIMIZER_0):
         return None
     found = [one for one in folders_in(path) if (one / METADATA).is_file() and is_dcp(one)]

@@ -5,9 +5,8 @@
     step-2/model_0.safetensors     a rank's local tensors, with a layout of `SafetensorsSerialization`
     tmp_step-2/                    a save that has not ended: renamed after all ranks have written
 
-`metadata.pkl` describes only items with a resharder; the saver writes it if there is one. All other items are taken
-from `ITEM_RANK.pt`: a value that all ranks share, a dict with each rank's keys (torchtitan's `dp_rank_N`), or the
-ranks' values.
+`metadata.pkl` describes only items with a resharder. Other items are in `ITEM_RANK.pt`: a value that all ranks share, a
+dict with each rank's keys (torchtitan's `dp_rank_N`), or each rank's value.
 
 Format facts: torch_checkpointing 0.1.1 (metadata_manager.py, distributed_metadata.py, dtensor_metadata.py,
 checkpoint_layout.py, checkpoint_writer.py, state_transformations.py).
@@ -88,8 +87,6 @@ _STEPS = Steps(is_ranks_folder)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A rank's box of a tensor."""
-
     shape: Shape
     dtype: str
     box: Box
@@ -97,8 +94,6 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _DescribedItem:
-    """An item in the metadata: each rank's file, and each tensor's boxes by path and rank."""
-
     files: Mapping[int, str]
     places: Mapping[Path_, Mapping[int, _Place]]
 
@@ -184,7 +179,6 @@ class _ItemReading:
         return reading.checkpoint(self.folder, request)
 
     def _content(self, item: _DescribedItem, rank: int) -> RankFile | None:
-        """Return a rank's file, its values by path. None if the rank has no tensor of the item and no file."""
         path = confined(self.folder, item.files[rank])
         if not path.is_file():
             if not any(rank in of_ranks for of_ranks in item.places.values()):
@@ -235,7 +229,6 @@ class _ItemReading:
         return found
 
     def _add_other(self, reading: StateDictReading, name: str, files: Mapping[int, Path], world_size: int) -> None:
-        """Add an item without metadata. Its tensors are read if they are DTensors, or if it is a model or optimizer."""
         roots = {rank: self.sources.root(path, is_named=True) for rank, path in sorted(files.items())}
         held = [RankFile(str(files[rank]), rank, dict(_paths_and_values(root))) for rank, root in roots.items()]
         is_sharded = any(is_part(value) for file in held for value in file.content.values())
@@ -271,7 +264,6 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _paths_and_values(node: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Yield values by path, like torch_checkpointing. A list without dicts and tensors is one value."""
     if isinstance(node, Mapping):
         for name, inner in node.items():
             yield from _paths_and_values(inner, (*at, name))
@@ -283,7 +275,7 @@ def _paths_and_values(node: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def _named(content: Mapping[Path_, Any]) -> dict[Path_, Path_]:
-    """Return each path in a rank's file with parameter names instead of numbers, if an optimizer records names."""
+    """Map paths to paths with parameter names instead of numbers."""
 
     def listed(key: str) -> dict[Path_, list[Any]]:
         return {at: v for at, v in content.items() if at[:1] == (GROUPS,) and at[2:] == (key,) and isinstance(v, list)}
@@ -301,7 +293,6 @@ def _named(content: Mapping[Path_, Any]) -> dict[Path_, Path_]:
 
 
 def _leaves(name: str, held: Iterable[RankFile], item: _DescribedItem | None) -> Iterator[tuple[Path_, Any]]:
-    """Merge the ranks' values. Raise CorruptError if they contradict the metadata or each other."""
     found: dict[Path_, list[tuple[RankFile, Path_]]] = {}
     for file in held:
         paths = _named(file.content)
@@ -368,7 +359,6 @@ def _leaf(name: str, path: Path_, values: list[tuple[RankFile, Any]], places: li
 
 
 def _bare(value: StoredTensor, file: RankFile, place: _Place) -> list[Part]:
-    """Return the part of a tensor without a box of its own. Shape and dtype are compared with the metadata."""
     if value.shape != place.box.sizes:
         return [(value.shape, Fragment(whole(value.shape), value.extent, file.rank))]
     return [(place.shape, Fragment(place.box, value.extent, file.rank))]
@@ -384,7 +374,7 @@ _DIFFERENT = object()
 
 
 def _shared(values: list[Any]) -> Any:
-    """Return the ranks' common value, or a dict with all ranks' keys if no key has two values, or `_DIFFERENT`."""
+    """Return the common value, or all ranks' keys if no key has two values."""
     first = values[0]
     if all(_is_same(first, one) for one in values[1:]):
         return first
@@ -422,7 +412,6 @@ def _stored_bytes(value: StoredTensor) -> bytes:
 
 
 def _with_number(value: Any, name: str) -> Any:
-    """Return a 0-dim tensor in the form that a step is read in."""
     if isinstance(value, Mapping):
         return {key: _with_number(inner, f"{name}.{key}") for key, inner in value.items()}
     if not isinstance(value, StoredTensor) or value.shape:

@@ -186,7 +186,7 @@ def _read_weights(reading: Reading, single: str) -> None:
 
 
 def in_memory(folder: Path, request: ReadRequest) -> Checkpoint:
-    """Return the weights of `save_pretrained` in `folder` under in-memory names. Raise a CkptError if unknown."""
+    """Return `save_pretrained`'s weights under in-memory names."""
     from converters.names.transformers.relation import from_hub
 
     reading = Reading(folder)
