@@ -26,7 +26,7 @@ from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.tiling import copies, note_of_copy
 from ckpt.containers.safetensors import read_header
-from ckpt.containers.sources import RankFile, Sources, structure
+from ckpt.containers.sources import RankFile, Sources, check_all_there, structure
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
@@ -229,26 +229,20 @@ class _ItemReading:
         return found
 
     def _add_other(self, reading: StateDictReading, name: str, files: Mapping[int, Path], world_size: int) -> None:
+        is_model = name in (*MODEL_NAMES, *OPTIMIZER_NAMES)
+        if is_model:
+            check_all_there("rank files are missing", files, world_size, self.folder, f"{name}_0.pt")
+        elif len(files) < world_size:
+            return  # every rank writes each item, so this is another file
         roots = {rank: self.sources.root(path, is_named=True) for rank, path in sorted(files.items())}
         held = [RankFile(str(files[rank]), rank, dict(_paths_and_values(root))) for rank, root in roots.items()]
-        is_sharded = any(is_part(value) for file in held for value in file.content.values())
-        if is_sharded or name in (*MODEL_NAMES, *OPTIMIZER_NAMES):
-            if missing := sorted({*range(world_size)} - {*files}):
-                raise IncompleteError(
-                    "rank files are missing",
-                    path=self.folder,
-                    rank=", ".join(map(str, missing)),
-                    expected=f"{name}_*.pt",
-                )
+        shared = None if is_model else _shared(list(roots.values()))
+        if is_model or any(is_part(value) for file in held for value in file.content.values()):
             reading.leaves += _leaves(name, held, None)
-            return
-        shared = _shared(list(roots.values()))
-        if shared is _DIFFERENT:
+        elif shared is _DIFFERENT:
             reading.per_rank[name] = {str(rank): root for rank, root in roots.items()}
         else:
             reading.leaves.append(((name,), _with_number(shared, name)))
-        if len(files) < world_size:
-            reading.notes.append(f"{name}: only {pluralize(len(files), 'rank')} of {world_size} saved this item")
 
 
 # -- values --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt.runs.unread_files import list_unread
 from tests.support.places import FIXTURES
 
 RUN = FIXTURES / "torch-checkpointing"
@@ -49,6 +50,13 @@ def test_ranks_values_are_kept_apart(run: Path) -> None:
     for rank in range(2):
         torch.save({"seed": rank}, run / f"step-2/random_{rank}.pt")
     assert api.open(run / "step-2").state.per_rank["random"] == {"0": {"seed": 0}, "1": {"seed": 1}}
+
+
+def test_item_without_a_ranks_file_is_not_read(run: Path) -> None:
+    (run / "step-2/dataloader_1.pt").unlink()
+    checkpoint = api.open(run / "step-2")
+    assert "dataloader" not in checkpoint.state.entries()
+    assert [file.name for file in list_unread(checkpoint)] == ["dataloader_0.pt"]
 
 
 def test_staged_save_is_incomplete(run: Path) -> None:
