@@ -7,14 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 
 from ckpt import api
 from ckpt.commands.push import push as hub
 from ckpt.errors import CorruptError, StorageError, UsageError
 from ckpt.plan.checkpoint import Layout
-from tests.support.commands import process
+from tests.support.commands import ckpt
 from tests.support.hub_server import File, HubServer, Repo
 from tests.support.places import REPOSITORY
 
@@ -72,8 +71,6 @@ def fill(server: HubServer, *names: str) -> dict[str, File]:
 def test_every_kind_of_weights_beside_every_other(
     server: HubServer, monkeypatch: pytest.MonkeyPatch, here: str, there: str, below: str
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     fill(server, *(below + name for name in FILES[there]), "config.json")
     files, to = {below + name for name in FILES[here]}, hub.Push(REPO)
     if here == there or (here, there) in HARMLESS or (below and (here in MODELS) != (there in MODELS)):
@@ -88,10 +85,8 @@ def test_every_kind_of_weights_beside_every_other(
         hub.check_room(files, to)
 
 
-def test_files_of_one_set_that_stay(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_one_set_that_stay(server: HubServer) -> None:
     """No index names shards with another count any more; an old index would name the old shards."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     fill(server, "model-00001-of-00003.safetensors", *FILES["safetensors shards"])
     hub.check_room(set(FILES["safetensors shards"]), hub.Push(REPO))
     with pytest.raises(UsageError, match="not the pushed ones"):
@@ -102,9 +97,9 @@ def test_files_of_one_set_that_stay(server: HubServer, monkeypatch: pytest.Monke
 def test_bin_over_safetensors_is_refused(server: HubServer, tmp_path: Path, max_shard_size: int) -> None:
     api.plan(api.open(MODEL), "hf", Layout(max_shard_size=max_shard_size)).run(tmp_path / "hf")
     api.plan(api.open(tmp_path / "hf"), "full").run(tmp_path / "full")
-    assert process("push", tmp_path / "hf", "--repo-id", REPO).code == 0
+    assert ckpt("push", tmp_path / "hf", "--repo-id", REPO).code == 0
     before = server.tree(REPO)
-    report = process("push", tmp_path / "full", "--repo-id", REPO)
+    report = ckpt("push", tmp_path / "full", "--repo-id", REPO)
     assert report.code == 2 and server.tree(REPO) == before, report.err
     assert "transformers would load other weights" in report.err and f"hf repos delete-files {REPO} " in report.err
 
@@ -112,7 +107,7 @@ def test_bin_over_safetensors_is_refused(server: HubServer, tmp_path: Path, max_
 def test_what_stays_and_harms_nobody_is_said(server: HubServer, folder: Path) -> None:
     (folder / "ckpt-manifest.json").unlink()
     there = fill(server, *FILES["bin shards"], "ckpt-manifest.json")
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 0, report.err
     said = "note: unused weights stay in me/model: `hf repos delete-files me/model"
     assert f"{said} 'pytorch_model-*-of-00002.bin' pytorch_model.bin.index.json`" in report.err
@@ -123,7 +118,7 @@ def test_a_merge_is_refused_before_it_is_done(server: HubServer, tmp_path: Path)
     fill(server, *FILES["pytorch_model.bin"])
     output = tmp_path / "merged"
     lora = REPOSITORY / "fixtures" / "lora-zero3"
-    report = process("merge-lora", lora, "-o", output, "--push", "--repo-id", REPO)
+    report = ckpt("merge-lora", lora, "-o", output, "--push", "--repo-id", REPO)
     assert report.code == 2 and "accelerate would load other weights" in report.err and not output.exists(), report.err
 
 
@@ -134,7 +129,7 @@ def test_a_symlink_out_of_the_folder_is_refused(server: HubServer, folder: Path,
         link = folder / name
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(target if target.is_absolute() else Path("..") / target)
-        report = process("push", folder, "--repo-id", REPO)
+        report = ckpt("push", folder, "--repo-id", REPO)
         assert report.code == 5 and "a symlink leads out of" in report.err, (name, report.err)
         assert REPO not in server.repos
         link.unlink()
@@ -149,7 +144,7 @@ def test_links_that_stay_inside(server: HubServer, folder: Path, tmp_path: Path)
     for file in (entry / "blobs").iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     (snapshot / "same.json").symlink_to("config.json")
-    report = process("push", snapshot, "--repo-id", REPO)
+    report = ckpt("push", snapshot, "--repo-id", REPO)
     assert report.code == 0, report.err
     expected = {file.name: file.read_bytes() for file in snapshot.iterdir()}
     tree = server.tree(REPO)
@@ -163,7 +158,7 @@ def test_hidden_files_and_what_is_no_file(server: HubServer, folder: Path) -> No
     os.mkfifo(folder / "pipe")
     (folder / "again").symlink_to("sub")
     (folder / "dangling").symlink_to("gone")
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 0, report.err
     assert "note: hidden files are not pushed: .env, .git, .ssh, sub/.netrc; " in report.err
     assert "note: not pushed, not regular files: again, dangling, pipe" in report.err
@@ -187,7 +182,7 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(folder: Path, monkeypatch:
 
 def test_the_metadata_of_dcp_is_pushed(server: HubServer, tmp_path: Path) -> None:
     api.plan(api.open(MODEL), "dcp").run(tmp_path / "dcp")
-    report = process("push", tmp_path / "dcp", "--repo-id", REPO, "--whole-run")
+    report = ckpt("push", tmp_path / "dcp", "--repo-id", REPO, "--whole-run")
     assert report.code == 0 and ".metadata" in server.tree(REPO), report.err
     assert "hidden" not in report.err
 
@@ -195,21 +190,21 @@ def test_the_metadata_of_dcp_is_pushed(server: HubServer, tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", [[], ["--create-pr"]])
 def test_a_folder_that_is_not_what_its_manifest_says(server: HubServer, folder: Path, options: list[str]) -> None:
     flip(folder / "model.safetensors", -100)
-    report = process("push", folder, "--repo-id", REPO, *options)
+    report = ckpt("push", folder, "--repo-id", REPO, *options)
     assert report.code == 4 and "does not match its own manifest" in report.err and "has changed" in report.err
     assert f"ckpt verify {folder}" in report.err and REPO not in server.repos
     flip(folder / "model.safetensors", -100)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config))
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 4 and "config.json" in report.err and "remove ckpt-manifest.json" in report.err
     (folder / "ckpt-manifest.json").unlink()
-    assert process("push", folder, "--repo-id", REPO).code == 0
+    assert ckpt("push", folder, "--repo-id", REPO).code == 0
 
 
 def test_a_manifest_that_is_none_is_refused(server: HubServer, folder: Path) -> None:
     (folder / "ckpt-manifest.json").write_text("{}")
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 4 and "manifest" in report.err and REPO not in server.repos
 
 
@@ -217,17 +212,14 @@ def test_a_card_that_was_written_anew(server: HubServer, tmp_path: Path) -> None
     """Users may edit a card; a merge's manifest holds the original card's digest."""
     merged, lora = tmp_path / "merged", REPOSITORY / "fixtures" / "lora-zero3"
     server.refuse = 0
-    assert process("merge-lora", lora, "-o", merged, "--push", "--repo-id", REPO).code == 7
+    assert ckpt("merge-lora", lora, "-o", merged, "--push", "--repo-id", REPO).code == 7
     server.refuse = None
     (merged / "README.md").write_text("---\ntags: [mine]\n---\nmine\n")
-    report = process("push", merged, "--repo-id", REPO)
+    report = ckpt("push", merged, "--repo-id", REPO)
     assert report.code == 0 and server.tree(REPO)["README.md"].endswith(b"mine\n"), report.err
 
 
-def test_a_file_that_changes_during_the_push(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-
+def test_a_file_that_changes_during_the_push(server: HubServer, folder: Path) -> None:
     def say(line: str) -> None:
         if line.startswith("pushing"):  # after the manifest check
             flip(folder / "model.safetensors", -100)
