@@ -63,6 +63,7 @@ from ckpt.state.positions import with_step_count
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
 from ckpt.state.quantized_weights import check_place as check_quantized_place
 from ckpt.state.same_model import difference
+from ckpt.state.tensor_kinds import with_tensor_kinds
 from ckpt.state.wrapper_prefixes import without_wrappers
 from ckpt.stores import placeholder_files
 from ckpt.stores.places import local
@@ -486,6 +487,7 @@ def plan(
     if target.loads_from == "run":
         named, counted_step = with_step_count(named)
         renamed += counted_step
+    named = with_tensor_kinds(named, layout)
     if layout.quantize is not None and target.carries_quantized:
         run_dtype = named.computes_in and named.computes_in.dtype
         like = None if requested.like is None else _quantized_model(requested.like, named)

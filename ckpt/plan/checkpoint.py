@@ -22,6 +22,9 @@ from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 #: Every other role is an optimizer state's name.
 WEIGHT, MASTER, BUFFER = MODEL_ROLES = ("weight", "master", "buffer")
 
+#: Reasons in `Checkpoint.uncast`.
+PART, FIXED = "part", "fixed"
+
 #: Namespaces for parameters: the Hub's files, transformers' modules in memory, megatron-core's GPTModel (with global
 #: layer and expert numbers), or the model's own unknown names.
 HUB, TRANSFORMERS, MEGATRON, OWN = "hub", "transformers", "megatron", "own"
@@ -282,8 +285,10 @@ class Checkpoint:
     blocks: Mapping[str, StoredBlocks] = field(default_factory=dict)
     #: Error for all uses of the values, if only names and shapes are known.
     unreadable: CkptError | None = None
-    #: Tensors that `--dtype` never casts: quantized weights' parts.
-    uncast: frozenset[str] = frozenset()
+    #: Tensors that no dtype casts: `PART` of a quantized weight, or `FIXED` by the model's class.
+    uncast: Mapping[str, str] = field(default_factory=dict)
+    #: True if every buffer has its role, so that other tensors are parameters.
+    has_all_buffers: bool = False
     #: From a family's readers to its own writers.
     facts: Any = None
 

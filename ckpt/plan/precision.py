@@ -6,11 +6,11 @@ masters rounded to the model's dtype, like in the engine after each step. No oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt.base.text import Brief, pluralize
-from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
+from ckpt.plan.checkpoint import BUFFER, FIXED, MASTER, MODEL_ROLES, PART, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
 
@@ -46,7 +46,7 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 
 
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """Return one choice per parameter and buffer. Buffers and parts of quantized weights are never cast."""
+    """Return one choice per parameter and buffer. Buffers and `checkpoint.uncast` are never cast."""
     weights, masters, buffers = (
         {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted} for wanted in MODEL_ROLES
     )
@@ -116,8 +116,13 @@ def describe(
         what = f"{_count(cast)} written in {_dtypes(cast)}, the run's compute dtype ({record}), rounded from "
         notes.append(Brief(f"{what}its {_stored(cast)} weights; use --dtype fp32 for the unrounded weights"))
     elif cast:
-        notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)} by --dtype"))
-    parts = [c for c in parameters if requested is not None and c.tensor.fqn in checkpoint.uncast]
+        what = f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)} by --dtype"
+        is_narrower = any(c.dtype.itemsize < c.tensor.dtype.itemsize for c in cast)
+        is_unknown = is_narrower and not checkpoint.has_all_buffers
+        unknown = "; this architecture is unknown: some may need float32, and buffers may be among them"
+        notes.append(f"{what}{unknown} ({_named(cast)})" if is_unknown else Brief(what))
+    notes += _exception_notes(cast, parameters, checkpoint)
+    parts = [c for c in parameters if requested is not None and checkpoint.uncast.get(c.tensor.fqn) == PART]
     if parts:
         notes.append(f"{pluralize(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")
     kept = [
@@ -127,11 +132,29 @@ def describe(
     ]
     if kept:
         notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
+    wanted = {requested} if requested is not None else {c.dtype for c in cast}
+    fixed = [c for c in chosen.values() if c.tensor.role == BUFFER or checkpoint.uncast.get(c.tensor.fqn) == FIXED]
+    if fixed := [c for c in fixed if wanted and c.dtype in CAST_SOURCES - wanted]:
+        why = "buffers, and parameters that transformers keeps too"
+        notes.append(f"{pluralize(len(fixed), 'tensor')} kept in {_dtypes(fixed)}: {why} ({_named(fixed)})")
     return notes
+
+
+def _exception_notes(cast: list[Choice], parameters: list[Choice], checkpoint: Checkpoint) -> Iterator[str]:
+    """Name the tensors that are rounded although the others are stored in the written dtype."""
+    exact = {c.dtype for c in parameters if c.tensor.role == WEIGHT and not c.is_cast}
+    rounded = [c for c in cast if c.dtype in exact and c.tensor.dtype.itemsize > c.dtype.itemsize]
+    if rounded:
+        what = f"{pluralize(len(rounded), 'tensor')} rounded from {_stored(rounded)}, unlike the others"
+        yield f"{what} ({_named(rounded)})"
 
 
 def _count(chosen: list[Choice]) -> str:
     return pluralize(len(chosen), "parameter")
+
+
+def _named(chosen: list[Choice]) -> str:
+    return chosen[0].tensor.fqn + (", ..." if chosen[1:] else "")
 
 
 def _dtypes(chosen: list[Choice]) -> str:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ckpt.plan import protocols
 
 ties: protocols.TiesProtocol = lazy_module("converters.names.transformers.ties")
+tensor_kinds: protocols.TensorKindsProtocol = lazy_module("converters.names.transformers.tensor_kinds")
 torchtitan: protocols.TorchtitanProtocol = lazy_module("converters.names.torchtitan")
 layer_names: protocols.LayerNamesProtocol = lazy_module("converters.deepspeed.layer_names")
 proof: protocols.ProofProtocol = lazy_module("converters.names.hub.proof")

@@ -16,7 +16,7 @@ from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
 from ckpt.move.listing import files_in
-from ckpt.plan.checkpoint import Checkpoint, TargetFile
+from ckpt.plan.checkpoint import PART, Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
 from ckpt.runs.data_position import position_notes
@@ -59,7 +59,7 @@ def model_files(
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
-    if plain or not checkpoint.uncast:
+    if plain or PART not in checkpoint.uncast.values():
         found = {name: content for name, content in found.items() if not is_of(name, FileKind.QUANTIZATION)}
     path, config = find_config(folders), checkpoint.config
     notes: list[str] = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckpt.base.errors import CkptError, LossError
 from ckpt.base.text import pluralize
 from ckpt.plan import registry, services
-from ckpt.plan.checkpoint import HUB, Checkpoint, Format, Layout, Target
+from ckpt.plan.checkpoint import HUB, PART, Checkpoint, Format, Layout, Target
 
 _MAX_SHOWN = 3
 
@@ -79,7 +79,7 @@ def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             found=weights.unproved,
             hint="leave --dtype out",
         )
-    return replace(checkpoint, uncast=weights.parts) if weights.parts else checkpoint
+    return replace(checkpoint, uncast={**checkpoint.uncast, **dict.fromkeys(weights.parts, PART)})
 
 
 def check_casts(checkpoint: Checkpoint, target: Target) -> None:

@@ -229,7 +229,7 @@ def _kept_as_stored(
 
     An engine rounds frozen parameters on loading, but keeps buffers.
     """
-    if _is_deepspeed(checkpoint) or not resumable or any(True for _ in checkpoint.with_role(BUFFER)):
+    if _is_deepspeed(checkpoint) or not resumable or checkpoint.has_all_buffers:
         return {}
     others = {fqn: choice for fqn, choice in weights.items() if fqn not in masters and choice.is_cast}
     return {fqn: Choice(choice.tensor, choice.tensor.dtype) for fqn, choice in others.items()}

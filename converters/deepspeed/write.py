@@ -33,7 +33,7 @@ from ckpt.containers.torchfile.write import (
     torch_file,
     with_gaps,
 )
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, OneElement, ParamGroup, Target, TargetFile
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, OneElement, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
 from ckpt.runs.trainer_files import run_companions
@@ -112,11 +112,13 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
     left = [fqn for fqn, master in model.masters.items() if master.role == MASTER and checkpoint.get(fqn, WEIGHT)]
     if stage == 3 and left:
         yield Brief(f"weights of {pluralize(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
-    if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
+    if stage == 3 and model.frozen and not model.is_deepspeed and not checkpoint.has_all_buffers:
         yield (
             f"{pluralize(len(model.frozen), 'tensor')} outside the optimizer became frozen parameters: the source "
             "does not separate them from buffers, and ZeRO-3 loads them differently"
         )
+    if not model.resumable and not model.is_deepspeed and not checkpoint.has_all_buffers:
+        yield "buffers are unknown for this architecture: every floating-point tensor became a trained parameter"
     yield from batch_notes(config, num_ranks)
 
 

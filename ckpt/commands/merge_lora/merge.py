@@ -48,6 +48,7 @@ from ckpt.runs.omitted_content import training_left_out
 from ckpt.runs.steps import run_at
 from ckpt.state.naming import to_namespace
 from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_parts
+from ckpt.state.tensor_kinds import with_tensor_kinds
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,8 @@ def _plan(
         merge.check_vocabulary(one)
         notes = (*notes, *one.notes[len(before.notes) :])
     merge.check_ties()
-    merged = with_uncast_parts(to_namespace(merge.checkpoint(_identity(adapters)), HUB), layout)
+    named = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
+    merged = with_uncast_parts(with_tensor_kinds(named, layout), layout)
     check_parts(merged)
     target = registry.get("hf").lay_out(merged, layout)
     check_casts(merged, target)
