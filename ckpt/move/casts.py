@@ -1,7 +1,7 @@
 """Casts between floating dtypes on raw bits: round to nearest, ties to even, like the frameworks.
 
-bfloat16 is handled as the upper half of a float32. A NaN stays a NaN with its sign and the upper bits of its payload,
-and becomes quiet, like in hardware conversions.
+bfloat16 is handled as the upper half of a float32. A NaN stays a NaN with its sign and the upper bits of its payload.
+It becomes quiet only if it needs this bit, or in the processor's own conversions from and to float64.
 """
 
 from __future__ import annotations
@@ -69,5 +69,6 @@ def _round_to_bfloat16(values: NDArray) -> NDArray:
     result = rounded.astype(np.uint16)
     if np.isnan(values.max(initial=0)):  # max() returns NaN if there is one
         nan = np.isnan(values)
-        result[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
+        upper = (bits[nan] >> np.uint32(16)).astype(np.uint16)
+        result[nan] = np.where(upper & np.uint16(0x007F), upper, upper | np.uint16(0x0040))
     return result

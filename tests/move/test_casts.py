@@ -93,6 +93,7 @@ def test_single_numbers(pair: tuple[DType, DType], data: st.DataObject) -> None:
         (0x7F7F_FFFF, 0x7F80),  # rounds to infinity
         (0xFF80_0000, 0xFF80),
         (0x7F80_0001, 0x7FC0),  # with its payload cut off, this NaN would become infinity
+        (0x7F81_0000, 0x7F81),  # a signalling NaN with its payload
         (0xFFFF_FFFF, 0xFFFF),  # a rounding carry would flip this NaN's sign
     ],
 )
@@ -107,7 +108,8 @@ def test_widening_and_back_is_the_identity() -> None:
         for wide in (FLOAT32, FLOAT64):
             back = cast_bits(cast_bits(every, narrow, wide), wide, narrow)
             nan = is_nan(every, narrow)
-            assert (back[~nan] == every[~nan]).all()
+            kept = ~nan if wide == FLOAT64 else slice(None)  # the processor makes NaNs quiet in float64
+            assert (back[kept] == every[kept]).all()
             assert is_nan(back[nan], narrow).all()
 
 

@@ -15,6 +15,7 @@ import converters.names.parameters
 import converters.names.torchtitan
 import converters.names.transformers.modules
 import converters.names.transformers.relation
+import converters.names.transformers.tensor_kinds
 import converters.names.transformers.ties
 import converters.pytorch.state
 import converters.quantized.dequantize
@@ -29,6 +30,7 @@ from ckpt.commands.merge_lora import empty_model
 from ckpt.plan import protocols, services
 
 TIES: protocols.TiesProtocol = converters.names.transformers.ties
+TENSOR_KINDS: protocols.TensorKindsProtocol = converters.names.transformers.tensor_kinds
 TORCHTITAN: protocols.TorchtitanProtocol = converters.names.torchtitan
 LAYER_NAMES: protocols.LayerNamesProtocol = converters.deepspeed.layer_names
 PROOF: protocols.ProofProtocol = converters.names.hub.proof

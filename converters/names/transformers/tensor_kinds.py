@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import HUB, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from converters.names.transformers.relation import relation
-from converters.names.transformers.tables import RULES, UNCHANGED
+from converters.names.transformers.tables import PARTS, RULES, UNCHANGED
 from converters.names.transformers.transformers_source import model_types
 
 _Rows = Mapping[str, str]  # pattern: model types
@@ -25,9 +25,11 @@ _TORCHTITAN = r"\bmoe\.expert_bias(_E)?$"
 _CORRECTED = """
     axk1 axk2 bailing_hybrid beam deepseek_v3 deepseek_v32 deepseek_v4 dots1 dots3_note dots3_note_text exaone_moe
     glm4_moe glm4_moe_lite glm4v_moe glm4v_moe_text glm5_next glm5_next_text glm_moe_dsa hy_v3 hy_v4 inkling2
-    inkling2_text inkling_mm_model inkling_text kimi_k2 kimi_k25 kolibri1 mimo_v2_flash muse_spark muse_spark_text
+    inkling2_text inkling_mm_model inkling_text kimi_k25 kolibri1 mimo_v2_flash muse_spark muse_spark_text
     nemo_speechlm nemotron_h nemotron_h_omni solar_open
 """
+#: Not a class of transformers: a buffer here is a parameter in the model's own code.
+_OTHER_CODE = "kimi_k2"
 _CORRECTION = r"e_score_correction_bias"
 
 #: Floating-point buffers in state dicts.
@@ -35,6 +37,10 @@ BUFFERS: _Rows = {
     _CORRECTION: f"{_CORRECTED} kimi_linear longcat_flash minimax_m2 minimax_m3_vl minimax_m3_vl_text step3p7",
     r"expert_bias": "lfm2_moe",
     r"balancing_biases": "zaya",
+    r"(backbone|conv_encoder)\.model\..*normalization\.(weight|bias)$": (
+        "d_fine deimv2 pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 rt_detr rt_detr_v2"
+    ),
+    r"text_model\.embeddings\.position_embedding$": "videoprism",
     r"act_fn\.(beta|eps)$": "apertus",
     r"codebook\.(cluster_size|embed|embed_avg|inited)$": "bark encodec xcodec",
     r"codebook\.(cluster_usage|embed_sum|initialized)$": "csm kyutai_speech_to_text mimi",
@@ -64,7 +70,7 @@ _INKLING, _INKLING2 = "inkling_mm_model inkling_text", "inkling2 inkling2_text"
 _GLM5 = "glm5_next glm5_next_text"
 #: Kept in float32 in a bf16 or fp16 model.
 FLOAT32: _Rows = {
-    _CORRECTION: _CORRECTED,
+    _CORRECTION: f"{_CORRECTED} {_OTHER_CODE}",
     r"gate\.weight": "ernie4_5_moe ernie4_5_vl_moe flint",
     r"moe_statics": "ernie4_5_moe ernie4_5_vl_moe",
     r"mlp\.gate\.weight": f"beam {_INKLING2} mistral_large4 mistral_large4_text {_MUSE}",
@@ -105,10 +111,10 @@ FLOAT32_IN_FP16: _Rows = {
 
 
 def is_known(checkpoint: Checkpoint) -> bool:
-    """Return True if the tables here cover the config's model and all inner models."""
+    """Return True if the tables have all buffers of the config's model and inner models."""
     types = list(model_types(checkpoint.config or {}))
-    listed = " ".join((*BUFFERS.values(), *FLOAT32.values(), *FLOAT32_IN_FP16.values())).split()
-    return bool(types) and all(one in RULES or one in UNCHANGED or one in listed for one in types)
+    known = {*RULES, *PARTS, *UNCHANGED, *" ".join((*BUFFERS.values(), *FLOAT32.values())).split()} - {_OTHER_CODE}
+    return bool(types) and known.issuperset(types)
 
 
 def buffers(checkpoint: Checkpoint) -> frozenset[str]:
