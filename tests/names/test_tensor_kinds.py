@@ -1,4 +1,4 @@
-"""Buffers and float32 tensors against transformers' own classes."""
+"""`converters/names/transformers/tensor_kinds.py`: buffers and float32 tensors of transformers' own classes."""
 
 from __future__ import annotations
 
