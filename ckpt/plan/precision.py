@@ -134,7 +134,7 @@ def describe(
         notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
     wanted = {requested} if requested is not None else {c.dtype for c in cast}
     fixed = [c for c in chosen.values() if c.tensor.role == BUFFER or checkpoint.uncast.get(c.tensor.fqn) == FIXED]
-    if fixed := [c for c in fixed if wanted and c.dtype in CAST_SOURCES - wanted]:
+    if fixed := [c for c in fixed if wanted and FLOAT32 not in wanted and c.dtype in CAST_SOURCES - wanted]:
         why = "buffers, and parameters that transformers keeps too"
         notes.append(f"{pluralize(len(fixed), 'tensor')} kept in {_dtypes(fixed)}: {why} ({_named(fixed)})")
     return notes
