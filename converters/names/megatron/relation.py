@@ -96,7 +96,8 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     copies = {copy: owner for copy, owner in table.copies(sizes).items() if copy in shapes}
     relation = table.relation(sizes, padded, copies)
     check_complete(relation, shapes)
-    named = shifted(translate(checkpoint, relation, MEGATRON), table.centred(sizes), -1)
+    plain, centred = translate(checkpoint, relation, MEGATRON), table.centred(sizes)
+    named = shifted(plain, centred, -1)
     args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
     args |= {"mtp_num_layers": len(sizes.predicted) or None}
     position, seen = _data_position(named)
@@ -110,7 +111,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             *notes,
             *more,
             *table.notes(sizes),
-            *shifting_notes(table.centred(sizes)),
+            *shifting_notes(plain, centred, -1),
             *_padding_notes(sizes.dims["v"], padded),
         ),
     )
@@ -155,7 +156,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
-    notes += (*shifting_notes(centred), *_block_notes(checkpoint))
+    notes += (*shifting_notes(checkpoint, centred, 1), *_block_notes(checkpoint))
     if padded > sizes.dims["v"]:
         rows = f"{padded - sizes.dims['v']} of {pluralize(padded, 'row')}"
         notes.append(Brief(f"the vocabulary's padding is left out: {rows} (unused)"))

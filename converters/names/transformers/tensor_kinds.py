@@ -141,15 +141,15 @@ def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> frozenset[str]
         related = relation(checkpoint.config, checkpoint.shapes, "to_memory")
     except CkptError:  # names of another release
         related = None
-    pattern = _joined(patterns)
+    pattern = _pattern_of(patterns)
     renamed = {link.a for link in related.links if pattern.search(link.b)} if related else set()
     return _named(checkpoint, patterns) | renamed
 
 
 def _named(checkpoint: Checkpoint, patterns: Sequence[str]) -> frozenset[str]:
-    pattern = _joined(patterns)
+    pattern = _pattern_of(patterns)
     return frozenset(fqn for fqn, _ in checkpoint.tensors if patterns and pattern.search(fqn))
 
 
-def _joined(patterns: Sequence[str]) -> re.Pattern[str]:
+def _pattern_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
