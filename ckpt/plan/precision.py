@@ -120,7 +120,7 @@ def describe(
         is_narrower = any(c.dtype.itemsize < c.tensor.dtype.itemsize for c in cast)
         is_unknown = is_narrower and not checkpoint.has_all_buffers
         unknown = "; this architecture is unknown: some may need float32, and buffers may be among them"
-        notes.append(f"{what}{unknown} ({_named(cast)})" if is_unknown else Brief(what))
+        notes.append(f"{what}{unknown} ({_first_name(cast)})" if is_unknown else Brief(what))
     notes += _exception_notes(cast, parameters, checkpoint)
     parts = [c for c in parameters if requested is not None and checkpoint.uncast.get(c.tensor.fqn) == PART]
     if parts:
@@ -136,7 +136,7 @@ def describe(
     fixed = [c for c in chosen.values() if c.tensor.role == BUFFER or checkpoint.uncast.get(c.tensor.fqn) == FIXED]
     if fixed := [c for c in fixed if wanted and FLOAT32 not in wanted and c.dtype in CAST_SOURCES - wanted]:
         why = "buffers, and parameters that transformers keeps too"
-        notes.append(f"{pluralize(len(fixed), 'tensor')} kept in {_dtypes(fixed)}: {why} ({_named(fixed)})")
+        notes.append(f"{pluralize(len(fixed), 'tensor')} kept in {_dtypes(fixed)}: {why} ({_first_name(fixed)})")
     return notes
 
 
@@ -146,14 +146,14 @@ def _exception_notes(cast: list[Choice], parameters: list[Choice], checkpoint: C
     rounded = [c for c in cast if c.dtype in exact and c.tensor.dtype.itemsize > c.dtype.itemsize]
     if rounded:
         what = f"{pluralize(len(rounded), 'tensor')} rounded from {_stored(rounded)}, unlike the others"
-        yield f"{what} ({_named(rounded)})"
+        yield f"{what} ({_first_name(rounded)})"
 
 
 def _count(chosen: list[Choice]) -> str:
     return pluralize(len(chosen), "parameter")
 
 
-def _named(chosen: list[Choice]) -> str:
+def _first_name(chosen: list[Choice]) -> str:
     return chosen[0].tensor.fqn + (", ..." if chosen[1:] else "")
 
 

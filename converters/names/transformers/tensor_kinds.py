@@ -118,8 +118,8 @@ def is_known(checkpoint: Checkpoint) -> bool:
 
 
 def buffers(checkpoint: Checkpoint) -> frozenset[str]:
-    found = _matching(checkpoint, _patterns(checkpoint, BUFFERS)) | _named(checkpoint, [_ANY_MODEL])
-    return found | (_named(checkpoint, [_TORCHTITAN]) if checkpoint.namespace == TORCHTITAN else frozenset())
+    found = _matching(checkpoint, _patterns(checkpoint, BUFFERS)) | _found(checkpoint, [_ANY_MODEL])
+    return found | (_found(checkpoint, [_TORCHTITAN]) if checkpoint.namespace == TORCHTITAN else frozenset())
 
 
 def float32(checkpoint: Checkpoint, dtype: DType) -> frozenset[str]:
@@ -136,17 +136,17 @@ def _patterns(checkpoint: Checkpoint, rows: _Rows) -> list[str]:
 
 def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> frozenset[str]:
     if not patterns or checkpoint.namespace != HUB:
-        return _named(checkpoint, patterns)
+        return _found(checkpoint, patterns)
     try:
         related = relation(checkpoint.config, checkpoint.shapes, "to_memory")
     except CkptError:  # names of another release
         related = None
     pattern = _pattern_of(patterns)
     renamed = {link.a for link in related.links if pattern.search(link.b)} if related else set()
-    return _named(checkpoint, patterns) | renamed
+    return _found(checkpoint, patterns) | renamed
 
 
-def _named(checkpoint: Checkpoint, patterns: Sequence[str]) -> frozenset[str]:
+def _found(checkpoint: Checkpoint, patterns: Sequence[str]) -> frozenset[str]:
     pattern = _pattern_of(patterns)
     return frozenset(fqn for fqn, _ in checkpoint.tensors if patterns and pattern.search(fqn))
 
