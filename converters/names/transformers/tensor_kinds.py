@@ -13,6 +13,7 @@ from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import HUB, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from converters.names.families.tables import FAMILIES
 from converters.names.transformers.relation import relation
 from converters.names.transformers.tables import PARTS, RULES, UNCHANGED
 from converters.names.transformers.transformers_source import model_types
@@ -28,8 +29,6 @@ _CORRECTED = """
     inkling2_text inkling_mm_model inkling_text kimi_k25 kolibri1 mimo_v2_flash muse_spark muse_spark_text
     nemo_speechlm nemotron_h nemotron_h_omni solar_open
 """
-#: Not a class of transformers: a buffer here is a parameter in the model's own code.
-_OTHER_CODE = "kimi_k2"
 _CORRECTION = r"e_score_correction_bias"
 
 #: Floating-point buffers in state dicts.
@@ -70,7 +69,7 @@ _INKLING, _INKLING2 = "inkling_mm_model inkling_text", "inkling2 inkling2_text"
 _GLM5 = "glm5_next glm5_next_text"
 #: Kept in float32 in a bf16 or fp16 model.
 FLOAT32: _Rows = {
-    _CORRECTION: f"{_CORRECTED} {_OTHER_CODE}",
+    _CORRECTION: f"{_CORRECTED} kimi_k2",
     r"gate\.weight": "ernie4_5_moe ernie4_5_vl_moe flint",
     r"moe_statics": "ernie4_5_moe ernie4_5_vl_moe",
     r"mlp\.gate\.weight": f"beam {_INKLING2} mistral_large4 mistral_large4_text {_MUSE}",
@@ -113,7 +112,9 @@ FLOAT32_IN_FP16: _Rows = {
 def is_known(checkpoint: Checkpoint) -> bool:
     """Return True if the tables have all buffers of the config's model and inner models."""
     types = list(model_types(checkpoint.config or {}))
-    known = {*RULES, *PARTS, *UNCHANGED, *" ".join((*BUFFERS.values(), *FLOAT32.values())).split()} - {_OTHER_CODE}
+    listed = " ".join((*BUFFERS.values(), *FLOAT32.values(), *FLOAT32_IN_FP16.values())).split()
+    own_code = {name for name, family in FAMILIES.items() if family.own_code}
+    known = {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *listed} - own_code
     return bool(types) and known.issuperset(types)
 
 
