@@ -114,7 +114,9 @@ def is_known(checkpoint: Checkpoint) -> bool:
     types = list(model_types(checkpoint.config or {}))
     listed = " ".join((*BUFFERS.values(), *FLOAT32.values(), *FLOAT32_IN_FP16.values())).split()
     own_code = {name for name, family in FAMILIES.items() if family.own_code}
-    known = {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *listed} - own_code
+    known = (
+        {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *listed} - own_code - {"kimi_k2"}
+    )  # DeepSeek's own code has a parameter
     return bool(types) and known.issuperset(types)
 
 
