@@ -113,10 +113,8 @@ def is_known(checkpoint: Checkpoint) -> bool:
     """Return True if the tables have all buffers of the config's model and inner models."""
     types = list(model_types(checkpoint.config or {}))
     listed = " ".join((*BUFFERS.values(), *FLOAT32.values(), *FLOAT32_IN_FP16.values())).split()
-    own_code = {name for name, family in FAMILIES.items() if family.own_code}
-    known = (
-        {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *listed} - own_code - {"kimi_k2"}
-    )  # DeepSeek's own code has a parameter
+    own_code = {name for name, family in FAMILIES.items() if family.own_code} | {"kimi_k2"}
+    known = {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *listed} - own_code
     return bool(types) and known.issuperset(types)
 
 
