@@ -5,7 +5,7 @@ docs/exit-codes.md lists the exit codes.
 Each command declares itself in `ckpt.commands`, without typer. Import slow modules only inside the command that needs
 them: `ckpt --help` imports neither numpy nor torch.
 
-May import: `ckpt.base`, `ckpt.commands`, `ckpt.move`, `ckpt.options`, `ckpt.plan`, `ckpt.processes`, `ckpt.stores`.
+May import: `ckpt.base`, `ckpt.commands`, `ckpt.move`, `ckpt.options`, `ckpt.plan`, `ckpt.stores`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ckpt.cli.parser import CommandGroup, add
 from ckpt.cli.usage import say_error
 from ckpt.options.command import Command
 from ckpt.options.completion import completing_at_first_tab
-from ckpt.processes.launch import silence_all_but_one
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,11 +79,13 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for names that the terminal can't show
     typed = sys.argv[1:2]
-    if typed == ["convert"]:
-        silence_all_but_one()
     try:
-        is_known = typed and typed[0] in command_registry.places()
-        app = application([command_registry.command(typed[0])]) if is_known else _whole()
+        if typed and typed[0] in command_registry.places():
+            command = command_registry.command(typed[0])
+            command.start()
+            app = application([command])
+        else:
+            app = _whole()
     except UsageError as error:
         say_error(error)
         sys.exit(error.exit_code)

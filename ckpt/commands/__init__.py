@@ -11,5 +11,5 @@ from pkgutil import iter_modules
 
 @cache
 def places() -> dict[str, str]:
-    names = sorted(module.name for module in iter_modules(__path__))
+    names = sorted(module.name for module in iter_modules(__path__) if module.ispkg)
     return {name: f"ckpt.commands.{name}.command:COMMAND" for name in names}

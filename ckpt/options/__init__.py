@@ -1,4 +1,4 @@
-"""Shared code for commands: declaration, options, completion, printing, pictures and pages.
+"""Shared code for commands: declaration, options, completion and printing.
 
-May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.pictures`, `ckpt.plan`, `ckpt.runs`.
+May import: `ckpt.api`, `ckpt.base`, `ckpt.plan`, `ckpt.runs`.
 """

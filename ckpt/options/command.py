@@ -35,6 +35,7 @@ class Command:
         format_options: Kinds of formats' options that it takes, in the parameter `options`.
         place: Position in its section, before the name.
         python: Equivalent function in the package `ckpt`, as `module:function`.
+        start: Called before the options are read.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Command:
     format_options: tuple[Literal["reading", "writing"], ...] = ()
     place: int = 100
     python: str | None = None
+    start: Callable[[], None] = lambda: None
 
 
 #: In help order. New ones follow.

@@ -1,4 +1,4 @@
-"""`ckpt/pictures/pages.py`, `ckpt/commands/inspect/inspection.py`, `ckpt/options/drawings.py`: pages in a browser."""
+"""`ckpt/pictures/pages.py`, `ckpt/commands/inspect/inspection.py`, `ckpt/commands/drawings.py`: pages in a browser."""
 
 from __future__ import annotations
 

@@ -202,6 +202,12 @@ def is_interactive() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
+def _start() -> None:
+    from ckpt.processes.launch import silence_all_but_one
+
+    silence_all_but_one()
+
+
 COMMAND = Command(
     name="convert",
     section=CONVERT,
@@ -216,4 +222,5 @@ COMMAND = Command(
     format_options=("reading", "writing"),
     place=1,
     python="ckpt.api:convert",
+    start=_start,
 )

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from ckpt.base.errors import UsageError, printable
 from ckpt.base.flags import SHOWN, WRITTEN, Flag, Positional
+from ckpt.commands.drawings import check_place, write
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
-from ckpt.options.drawings import check_place, write
 from ckpt.options.printing import say_notes
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
 from ckpt.base.flags import SHOWN, WRITTEN, Flag
 from ckpt.base.text import pluralize
+from ckpt.commands.drawings import check_place, write
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
-from ckpt.options.drawings import check_place, write
 from ckpt.options.printing import print_lines, print_table, terminal_width
 from ckpt.plan.groups import ConfigOption, FormatOption, Only, TagOption
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ckpt.base.errors import UsageError
 from ckpt.base.flags import HOW, READ, SHOWN, Flag, Positional
 from ckpt.base.progress import progress
+from ckpt.commands.drawings import HeatMap
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
-from ckpt.options.drawings import HeatMap
 from ckpt.options.printing import conclude, open_sides
 from ckpt.plan.groups import (
     Comparison,
