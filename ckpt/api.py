@@ -865,7 +865,6 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
 
 
 def _verify_blocks(sides: list[Checkpoint], is_b: bool, beside: Sequence[str], **options: Any) -> QuantizedReport:
-    """Compare under the names of the format with the blocks."""
     from ckpt.compare.quantized import verify_quantized
 
     blocks, plain = sides[is_b], without_wrappers(_without_masters(sides[not is_b])[0])

@@ -61,8 +61,6 @@ def plain_tensor(entry: TensorInfo, path: str, *, ones: bool = False) -> tuple[T
 
 
 def unknown_tensor(entry: TensorInfo, path: str, error: CkptError) -> tuple[Tensor, Computed]:
-    """Return a tensor whose values raise `error`."""
-
     def refuse() -> memoryview:
         raise error
 

@@ -154,7 +154,6 @@ def _check_split(file: Path, metadata: object, number: int, count: int) -> None:
 
 
 def _unknown_types(file: Path, header: GgufHeader) -> CkptError | None:
-    """Return an error if values have a type that is not read."""
     others = [one for one in header.entries if one.type.dtype is None and one.type not in CHUNKS]
     if not others:
         return None

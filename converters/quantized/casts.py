@@ -29,7 +29,6 @@ _IS_NUMBER = 0x77  # bits other than the signs of two e2m1 numbers
 
 
 def can_cast(weights: QuantizedWeights, method: str) -> bool:
-    """Return True for MXFP4 weights and NVFP4."""
     if method != "nvfp4a16" or not weights.owners or weights.quantization is None:
         return False
     known = {scheme.dequantize for scheme in METHOD.schemes(METHOD.quantizers["mxfp4"].settings(())) or ()}
@@ -59,7 +58,6 @@ class SharedFactor:
 
 
 def cast_parts(stored: StoredWeights, parts: Mapping[str, str], factor: SharedFactor) -> list[PackedParts]:
-    """Return the parts that replace the scales."""
     rows, groups = stored.tensors[parts[SCALE]].shape
     boxes = [Box((start, 0), (stop - start, groups)) for start, stop in spans(rows, max(1, BLOCK // max(1, groups)))]
     blocks = tuple(

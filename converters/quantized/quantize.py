@@ -36,6 +36,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")
 _SOURCES = (BFLOAT16, FLOAT16, FLOAT32)
 _NUMBER = re.compile(r"\d+")
 _EXPERTS = re.compile(r"\.(experts|block_sparse_moe|moe|mlp|feed_forward|ffn)\.")
+_KERNEL = 16  # a convolution's is smaller
 _MAX_SHOWN = 12
 
 
@@ -182,11 +183,11 @@ def _with_fused(weights: Mapping[str, PlainWeight]) -> dict[str, PlainWeight]:
 
 
 def _is_stack(weight: PlainWeight) -> bool:
-    return len(weight.shape) > 2 and _EXPERTS.search(weight.fqn) is not None
+    found = len(weight.shape) > 2 and _EXPERTS.search(weight.fqn)
+    return bool(found) and (".experts." in weight.fqn or min(weight.shape[1:]) >= _KERNEL)
 
 
 def _other_method(checkpoint: Checkpoint, method: str) -> str | None:
-    """Return a hint at this architecture's own method."""
     model_type = str((checkpoint.config or {}).get("model_type"))
     found = [name for name in own_methods(model_type) if name != method]
     return f"--quantize {found[0]} quantizes them" if found else None

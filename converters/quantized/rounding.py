@@ -167,7 +167,6 @@ def rounded_weights(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
 
 
 def rounded_blocks(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
-    """Return the weights that a format stores in blocks."""
     found = {}
     for fqn, stored in checkpoint.blocks.items():
         assert stored.scales is not None

@@ -459,6 +459,8 @@ def test_stacked_experts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
     tensors = {stack: torch.ones(2, 128, 128), "model.layers.0.self_attn.q_proj.weight": torch.ones(128, 128)}
     granite = described(tmp_path / "granite", tensors, model_type="granitemoe")
     assert stack in refusal(granite, "fp8-block", tmp_path / "out")
+    tensors["vision.layers.0.mlp.dwconv.weight"] = tensors.pop(stack)[:, :1, :3].clone()
+    quantize(described(tmp_path / "convolution", tensors, model_type="toy"), tmp_path / "kept", "fp8-block")
     small = REPOSITORY / "fixtures/axolotl-fsdp2/outputs/gpt-oss-out"
     assert "expected: rows and columns in blocks of 32 by 1" in refusal(small, "mxfp4", tmp_path / "out")
 
