@@ -24,11 +24,14 @@ T = TypeVar("T")
 
 #: Launchers, with their variables for rank, world size and local world size. accelerate and deepspeed use torchrun's.
 #: SLURM_NTASKS also exists in the shell of `salloc`, and in a batch script that starts torchrun once per node.
+#: mpirun starts its daemons with srun, so its ranks also have srun's variables. srun may set PMI's, too.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+    ("torchrun", "RANK", "WORLD_SIZE", ""),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", ""),
 )
 
 _INTERVAL = 0.25  # seconds between exchanges if nobody waits

@@ -53,7 +53,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         return None
     for by, *names in LAUNCHERS:
         rank, size, local_size = (environment.get(name, "") for name in names)
-        if not (rank.isdecimal() and size.isdecimal()):
+        if not all(environment.get(name, "").isdecimal() for name in names if name):
             continue
         if int(size) < 2:
             return None

@@ -62,6 +62,20 @@ STARTS: dict[str, tuple[dict[str, str], tuple[str, int, int, str | None, int] | 
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
         ("mpirun", 1, 2, None, 29500),
     ),
+    "Open MPI's daemon, started by srun": (
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "a"}
+        | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ("mpirun", 3, 4, "a", 29500),
+    ),
+    "MPICH's daemon, started by srun": (
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "a"}
+        | {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"},
+        ("mpirun", 3, 4, "a", 29500),
+    ),
+    "srun with PMI": (
+        SRUN | {"SLURM_STEP_NODELIST": "n[1-2]", "PMI_RANK": "3", "PMI_SIZE": "8"},
+        ("srun", 3, 8, "n1", 20219),
+    ),
     "MPICH": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a"}, ("mpirun", 1, 2, "a", 29500)),
 }
 
