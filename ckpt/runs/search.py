@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, SeveralRunsError
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import folders_in
+from ckpt.runs.sentence_modules import check_has_model
 from ckpt.runs.steps import has_record, run_at
 
 MANIFEST = "ckpt-manifest.json"
@@ -25,10 +26,11 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
 
     It searches two levels. A folder with steps or a record is a run itself, and no inner folder replaces it. A
     conversion's output counts only if there is nothing else. Raise SeveralRunsError for several runs, or for a pipeline
-    of several models.
+    of several models, and IncompleteError for sentence-transformers' modules without their model.
     """
     if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
+    check_has_model(path)
     runs: list[Path] = []
     level = [path]
     for _ in range(_LEVELS):

@@ -1,43 +1,138 @@
 """Folders of sentence-transformers: a model in the root, and further modules in subfolders.
 
-`modules.json` lists them (sentence-transformers 5, `SentenceTransformer.py`). In training, module N's tensor names
-begin with `N.`.
+`modules.json` lists them (sentence-transformers 6, `base/model.py`). In training, module N's tensor names begin with
+`N.`. A module's weights are in `model.safetensors`, or in `pytorch_model.bin` (`base/modules/module.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from ckpt.base.errors import CorruptError, IncompleteError, UsageError
+from ckpt.containers.sources import Sources
+from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
+from ckpt.containers.weights import SINGLE, read_weights
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
+from ckpt.plan.checkpoint import WEIGHT, Key
+from ckpt.plan.tensors import Tensor, Whole
+from ckpt.runs.file_table import TENSOR_SUFFIXES
 
 MODULES = "modules.json"
-_SETTINGS = (MODULES, "config_sentence_transformers.json")
+#: Classes that always have weights.
+WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
+_SETTINGS = "config_sentence_transformers.json"
+_TORCH = "pytorch_model.bin"
 _MAX_JSON = 1 << 20
-_CARRIED = (".json", ".txt", ".model", ".jinja")
+_T = TypeVar("_T")
 
 
-def module_folders(folders: Iterable[str | Path]) -> dict[str, str]:
-    """Return each module's folder, without the model itself, by tensor prefix."""
-    home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
-    if home is None:
-        return {}
+class InnerModule(NamedTuple):
+    folder: Path
+    kind: str
+
+
+def modules_in(folders: Iterable[str | Path]) -> dict[str, InnerModule]:
+    """Return each module, without the model itself, by tensor prefix."""
+    for folder in map(Path, folders):
+        if (folder / MODULES).is_file():
+            return {prefix: one for prefix, one in _modules_of(folder).items() if one.folder != folder}
+        if (folder / _SETTINGS).is_file():
+            raise IncompleteError(f"the folder has {_SETTINGS}, and no {MODULES}", path=folder, expected=MODULES)
+    return {}
+
+
+def _modules_of(home: Path) -> dict[str, InnerModule]:
     try:
         listed = json.loads(read_file(confined(home, MODULES), _MAX_JSON))
-        found = {f"{one['idx']}.": one["path"] for one in listed}
+        found = {f"{one['idx']}.": (one["path"], str(one["type"]).rpartition(".")[2]) for one in listed}
     except (ValueError, TypeError, KeyError):
         return {}
-    return {prefix: path for prefix, path in found.items() if type(path) is str and Path(path).name == path != ""}
+    return {prefix: InnerModule(home / path, kind) for prefix, (path, kind) in found.items() if _is_inner(path)}
+
+
+def _is_inner(path: object) -> bool:
+    return type(path) is str and Path(path).name == path
+
+
+def check_has_model(folder: Path) -> None:
+    """Raise an error if `modules.json` lists a model in `folder`, and no format found one."""
+    model = _modules_of(folder).get("0.") if (folder / MODULES).is_file() else None
+    if model is None:
+        return
+    if model.folder == folder:
+        what = f"the model's weights are missing, and {MODULES} lists them in this folder"
+        raise IncompleteError(what, path=folder, expected=SINGLE)
+    raise UsageError(
+        f"{MODULES} lists the model in a subfolder: only models in the folder itself are supported",
+        path=folder,
+        found=model.folder.name,
+        hint=f"load and save the folder with sentence-transformers, or give {model.folder} for the model alone",
+    )
+
+
+def module_weights(folders: Iterable[str | Path], sources: Sources) -> dict[Key, Tensor]:
+    """Return the modules' tensors, with prefix. Raise IncompleteError for a module without its weights."""
+    return {
+        (prefix + fqn, role): tensor.renamed(prefix + fqn)
+        for prefix, module in modules_in(folders).items()
+        for (fqn, role), tensor in _weights_of(module, sources).items()
+    }
+
+
+def _weights_of(module: InnerModule, sources: Sources) -> dict[Key, Tensor]:
+    folder = confined(module.folder.parent, module.folder.name)
+    if (folder / SINGLE).is_file():
+        return read_weights(folder, [SINGLE], None, sources)
+    path = folder / _TORCH
+    if not path.is_file():
+        if module.kind in WITH_WEIGHTS:
+            what = f"the module's weights are missing, and {MODULES} lists it as {module.kind}"
+            raise IncompleteError(what, path=folder, expected=SINGLE)
+        return {}
+    root = sources.root(confined(folder, _TORCH))
+    if not is_state_dict(root):
+        raise CorruptError("the module's file has no state dict", path=path, found=type(root).__name__)
+    stored = {fqn: value.extent for fqn, value in root.items() if isinstance(value, StoredTensor)}
+    return {(fqn, WEIGHT): Tensor(fqn, WEIGHT, one.dtype, one.shape, Whole(one)) for fqn, one in stored.items()}
+
+
+def by_module(chosen: Mapping[str, _T], modules: Mapping[str, InnerModule]) -> list[tuple[str, dict[str, _T]]]:
+    """Return tensors by folder, under the names in its file. The model's folder is ""."""
+    places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
+    return [
+        (
+            modules[prefix].folder.name if prefix else "",
+            {name.removeprefix(prefix): chosen[name] for name in chosen if places[name] == prefix},
+        )
+        for prefix in ("", *(one for one in modules if one in places.values()))
+    ]
+
+
+def registered(names: Collection[str], modules: Mapping[str, InnerModule]) -> list[str] | None:
+    """Return the modules' parameters in registration order.
+
+    A torch layer registers its weight before its bias. None if a module has several layers.
+    """
+    order: list[str] = []
+    for prefix in modules:
+        own = sorted((name for name in names if name.startswith(prefix)), key=lambda name: name.endswith(".bias"))
+        layers = {name.rpartition(".")[0] for name in own}
+        if len(own) > 1 and (len(layers) > 1 or {name.rpartition(".")[2] for name in own} != {"weight", "bias"}):
+            return None
+        order += own
+    return order
 
 
 def settings(folder: Path) -> Iterator[str]:
     if (folder / MODULES).is_file():
-        yield from (name for name in names_in(folder) if name in _SETTINGS or name.startswith("sentence_"))
-        for place in module_folders([folder]).values():
-            if (folder / place).is_dir():
-                confined(folder, place)
-                names = names_in(folder / place)
-                yield from (f"{place}/{name}" for name in names if name.endswith(_CARRIED))
+        yield from (name for name in names_in(folder) if name in (MODULES, _SETTINGS) or name.startswith("sentence_"))
+        for module in modules_in([folder]).values():
+            if module.folder.is_dir():
+                place = confined(folder, module.folder.name)
+                names = (name for name in names_in(place) if (place / name).is_file())
+                yield from (f"{place.name}/{name}" for name in names if not name.endswith(TENSOR_SUFFIXES))

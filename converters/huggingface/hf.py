@@ -35,14 +35,14 @@ from ckpt.containers.weights import (
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
-from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
 from ckpt.runs.omitted_content import run_files_left_out, training_left_out
-from ckpt.runs.sentence_modules import module_folders
+from ckpt.runs.sentence_modules import by_module, module_weights, modules_in
 from ckpt.runs.steps import is_ranks_folder
 from ckpt.runs.trainer_files import model_files
 from converters.names.hub.diffusers_models import TRANSFORMERS_STEM, class_name, file_stem
@@ -96,11 +96,8 @@ class HuggingFace(Format):
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
         is_adapter = is_others({fqn for fqn, _ in tensors})
         notes += ["an adapter with another program's names, not a model"] if is_adapter else []
-        modules = module_folders(folders)
-        for prefix, place in modules.items():
-            if (folder / place / SINGLE).is_file():
-                found = read_weights(confined(folder, place), [SINGLE], None, sources)
-                tensors |= {(prefix + fqn, role): t.renamed(prefix + fqn) for (fqn, role), t in found.items()}
+        modules = module_weights(folders, sources)
+        tensors |= modules
         is_hub = config is not None and "model_type" in config
         checkpoint = Checkpoint(
             path=str(path),
@@ -119,7 +116,7 @@ class HuggingFace(Format):
             return checkpoint
         from converters.names.hub.proof import tables_differ
 
-        shapes = {name: one for name, one in checkpoint.shapes.items() if not name.startswith((*modules,))}
+        shapes = {name: one for name, one in checkpoint.shapes.items() if (name, WEIGHT) not in modules}
         differing = tables_differ(config, quantized_weights(checkpoint).in_place(shapes))
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
@@ -130,12 +127,12 @@ class HuggingFace(Format):
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, dtype).items()}
         ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
         parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
-        model, *parts = _by_module(ordered, module_folders(checkpoint.folders))
+        model, *parts = by_module(ordered, modules_in(checkpoint.folders))
         stem = file_stem(checkpoint.config)
         totals = {"total_parameters": parameters} if stem == TRANSFORMERS_STEM else {}
         files = model_weights(model[1], layout.max_shard_size, stem, **totals)
         for place, part in parts:
-            files += weight_files(part, f"{place}/model", {"format": "pt"}, layout.max_shard_size)[0]
+            files += weight_files(part, f"{place}/model", {})[0]
         quantized = quantized_weights(checkpoint).parts
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
@@ -157,17 +154,6 @@ class HuggingFace(Format):
 
 
 HF = HuggingFace()
-
-
-def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list[tuple[str, dict[str, Choice]]]:
-    places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
-    return [
-        (
-            modules.get(prefix, ""),
-            {name.removeprefix(prefix): chosen[name] for name in chosen if places[name] == prefix},
-        )
-        for prefix in ("", *(one for one in modules if one in places.values()))
-    ]
 
 
 # -- reading -------------------------------------------------------------------------------------------------

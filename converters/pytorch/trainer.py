@@ -13,7 +13,7 @@ and `optimizer.pt` only by numbers, into its groups with and without weight deca
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ckpt.containers.weights import (
     model_weights,
     parse_index,
     read_weights,
+    weight_files,
 )
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
@@ -40,15 +41,18 @@ from ckpt.plan.checkpoint import (
     WEIGHT,
     Checkpoint,
     Format,
+    Key,
     Layout,
     ParamGroup,
     QuantizedStates,
     ReadRequest,
     Target,
 )
+from ckpt.plan.tensors import Tensor
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of, numbered
+from ckpt.runs.sentence_modules import by_module, module_weights, modules_in, registered
 from ckpt.runs.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.numbered import has_decay
@@ -109,6 +113,7 @@ class Trainer(Format):
         folders = tuple(p for p in (request.config, *enclosing_folders(reading.folder)) if p is not None)
         config = read_config(folders)
         _read_weights(reading, path.name if path.is_file() else SINGLE)
+        modules = module_weights(folders, reading.sources)
         is_hub = config is not None and "model_type" in config
         reading.items |= own_state(reading)
         step = reading.items.pop("step", None)
@@ -125,7 +130,7 @@ class Trainer(Format):
             config=config,
             folders=tuple(str(p) for p in folders),
         )
-        found = _with_optimizer(reading, found, number)
+        found = _with_optimizer(reading, found, modules, number)
         return replace(
             found,
             files=reading.sources.files,
@@ -155,13 +160,17 @@ class Trainer(Format):
         for alias in checkpoint.ties:
             if alias not in names.values():
                 chosen.pop(alias, None)
+        model, *parts = by_module({name: chosen[name] for name in sorted(chosen)}, modules_in(checkpoint.folders))
+        files = model_weights(model[1], layout.max_shard_size)
+        for place, part in parts:
+            files += weight_files(part, f"{place}/model", {})[0]
         states, dropped = state_files(checkpoint)
         beside = run_companions(checkpoint, layout.world_size, layout.dtype, deepspeed=False, own=states)
         missing = [] if any(file.name == TRAINER_STATE for file in beside.files) else [_NO_STATE]
         return Target(
             files=(
                 *beside.files,
-                *model_weights({name: chosen[name] for name in sorted(chosen)}, layout.max_shard_size),
+                *files,
                 optimizer_file(OPTIMIZERS[1], checkpoint, groups, numbers),
             ),
             dropped=(*beside.dropped, *dropped),
@@ -208,30 +217,35 @@ def in_memory(folder: Path, request: ReadRequest) -> Checkpoint:
     return from_hub(found) if is_hub else found
 
 
-def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
-    """Add states under in-memory names, if known.
+def _with_optimizer(
+    reading: Reading, weights: Checkpoint, modules: Mapping[Key, Tensor], number: int | None
+) -> Checkpoint:
+    """Add `modules`, and states under in-memory names, if known.
 
     One of the optimizer's tensors may be several tensors on the Hub.
     """
     from converters.names.module_order import in_order
     from converters.names.transformers.relation import from_hub, to_hub
 
+    whole = replace(weights, tensors={**weights.tensors, **modules})
     name = optimizer_name(reading, number)
     if name is None:
-        return weights
+        return whole
     path, content = reading.load(name)
     try:
         memory = from_hub(weights) if weights.namespace == HUB else weights
     except CkptError as error:
         reading.notes.append(f"{name}: the optimizer's states are left out: {error.what}")
-        return weights
+        return whole
     try:  # ckpt's own output has in-memory names
         hub = to_hub(memory) if weights.tensors.keys() == memory.tensors.keys() and weights.config else weights
     except CkptError:
         hub = weights
-    if not reading.add_optimizer(content, path, memory.tensors, memory.ties, in_order(hub, memory)):
-        return weights
-    return replace(memory, tensors={**memory.tensors, **reading.states.tensors})
+    order, more = in_order(hub, memory), registered([fqn for fqn, _ in modules], modules_in(weights.folders))
+    order = None if order is None or more is None else order + more
+    if not reading.add_optimizer(content, path, {**memory.tensors, **modules}, memory.ties, order):
+        return whole
+    return replace(memory, tensors={**memory.tensors, **modules, **reading.states.tensors})
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -242,10 +256,14 @@ def _order(checkpoint: Checkpoint) -> list[str]:
     from converters.names.module_order import in_order
     from converters.names.transformers.relation import to_hub
 
-    order = None
-    if checkpoint.config is not None:
+    modules = modules_in(checkpoint.folders)
+    more = [fqn for fqn, _ in checkpoint.tensors if fqn.startswith((*modules,))]
+    order, last = None, registered(dict.fromkeys(more), modules)
+    if checkpoint.config is not None and last is not None:
         try:
             memory = _weights_of(checkpoint)
+            kept = {key: tensor for key, tensor in memory.tensors.items() if key[0] not in last}
+            memory = replace(memory, tensors=kept)
             order = in_order(to_hub(memory), memory)
         except CkptError as error:
             raise LossError(_UNORDERED, path=checkpoint.path, found=error.what, hint=error.hint) from error
@@ -256,7 +274,7 @@ def _order(checkpoint: Checkpoint) -> list[str]:
             hint="give the Hub model's folder with --config; for an architecture unknown to `ckpt`, install "
             "transformers",
         )
-    return order
+    return [*order, *(last or ())]
 
 
 def _weights_of(checkpoint: Checkpoint) -> Checkpoint:

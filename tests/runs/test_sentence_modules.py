@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.building import write_stage3
 from tests.support.commands import ckpt
+from tests.support.places import FIXTURES
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
 
@@ -66,3 +69,70 @@ def test_a_value_head_stays_next_to_the_model(tmp_path: Path) -> None:
         report = ckpt("convert", "auto", "hf", run, *options)
         assert report.code == code, report
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*model, "v_head.summary.weight"}
+
+
+RUN = FIXTURES / "sentence-transformers"
+WEIGHTS = ("model.safetensors", "2_Dense/model.safetensors", "3_LayerNorm/model.safetensors")
+
+
+@pytest.mark.parametrize("format", ["hf", "trainer"])
+def test_a_trainer_step_keeps_all_modules(tmp_path: Path, format: str) -> None:
+    """The weights equal the final model's files, saved by sentence-transformers, byte for byte."""
+    report = ckpt("convert", "auto", format, RUN, "-o", tmp_path)
+    assert report.code == 0, report
+    assert ("SentenceTransformer can load this folder" in report.out + report.err) == (format == "hf")
+    names = {str(file.relative_to(RUN / "final")) for file in (RUN / "final").rglob("*.*") if file.is_file()}
+    assert all((tmp_path / name).read_bytes() == (RUN / "final" / name).read_bytes() for name in names)
+    if format == "trainer":
+        found, given = (torch.load(one / "optimizer.pt") for one in (tmp_path, RUN / "checkpoint-2"))
+        assert [one["params"] for one in found["param_groups"]] == [one["params"] for one in given["param_groups"]]
+        for number, states in given["state"].items():
+            assert all(torch.equal(found["state"][number][name], value) for name, value in states.items())
+
+
+def test_states_of_modules_have_the_trained_names(tmp_path: Path) -> None:
+    """Each state equals the live optimizer's."""
+    assert ckpt("convert", "auto", "full", RUN, "-o", tmp_path).code == 0
+    states = torch.load(tmp_path / "optimizer.bin")["state"]
+    for name, tensor in load_file(RUN / "truth" / "checkpoint-2.safetensors").items():
+        role, _, fqn = name.partition("/")
+        if role.startswith("exp_avg"):
+            assert torch.equal(states[fqn.removeprefix("0.model.")][role], tensor)
+
+
+def as_torch(step: Path) -> None:
+    for folder in ("2_Dense", "3_LayerNorm"):
+        tensors = load_file(step / folder / "model.safetensors")
+        torch.save(tensors, step / folder / "pytorch_model.bin")
+        (step / folder / "model.safetensors").unlink()
+
+
+def into_subfolder(step: Path) -> None:
+    (step / "0_Transformer").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (step / name).rename(step / "0_Transformer" / name)
+    listed = json.loads((step / "modules.json").read_text())
+    listed[0]["path"] = "0_Transformer"
+    (step / "modules.json").write_text(json.dumps(listed))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "torch files": (as_torch, 0, "whole"),
+    "module incomplete": (lambda step: (step / "2_Dense" / "model.safetensors").unlink(), 4, "lists it as Dense"),
+    "module missing": (lambda step: shutil.rmtree(step / "3_LayerNorm"), 4, "lists it as LayerNorm"),
+    "no model": (lambda step: (step / "model.safetensors").unlink(), 4, "model's weights are missing"),
+    "no list": (lambda step: (step / "modules.json").unlink(), 4, "no modules.json"),
+    "half a list": (lambda step: (step / "modules.json").write_text("[{"), 4, "ends too early"),
+    "stray file": (lambda step: shutil.copy(step / WEIGHTS[1], step / "2_Dense" / "other.safetensors"), 4, "not read"),
+    "another layout": (into_subfolder, 2, "0_Transformer for the model alone"),
+}
+
+
+@pytest.mark.parametrize("step", ["checkpoint-2", "final"])
+@pytest.mark.parametrize("change", BROKEN)
+def test_check_names_broken_modules(tmp_path: Path, change: str, step: str) -> None:
+    run = Path(shutil.copytree(RUN, tmp_path / "run"))
+    act, code, told = BROKEN[change]
+    act(run / step)
+    report = ckpt("check", run / step)
+    assert report.code == code and told in report.out + report.err, report

@@ -16,6 +16,7 @@ from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape
+from ckpt.runs.sentence_modules import modules_in
 from ckpt.state.naming import as_hub
 from converters.names.families import composites, encoders, tables
 from converters.names.hub.proof import PEFT, extra, missing
@@ -57,7 +58,10 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     parts = missing_parts(checkpoint.config, shapes)
     is_proved = checkpoint.namespace == HUB and not checkpoint.is_adapter and not weights.unproved
     if is_proved and not any(name.startswith(PEFT) for name in shapes):
-        unknown, cls = extra(checkpoint.config or {}, shapes)
+        modules = (*modules_in(checkpoint.folders),)
+        unknown, cls = extra(
+            checkpoint.config or {}, {n: one for n, one in shapes.items() if not n.startswith(modules)}
+        )
         for found, of in ((tensors, True), (parts, False)):
             if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
                 more = ", ..." if some[1:] else ""

@@ -13,17 +13,17 @@ from typing import Any
 
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.tensors import Shape
+from ckpt.runs.sentence_modules import MODULES, WITH_WEIGHTS
 from converters.names.hub.config_values import unknown_values
 from converters.names.hub.diffusers_models import class_name
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
 from converters.names.hub.save_pretrained import is_available, refusal
 
-MODULES, WEIGHTS = "modules.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 #: Turn text, images or sound into model inputs.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
-#: sentence-transformers' modules without files, and with weights.
+#: sentence-transformers' modules without files.
 _WITHOUT_FILES = ("Normalize",)
-_WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 
 
 def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = OWN_NAMES) -> LoadCheck:
@@ -99,5 +99,5 @@ def _missing_files(place: str, cls: str, files: Collection[str], folders: Collec
         return
     if not any(fnmatch.fnmatchcase(name, f"{place}/*config.json") for name in files):
         yield f"{place}/config.json"
-    if kind in _WITH_WEIGHTS and place not in folders:
+    if kind in WITH_WEIGHTS and place not in folders:
         yield f"{place}/{WEIGHTS}"
