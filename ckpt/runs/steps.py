@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, IncompleteError
+from ckpt.containers.torchfile import read as torchfile
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import entries_in, folders_in, is_folder, names_in, once
@@ -57,6 +58,8 @@ _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
 _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?")
 #: lerobot, utils/constants.py
 _LEROBOTS_RECORD = "training_state/training_step.json"
+#: lightning/fabric/strategies/fsdp.py; timm/utils/checkpoint_saver.py names its checkpoints by epoch
+_LIGHTNINGS_RECORD, _TIMMS_END = "meta.pt", ".pth.tar"
 _FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
 #: They hold the model for OLMo-core, prime-rl, LeRobot, NeMo-RL, SkyRL, NeMo.
@@ -222,7 +225,13 @@ def enclosing_folders(path: Path) -> list[Path]:
 
 
 def recorded_number(step: Path) -> int | None:
-    """Return the step's number from HF Trainer or LeRobot."""
+    """Return the step's number from HF Trainer, LeRobot or Lightning, or timm's epoch."""
+    for path, key in ((step / _LIGHTNINGS_RECORD, "global_step"), (step, "epoch")):
+        if path.is_file() and path.name.endswith((_LIGHTNINGS_RECORD, _TIMMS_END)):
+            with suppress(CkptError):  # its tensors are read elsewhere
+                root = torchfile.read(confined(path.parent, path.name)).root
+                number = root.get(key) if isinstance(root, dict) else None
+                return number if type(number) is int else None
     if not (step / _LEROBOTS_RECORD).is_file():
         return trainer_step(step)
     recorded = read_json(confined(step, _LEROBOTS_RECORD))

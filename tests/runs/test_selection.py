@@ -6,11 +6,13 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.commands.merge_lora.find import open_adapter
@@ -184,6 +186,49 @@ def test_lightnings_last_is_taken_if_its_step_is_newer(tmp_path: Path) -> None:
     last.unlink()
     last.symlink_to(best)
     assert Path(ckpt.open(tmp_path).path) == best
+
+
+@pytest.mark.parametrize(("name", "last"), [("lightning", "checkpoints/last.ckpt"), ("timm", "last.pth.tar")])
+def test_last_is_taken_by_its_recorded_step_or_epoch(fixtures: Path, tmp_path: Path, name: str, last: str) -> None:
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    os.utime(run / last, (0, 0))
+    assert ckpt.resume(run) == str(run / last)
+    ckpt.convert(run, "hf", tmp_path / "out")
+    found, truth = load_file(tmp_path / "out" / "model.safetensors"), load_file(run / "truth" / "last.safetensors")
+    assert found.keys() == truth.keys() and all(torch.equal(found[fqn], truth[fqn]) for fqn in truth)
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def add(path: Path) -> None:
+    torch.save({"more": torch.ones(2)}, path)
+
+
+def older(path: Path) -> None:
+    shutil.copy(path.with_name("checkpoint-1.pth.tar"), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "act", "code", "newest"),
+    [
+        ("lightning", "checkpoints/last.ckpt/.metadata", Path.unlink, 4, "checkpoints/epoch=0-step=4.ckpt"),
+        ("lightning", "checkpoints/last.ckpt/__1_0.distcp", Path.unlink, 4, ""),
+        ("lightning", "checkpoints/last.ckpt/more.pt", add, 4, "checkpoints/last.ckpt"),
+        ("timm", "last.pth.tar", halve, 4, "checkpoint-2.pth.tar"),
+        ("timm", "last.pth.tar", older, 0, "checkpoint-2.pth.tar"),
+    ],
+)
+def test_a_broken_last_is_named(
+    fixtures: Path, tmp_path: Path, name: str, file: str, act: Callable[[Path], object], code: int, newest: str
+) -> None:
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    act(run / file)
+    report = ckpt.check(run)
+    assert report.exit_code == code
+    with nullcontext() if newest else pytest.raises(CorruptError, match="a data file is missing"):
+        assert ckpt.resume(run) == str(run / newest)
 
 
 def test_steps_of_lightnings_fsdp_are_one_run(fixtures: Path, tmp_path: Path) -> None:
