@@ -54,7 +54,9 @@ THREE = [(rank, 3, "") for rank in range(3)]
 NAME = f"@ckpt-test-{os.getpid()}"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1", NAME, socket.gethostname()])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost", "::1", NAME, socket.gethostname()], ids=["v4", "name", "v6", "unix", "host"]
+)
 def test_everyone_gets_every_message(address: str) -> None:
     sent = [b"", b"b" * 3_000_000, b"c"]
     found = together(lambda met: [met.all_gather(sent[met.rank]) for _ in range(2)], *THREE, address=address)
