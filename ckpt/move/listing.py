@@ -71,6 +71,15 @@ def folders_in(path: Path) -> list[Path]:
     return [path / name for name, entry in entries_in(path).items() if is_folder(entry)] if path.is_dir() else []
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in `folder` and its subfolders, including broken links. Skip links to folders."""
+    for name, entry in entries_in(folder).items():
+        if entry.is_dir(follow_symlinks=False):
+            yield from files_below(folder / name)
+        elif not is_folder(entry):
+            yield folder / name
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ seen = Counter()
 def watch(event, given):
     path = os.path.abspath(os.fsdecode(given[0])) if given and isinstance(given[0], (str, bytes)) else ""
     counted = path.endswith(("/latest", "/adapter_model.safetensors"))
-    if path.startswith(runs) and (event in ("os.listdir", "os.scandir") or counted):
-        seen[event.removeprefix("os."), os.path.relpath(path, runs)] += 1
+    root = next((root for root in roots if path.startswith(root)), None)
+    if root and (event in ("os.listdir", "os.scandir") or counted):
+        seen[event.removeprefix("os."), os.path.relpath(path, root)] += 1
 
-runs, commands = json.loads(sys.argv[1])
+roots, commands = json.loads(sys.argv[1])
 sys.addaudithook(watch)
 for command in commands:
     if os.fork():
@@ -47,6 +49,7 @@ for command in commands:
 
 
 def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
+    moved = str(shutil.copytree(fixtures / "toy-zero3", tmp_path / "sources" / "moved"))
     run, other = str(fixtures / "toy-zero3"), str(fixtures / "toy-zero2")
     adapter, base = (
         str(fixtures / name) for name in ("trl-lora-zero3/outputs/qwen3-lora", "trl-zero3/outputs/qwen3-sft")
@@ -62,10 +65,12 @@ def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
         ("verify", run, other): both,
         ("check", run): once,
         ("resume", run): once,
+        ("resume", moved, "--missing-ok"): {"latest": 1},
+        ("resume", moved, "--world-size", "2"): {"latest": 1},
         ("merge-lora", adapter, "--base", base, "--accept-base", "-o", str(tmp_path / "merged")): merged,
         ("ckpt.merge_lora", adapter, base, str(tmp_path / "by-function")): merged,
     }
-    given = json.dumps([str(fixtures), [list(command) for command in commands]])
+    given = json.dumps([[str(fixtures), str(tmp_path / "sources" / "moved")], [list(command) for command in commands]])
     ended = subprocess.run([sys.executable, "-c", _COUNT, given], capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("[")]
     for (command, opens), (code, opened, listed_again) in zip(commands.items(), found, strict=True):

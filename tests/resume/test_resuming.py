@@ -302,6 +302,28 @@ class TestOneProcess:
         monkeypatch.setitem(AcceleratorState._shared_state, "deepspeed_plugins", plugin)
         assert caller({"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}) == Caller("zero3", 2, "fp32")
 
+    def test_a_step_behind_a_link_or_without_permission_is_a_checkpoint(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (run / "latest").unlink()
+        shutil.rmtree(run / "truth")
+        linked = run.with_name("linked")
+        linked.mkdir()
+        (linked / "global_step2").symlink_to(run / "global_step2")
+        for path in (run, linked):
+            with pytest.raises(IncompleteError, match="`latest` does not name a step"):
+                ckpt.resume(path, missing_ok=True)
+
+        def closed(path: Path, scan: Any = os.scandir) -> Any:
+            if Path(path).name == "global_step2":
+                raise PermissionError(13, "Permission denied", str(path))
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", closed)
+        for path in (run, linked):
+            with pytest.raises(StorageError, match="Permission denied"):
+                ckpt.resume(path, missing_ok=True)
+
     def test_several_processes_that_cannot_agree(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")
         with pytest.raises(UsageError, match="several processes can't share one conversion"):

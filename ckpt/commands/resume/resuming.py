@@ -36,7 +36,7 @@ from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import files_in, listed_once
+from ckpt.move.listing import files_below, files_in, listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
 from ckpt.plan.dtypes import CASTABLE
@@ -57,6 +57,7 @@ from ckpt.runs.steps import (
     TRAINER_STATE,
     missing_last_of_megatron,
     recorded_step,
+    run_at,
 )
 from ckpt.runs.trainer_files import run_files, trainer_folder
 
@@ -169,44 +170,54 @@ def resume(
     requested |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
     with the_callers() as group:
         check_alike({name: str(value) for name, value in requested.items()}, group)
-        if missing_ok and not any(group.gather(_has_saved(path))):
-            if group.rank == 0:
-                say(f"{path} holds no checkpoint: the run begins")
-            return None
-        if group.size == 1 and os.environ.get("RANK", "0") != "0":
-            raise UsageError(
-                "several processes can't share one conversion without torch.distributed",
-                expected="an initialized torch.distributed",
-                hint="call ckpt.resume after init_process_group (deepspeed.initialize, TrainingArguments), "
-                "or use the path from `ckpt resume`",
-            )
         is_first = group.rank == 0
         with listed_once():
+            if missing_ok and not any(group.gather(_in_all(partial(_has_saved, path), path, group))):
+                if is_first:
+                    say(f"{path} holds no checkpoint: the run begins")
+                return None
+            if group.size == 1 and os.environ.get("RANK", "0") != "0":
+                raise UsageError(
+                    "several processes can't share one conversion without torch.distributed",
+                    expected="an initialized torch.distributed",
+                    hint="call ckpt.resume after init_process_group (deepspeed.initialize, TrainingArguments), "
+                    "or use the path from `ckpt resume`",
+                )
             source = _in_all(partial(source_of, path, tag, config, model_only) if is_first else None, path, group)
             way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
             found = _Way(*group.gather(_in_all(way, path, group))[0])  # type: ignore[misc]
-        if found.format:
-            layout = found.fitting(layout)
-
-            def planned() -> api.Conversion:
-                checkpoint = source or api.open(
-                    *found.source, config=config
-                )  # this very checkpoint, even if a newer one exists now
-                try:
-                    return api.plan(checkpoint, found.format, layout)
-                except LossError as error:
-                    error.hint = _by_convert(error.hint, checkpoint, found.format)
-                    raise
-
-            _convert(found, planned, path, say, group)
+            planned = partial(_planned, found, source, config, layout) if found.format else None
+            work = _in_all(planned, path, group)
+        if work is not None:
+            _convert(found, work, path, say, group)
             group.gather(None)  # the first process has moved it into place
         if source is not None:
-            _clear(path, found, None if tag or ANY_STEP.fullmatch(path.name) else source.state.step, say)
+            _clear(found, None if tag or ANY_STEP.fullmatch(path.name) else source.state.step, say)
             if now.skips_optimizer and format == now.format and has_optimizer(source):
                 say(f"note: {_SKIPS_OPTIMIZER}")
             say(f"resuming from {found.place}, {found.why}")
         _check_seen_by_all(found, group)
         return found.place
+
+
+class _CopyPlan(NamedTuple):
+    """A conversion, the record for its copy, and the source's unread files."""
+
+    conversion: api.Conversion
+    record: bytes
+    unread: Sequence[Mapping[str, str]]
+
+
+def _planned(way: _Way, source: Checkpoint | None, config: str | None, layout: Layout) -> _CopyPlan:
+    checkpoint = source or api.open(*way.source, config=config)  # this very checkpoint, even if a newer one exists now
+    try:
+        conversion = api.plan(checkpoint, way.format, way.fitting(layout))
+    except LossError as error:
+        error.hint = _by_convert(error.hint, checkpoint, way.format)
+        raise
+    planned = conversion.plan.checkpoint
+    record = json.dumps({"source": _sources(planned), "step": planned.state.step}).encode()
+    return _CopyPlan(conversion, record, conversion.to_json()["not_read"])
 
 
 def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None:
@@ -222,8 +233,10 @@ def _has_saved(path: Path) -> bool:
 
     The recorded step may be lost, and training must not restart without a word.
     """
-    named = any(recorded_step(path / name) for name in RECORDS)
-    return named or any(file.suffix in TENSOR_SUFFIXES for file in path.rglob("*"))
+    if any(recorded_step(path / name) for name in RECORDS):
+        return True
+    folders = [place for place in (path, *(step.path for step in run_at(path).steps)) if place.is_dir()]
+    return any(file.suffix in TENSOR_SUFFIXES for folder in folders for file in files_below(folder))
 
 
 def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | None:
@@ -250,7 +263,8 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
 
 def _check_same_files(path: Path, group: Alone) -> None:
     """Raise the same StorageError everywhere if some processes lack files."""
-    below = [str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()]
+    found = [file for file in files_below(path) if file.is_file()] if path.is_dir() else []
+    below = [str(file.relative_to(path)) for file in found]
     seen = [(host, frozenset(names)) for host, names in group.gather((socket.gethostname(), below))]
     every = frozenset[str]().union(*(names for _, names in seen))
     lacking: dict[tuple[str, frozenset[str]], list[int]] = {}
@@ -298,6 +312,7 @@ class _Way(NamedTuple):
     format: str = ""
     world_size: int | None = None
     source: tuple[str, str] = ("", "")
+    copies: str = ""
 
     def fitting(self, layout: Layout) -> Layout:
         return Layout(layout.dtype, layout.max_shard_size, self.world_size, layout.options)
@@ -337,6 +352,7 @@ def _way(
     model_only: bool,
     say: Callable[[str], None],
 ) -> _Way:
+    copies = str(copies_folder(path))
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
     every = [checkpoint, *map(api.open, sibling_models(checkpoint.path))]
@@ -370,7 +386,7 @@ def _way(
                 say(f"note: {note}")
         for line in unread_files.lines([file.to_json() for file in unread_files.list_unread(found)]):
             say(line)
-        return _Way(str(as_it_is), "as it is", list(opened))
+        return _Way(str(as_it_is), "as it is", list(opened), copies=copies)
     if len(every) > 1:
         _refuse_to_lose_models(Path(checkpoint.path), misfit, wanted)
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
@@ -383,8 +399,8 @@ def _way(
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
     source = (checkpoint.path, checkpoint.format)
-    way = _Way("", f"converted from {checkpoint.path}", (), wanted, size, source)
-    destination = copies_folder(path) / _name(checkpoint, wanted, way.fitting(layout))
+    way = _Way("", f"converted from {checkpoint.path}", (), wanted, size, source, copies)
+    destination = Path(copies) / _name(checkpoint, wanted, way.fitting(layout))
     if destination.is_dir():
         try:
             _check_kept(destination, checkpoint)
@@ -392,7 +408,7 @@ def _way(
         except CkptError as error:
             error.hint = f"it was converted before, and damaged since; remove {destination}"
             raise
-        return _Way(str(destination), "converted before")
+        return _Way(str(destination), "converted before", copies=copies)
     return way._replace(place=str(destination))
 
 
@@ -439,19 +455,14 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
         raise CorruptError(what, path=destination, found="; ".join(checked.problems[:4]))
 
 
-def _convert(
-    way: _Way, planned: Callable[[], api.Conversion], path: Path, say: Callable[[str], None], group: Alone
-) -> None:
-    conversion: api.Conversion = _in_all(planned, path, group)  # type: ignore[assignment]
-    destination, plan = Path(way.place), conversion.plan
-    record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
+def _convert(way: _Way, work: _CopyPlan, path: Path, say: Callable[[str], None], group: Alone) -> None:
     is_quiet = group.rank > 0 or say is not say_on_stderr
     with _own_hints(way, path), progress(0, "check", quiet=is_quiet) as meter:
-        num_done = conversion.run(
-            destination,
+        num_done = work.conversion.run(
+            way.place,
             restart="stale",
             say=say,
-            describe=lambda _: {RECORD: record},
+            describe=lambda _: {RECORD: work.record},
             group=group,
             progress=meter,
             phase=meter.phase,
@@ -459,9 +470,10 @@ def _convert(
     if group.rank == 0:
         if num_done:
             say(f"{show_size(num_done)} were there already, and are unchanged")
-        for line in (*plan.target.notes, *plan.target.not_written):
-            say(f"note: {line}" if line in plan.target.notes else f"not written: {line}")
-        for line in unread_files.lines([one.to_json() for one in unread_files.list_unread(plan.checkpoint)]):
+        target = work.conversion.plan.target
+        for line in (*target.notes, *target.not_written):
+            say(f"note: {line}" if line in target.notes else f"not written: {line}")
+        for line in unread_files.lines(work.unread):
             say(line)
 
 
@@ -551,13 +563,13 @@ def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
     return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
 
 
-def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
+def _clear(used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
     """Remove copies and staging folders with a changed or missing source, and copies before step `newest`."""
-    kept = copies_folder(path)
+    kept = Path(used.copies)
     for copy in copies_in(kept):
         with contextlib.suppress(CkptError), translate_os_errors(copy.place):
             if str(copy.place) == used.place:
-                size = show_size(sum(file.stat().st_size for file in copy.place.rglob("*") if file.is_file()))
+                size = show_size(sum(file.stat().st_size for file in files_below(copy.place)))
                 goes = "the next resume removes it if a newer step exists, or if its source is gone or changed"
                 say(f"{copy.place} takes {size}: {goes}")
             elif not copy.is_current:
