@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.cards.journey import Journey, Moved, journeys, most_elements, travel
 from benchmarks.cards.models import Model, models
 from benchmarks.cards.page import Card, Circumstances, index, page
-from benchmarks.cards.windows import Shape, Window, part, windows
+from benchmarks.cards.windows import Shape, Window, narrowed, part, windows
 from benchmarks.measure import PYTHON, remove, timed
 
 CARDS = Path(__file__).parents[2] / "docs" / "cards"
@@ -36,21 +36,28 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-cards"), help="folder for checkpoints")
     parser.add_argument("--disk", type=float, default=100, help="GB that may be used there (default: 100)")
     parser.add_argument("--part", action="store_true", help="move only as much as holds each kind of layer once")
+    parser.add_argument(
+        "--narrow", type=int, default=1, metavar="N", help="keep one in N heads, and as much of the MLPs' inner width"
+    )
     parser.add_argument("--pages", type=Path, default=CARDS, help="folder for pages (default: docs/cards)")
     options = parser.parse_args()
     if unknown := set(options.models) - known.keys():
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.pages.mkdir(parents=True, exist_ok=True)
     for name in options.models or known:
-        card = made(known[name], options.folder, options.disk, options.part)
+        card = made(known[name], options.folder, options.disk, options.part, options.narrow)
         (options.pages / f"{name}.md").write_text(page(card))
         (options.pages / "index.md").write_text(index(options.pages, known))
         print(options.pages / f"{name}.md", flush=True)
 
 
-def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False) -> Card:
+def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False, narrow: int = 1) -> Card:
     """Move the model through all journeys."""
-    shapes = shapes_of(model, folder)
+    released, shapes = model, shapes_of(model, folder)
+    whole = shapes
+    if narrow > 1:
+        model = replace(model, config=narrowed(model.config, narrow))
+        shapes = shapes_of(model, folder)
     found: list[tuple[Journey, tuple[Moved, ...]]] = []
     for number, chosen in enumerate(_chosen(model, shapes, int(disk_gb * 1e9), part_only)):
         journey = _journeys(model)[number]
@@ -63,7 +70,8 @@ def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False) ->
         if moved:
             check_held(moved, model.config, shapes, not part_only)
         found.append((journey, tuple(moved)))
-    return Card(model, circumstances(folder, disk_gb, part_only), shapes, tuple(found))
+    options = f"--disk {disk_gb:g}{' --part' if part_only else ''}{f' --narrow {narrow}' if narrow > 1 else ''}"
+    return Card(released, circumstances(folder, options), whole, tuple(found), narrow)
 
 
 def _chosen(model: Model, shapes: Mapping[str, Shape], disk: int, part_only: bool) -> list[list[Window]]:
@@ -107,7 +115,7 @@ def check_held(moved: Sequence[Moved], config: Mapping[str, Any], shapes: Mappin
         raise RuntimeError(f"{len(wrong)} tensors of the model were in no window: {wrong[:5]}")
 
 
-def circumstances(folder: Path, disk_gb: float, part_only: bool) -> Circumstances:
+def circumstances(folder: Path, options: str) -> Circumstances:
     describe = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=CARDS.parents[1], text=True, capture_output=True, check=True
     )
@@ -119,7 +127,7 @@ def circumstances(folder: Path, disk_gb: float, part_only: bool) -> Circumstance
         f"{os.cpu_count()} processors, {memory:.0f} GB of memory and {kind}, load {os.getloadavg()[0]:.1f} at the end",
         describe.stdout.strip(),
         tuple(versions),
-        f"--disk {disk_gb:g}{' --part' if part_only else ''}",
+        options,
     )
 
 

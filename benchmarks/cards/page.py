@@ -20,13 +20,14 @@ Hugging Face through Megatron, other sizes, ZeRO-3 on two numbers of ranks and D
 fp32 masters and Adam's states. No weights were downloaded or trained.
 
 - A generator seeded by each tensor's name makes any bit pattern: -0.0, infinities, subnormal numbers, NaN with any
-  payload. A NaN in bf16 is quiet.
+  payload. Only Qwen3.5's gated norms are numbers of bf16 from 0.5 to 2, because Megatron stores one less.
 - At the source and every station, `ckpt hash --dtype bf16` gave each tensor the generator's digest. At the end torch
   and safetensors alone compared the last checkpoint with the source (`benchmarks/equal.py`). A page is only written if
   all were equal.
 - A model larger than the disk goes through in windows. A window is a model of its own: its layers count from 0, it has
   the tensors outside the layers, and its pipeline and expert ranks divide what it has. With `PART=1` a window is cut to
-  hold each kind of layer once. A card names what it moved, and nothing else of the model was run.
+  hold each kind of layer once, and `NARROW=4` leaves a quarter of the heads and of the MLPs' inner width. A card names
+  what it moved, and nothing else of the model was run.
 - Each command was a process of its own. The page cache was left alone, and other programs ran."""
 
 _COUNTED = ("weight", "master")
@@ -48,12 +49,13 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Card:
-    """`shapes` are the whole model's. A journey without windows did not run."""
+    """`shapes` are the whole model's; one in `narrow` heads moved. A journey without windows did not run."""
 
     model: Model
     circumstances: Circumstances
     shapes: Mapping[str, Shape]
     journeys: tuple[tuple[Journey, tuple[Moved, ...]], ...]
+    narrow: int = 1
 
 
 def page(card: Card) -> str:
@@ -113,6 +115,7 @@ def _moved(card: Card, title: str, moved: Sequence[Moved]) -> str:
         words = [f"{layers} of 0 to {num_layers(config) - 1}"]
         words += [f"the first {window.experts} of {num_experts(config)} experts"] if window.experts else []
         words += [f"the first {window.rows:,} of {num_rows(config):,} rows of the vocabulary"] if window.rows else []
+        words += [f"1/{card.narrow} of the heads and of the MLPs' inner width"] if card.narrow > 1 else []
         parts.append(", ".join(words))
     share = 100 * sum(held.values()) / sum(whole.values())
     moved_of = f"Moved: {_sizes(len(held), sum(held.values()))}; whole: {_sizes(len(whole), sum(whole.values()))}."

@@ -7,14 +7,15 @@
 FOLDER holds the config. Its layers begin at layer START of the whole model. The output is JSON: a list of kind, name,
 role, dtype, shape and the xxh3-128 of the elements, in hex.
 
-Any bit pattern occurs, but a NaN in bf16 is quiet: rounding a master to bf16 makes it so. Each tensor with 8 elements
-or more begins with 0.0, -0.0, both infinities, two NaNs (one signalling in fp32), the smallest subnormal and the
-largest finite number. Names and shapes on the Hub, and their pieces of tensors in memory, come from transformers.
+Any bit pattern occurs. Each tensor with 8 elements or more begins with 0.0, -0.0, both infinities, two NaNs (one
+signalling), the smallest subnormal and the largest finite number. Names and shapes on the Hub, and their pieces of
+tensors in memory, come from transformers.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,8 +33,10 @@ from benchmarks.models import STEP
 
 SEED = 45
 STATES = ("exp_avg", "exp_avg_sq")
-_BF16 = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x0001, 0x7F7F)
+_BF16 = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x0001, 0x7F7F)
 _FP32 = (0x0000_0000, 0x8000_0000, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000, 0xFF81_2345, 0x0000_0001, 0x7F7F_FFFF)
+#: Megatron stores one less, so only some numbers survive: those of bf16 from 0.5 to 2 do.
+_GATED_NORM = re.compile(r"linear_attn\.norm\.weight$")
 _SHARD = 2_000_000_000  # bytes per file
 
 #: Kind, name, role, dtype, shape, and the digest of the elements.
@@ -46,18 +49,21 @@ def bits(name: str, role: str, count: int, dtype: Any) -> NDArray:
     itemsize = np.dtype(dtype).itemsize
     words = generator.integers(0, 1 << 64, size=-(-count * itemsize // 8), dtype=np.uint64)
     values = words.view(dtype)[:count]
-    if itemsize == 2:
-        values[(values & 0x7FFF) > 0x7F80] |= 0x40
-    if count >= len(_BF16):
+    if role in ("weight", "master") and _GATED_NORM.search(name):
+        low = values.dtype.type(8 * itemsize - 16)
+        values[:] = (values >> low & 0xFF | 0x3F00) << low
+    elif count >= len(_BF16):
         values[: len(_BF16)] = _BF16 if itemsize == 2 else _FP32
     return values
 
 
 def rounded(values: NDArray) -> NDArray:
-    """Round fp32 to bf16, to nearest even. A NaN keeps its sign and the upper bits of its payload, and is quiet."""
+    """Round fp32 to bf16, to nearest even. A NaN keeps its upper bits, and is quiet if its payload would be 0."""
     wide = values.astype(np.uint64)
     nearest = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-    return np.where((wide & 0x7FFF_FFFF) > 0x7F80_0000, (wide >> 16) | 0x40, nearest).astype(np.uint16)
+    upper = wide >> 16
+    nan = np.where(upper & 0x7F, upper, upper | 0x40)
+    return np.where((wide & 0x7FFF_FFFF) > 0x7F80_0000, nan, nearest).astype(np.uint16)
 
 
 def empty_model(config: Mapping[str, Any]) -> Any:

@@ -27,6 +27,8 @@ _NUMBERS = ("mlp_only_layers",)
 _COUNTS = ("first_k_dense_replace", "max_window_layers")
 #: Config entries that repeat in steps, so a window must start at a multiple of them.
 _STEPS = ("decoder_sparse_step", "moe_layer_freq", "full_attention_interval", "interleave_moe_layer_step")
+#: Config entries that a narrow model has a part of.
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,19 @@ class Window:
     def name(self, name: str) -> str:
         """Return a tensor's name in the whole model."""
         return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + self.start}", name, count=1)
+
+
+def narrowed(config: Mapping[str, Any], by: int) -> dict[str, Any]:
+    """Return the config with one in `by` of the attention's heads and of the MLPs' inner width. Hidden sizes stay."""
+    if isinstance(config.get("text_config"), Mapping):
+        return {**config, "text_config": narrowed(config["text_config"], by)}
+    if uneven := {key: config[key] for key in _WIDTHS if config.get(key, 0) % by}:
+        raise ValueError(f"{by} does not divide {uneven}")
+    found = {**config, **{key: config[key] // by for key in _WIDTHS if key in config}}
+    found["num_key_value_heads"] = min(config["num_key_value_heads"], found["num_attention_heads"])
+    if "kv_lora_rank" not in config:
+        found.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return found
 
 
 def num_layers(config: Mapping[str, Any]) -> int:

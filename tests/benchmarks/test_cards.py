@@ -21,7 +21,7 @@ from benchmarks.cards import source
 from benchmarks.cards.journey import DifferentError, Journey, Sizes, Station
 from benchmarks.cards.models import Model, models
 from benchmarks.cards.page import index, page
-from benchmarks.cards.windows import Window, num_layers, part, windows
+from benchmarks.cards.windows import Window, narrowed, num_layers, part, windows
 from benchmarks.measure import Run
 from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt
@@ -125,6 +125,17 @@ def test_a_part_is_called_a_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_narrow_model_is_called_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "journeys", lambda *_: (Journey("Weights", "hf", (), "safetensors"),) * 2)
+    card = cards.made(TINY, tmp_path, disk_gb=1, part_only=True, narrow=2)
+    assert "a part, 41 % of the elements**: layers 0 to 1 of 0 to 3, 1/2 of the heads and of the MLPs' inner width" in (
+        page(card)
+    )
+    held = card.journeys[0][1][0].tensors
+    assert held["weights", "model.layers.0.self_attn.q_proj.weight", "weight"][1] == (16, 32)
+
+
+@pytest.mark.slow
 def test_a_flipped_bit_stops_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = travels.timed
 
@@ -223,6 +234,27 @@ def test_a_window_keeps_each_layer_s_kind() -> None:
     )
     with pytest.raises(ValueError, match="can't start at layer 3"):
         Window(3, 6).config({**config, "full_attention_interval": 2})
+
+
+def test_a_narrow_model_keeps_its_hidden_size_and_heads_size() -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 96}
+    assert narrowed({"text_config": config}, 4)["text_config"] == {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "head_dim": 8,
+    }
+    with pytest.raises(ValueError, match="5 does not divide"):
+        narrowed(config, 5)
+
+
+def test_gated_norms_survive_one_less() -> None:
+    for dtype, kind in ((np.uint16, torch.bfloat16), (np.uint32, torch.float32)):
+        values = source.bits("layers.0.linear_attn.norm.weight", "weight", 1000, dtype)
+        numbers = torch.from_numpy(values).view(kind)
+        assert torch.equal(numbers.bfloat16().sub(1).add(1).to(kind), numbers)
+        assert numbers.min() < 0.6 and numbers.max() > 1.9
 
 
 def test_a_window_has_as_many_ranks_as_divide_it() -> None:
