@@ -38,6 +38,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state import adam
+from ckpt.state.skipped_states import listed
 from converters.deepspeed import dealt_experts
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.config import is_bf16_optimizer, is_enabled
@@ -114,8 +115,8 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
         yield Brief(f"weights of {pluralize(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
     if stage == 3 and model.frozen and not model.is_deepspeed and not checkpoint.has_all_buffers:
         yield (
-            f"{pluralize(len(model.frozen), 'tensor')} outside the optimizer became frozen parameters: the source "
-            "does not separate them from buffers, and ZeRO-3 loads them differently"
+            f"{listed(model.frozen)} outside the optimizer, written as frozen: if this includes a buffer, ZeRO-3 fails "
+            "to load these files, but zero1 and zero2 work"
         )
     if not model.resumable and not model.is_deepspeed and not checkpoint.has_all_buffers:
         yield "buffers are unknown for this architecture: every floating-point tensor became a trained parameter"

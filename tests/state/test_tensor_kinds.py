@@ -51,6 +51,20 @@ def test_buffers_stay_buffers_for_deepspeed(folder: Path, tmp_path: Path, stage:
     assert ckpt.open(tmp_path / "run").get(BIAS, BUFFER) is not None
 
 
+def test_zero3_fails_to_load_a_buffer_as_a_frozen_parameter(folder: Path, tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8: "size mismatch for BIAS: copying a param with shape [0]"; stages 1 and 2 load it."""
+    state = load_file(folder / "hub" / "model.safetensors")
+    trained = {name: one for name, one in state.items() if name != BIAS}
+    adam = {"state": {n: {"exp_avg": w, "exp_avg_sq": w, "step": torch.tensor(1.0)} for n, w in trained.items()}}
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "params": list(trained)}]
+    torch.save({"model": state, "optimizer": adam | {"param_groups": groups}}, tmp_path / "full.pt")
+    note = f"{BIAS} outside the optimizer, written as frozen: if this includes a buffer, ZeRO-3 fails"
+    for stage in ("zero2", "zero3"):
+        done = ckpt.convert(tmp_path / "full.pt", stage, tmp_path / stage, world_size=1)
+        root = torch.load(next(tmp_path.glob(f"{stage}/*/*model_states.pt")), weights_only=False)
+        assert (root["module"][BIAS].shape == (0,)) == (note in _notes(done)) == (stage == "zero3")
+
+
 def test_a_buffer_in_the_optimizer_is_a_parameter(folder: Path, tmp_path: Path) -> None:
     """The model's own code may have a parameter here, like DeepSeek's."""
     state = load_file(folder / "hub" / "model.safetensors")
