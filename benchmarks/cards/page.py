@@ -83,13 +83,28 @@ def page(card: Card) -> str:
 
 
 def index(folder: Path, known: Iterable[str]) -> str:
-    """Return a page that names the cards in the folder, and how much each moved."""
-    lines = [_INDEX, "", "| model | moved |", "| --- | --- |"]
+    """Return a page that names the cards in the folder, how much each moved, and all together."""
+    cards = {name: path.read_text() for name in known if (path := folder / f"{name}.md").exists()}
+    rows = ["| model | moved |", "| --- | --- |"]
     for name in known:
-        card = folder / f"{name}.md"
-        told = re.findall(r"\*\*(.+?)\*\*", card.read_text().splitlines()[2]) if card.exists() else ["nothing"]
-        lines.append(f"| {f'[{name}]({name}.md)' if card.exists() else name} | {'; '.join(told)} |")
-    return "\n".join([*lines, ""])
+        told = re.findall(r"\*\*(.+?)\*\*", cards[name].splitlines()[2]) if name in cards else ["nothing"]
+        rows.append(f"| {f'[{name}]({name}.md)' if name in cards else name} | {'; '.join(told)} |")
+    return "\n".join([_INDEX, "", _total(list(cards.values())), "", *rows, ""])
+
+
+def _total(cards: Sequence[str]) -> str:
+    moved = [re.findall(r"([\d,]+) tensors, ([\d,]+) elements", card)[0] for card in cards]
+    tensors, elements = (sum(_number(one[n]) for one in moved) for n in range(2))
+    stations = re.findall(r"^\| \d\. .+?\| ([\d,]+) \| ([\d.]+) \|", "\n".join(cards), re.MULTILINE)
+    size, seconds = sum(_number(size) for size, _ in stations), sum(float(one) for _, one in stations)
+    return (
+        f"{len(cards)} models, {tensors:,} tensors of {elements:,} elements: {len(stations)} conversions wrote "
+        f"{size:,} bytes in {seconds:,.0f} s. No tensor differed."
+    )
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def _summary(card: Card) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -99,7 +99,7 @@ def narrowed(config: Mapping[str, Any], by: int) -> dict[str, Any]:
     if uneven := {key: config[key] for key in _WIDTHS if config.get(key, 0) % by}:
         raise ValueError(f"{by} does not divide {uneven}")
     found = {**config, **{key: config[key] // by for key in _WIDTHS if key in config}}
-    found["num_key_value_heads"] = min(config["num_key_value_heads"], found["num_attention_heads"])
+    found["num_key_value_heads"] = gcd(config["num_key_value_heads"], found["num_attention_heads"])
     if "kv_lora_rank" not in config:
         found.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return found
