@@ -49,6 +49,7 @@ def write_config(folder: Path, num_layers: int, dtype: str = "float32") -> None:
         "num_key_value_heads": HIDDEN // 256,
         "vocab_size": VOCAB,
         "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "dtype": dtype,
     }

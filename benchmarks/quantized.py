@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copyfile
 
 from benchmarks.measure import CKPT, Case, copy_of
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ("hf",)
-METHODS = ("fp8-block", "mxfp4")
+METHODS = {"fp8-block": "hf", "mxfp4": "hf", "q8_0": "gguf"}
+_TOKENIZER = Path(__file__).parents[1] / "fixtures" / "gguf" / "llama" / "tokenizer.json"
 AT_MOST, AT_MOST_MB = 1.6, 250
 
 
 def measure(bench: Bench) -> Table:
     source = bench.source("hf")
+    copyfile(_TOKENIZER, source / _TOKENIZER.name)  # GGUF holds the tokenizer
     copy = copy_of("cp -r of the plain model", source, bench.scratch("quantized-copy"))
-    cases = [_case(bench, method, source) for method in METHODS]
+    cases = [_case(bench, method, to, source) for method, to in METHODS.items()]
     return Table(
         f"bf16 -> quantized weights, {num_params(bench.num_layers) / 1e6:.0f} M parameters",
         bench.rounds([copy, *cases]),
@@ -25,7 +28,7 @@ def measure(bench: Bench) -> Table:
     )
 
 
-def _case(bench: Bench, method: str, source: Path) -> Case:
+def _case(bench: Bench, method: str, to: str, source: Path) -> Case:
     output = bench.scratch(f"quantized-{method}")
-    command = [*CKPT, "convert", "hf", "hf", source, "-q", "-o", output, "--quantize", method]
+    command = [*CKPT, "convert", "hf", to, source, "-q", "-o", output, "--quantize", method]
     return Case(f"ckpt convert --quantize {method}", command, (output,))
