@@ -1,9 +1,8 @@
 """DeepSpeed ZeRO stages 1, 2 and 3: writer for any number of ranks.
 
-`load_checkpoint` loads the output without options. Format facts: deepspeed 0.19.8, runtime/engine.py
-(`_common_checkpoint_state`, `_save_zero_checkpoint`, `_load_checkpoint`, `load_module_state_dict`),
-runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`, `load_state_dict`), runtime/bf16_optimizer.py (its engine
-also loads ZeRO-1's schema).
+Format facts: deepspeed 0.19.8, runtime/engine.py (`_common_checkpoint_state`, `_save_zero_checkpoint`,
+`_load_checkpoint`, `load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`,
+`load_state_dict`), runtime/bf16_optimizer.py (its engine also loads ZeRO-1's schema).
 
 An elastic engine also loads the schema without `elastic_checkpoint`. The elastic schema can't hold hyperparameters, so
 it is only written for sources that use it. The output then has a step count: the elastic loader needs it, but its saver
@@ -59,7 +58,7 @@ from converters.deepspeed.sharing import Sharing
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
-    """Lay out a ZeRO-`stage` run folder.
+    """Lay out a run folder.
 
     Raise UsageError for an unknown number of ranks, LossError for content that ZeRO can't hold.
     """
@@ -144,7 +143,7 @@ File = tuple[str, Any]
 
 
 def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any, rank: int, mp_rank: int = 0) -> File:
-    """Return a rank's optimizer file around `inner`.
+    """Return a rank's optimizer file.
 
     The name's prefix only shows that bf16 is enabled (engine.py, `_get_zero_ckpt_prefix`).
     """
@@ -183,10 +182,9 @@ def common_root(
     tp: int = 1,
     pp: int = 1,
 ) -> dict[str, Any]:
-    """Return a model file's common part without client state: engine.py, `_common_checkpoint_state`.
+    """Return a model file without client state: engine.py, `_common_checkpoint_state`.
 
-    `num_ranks` are the data-parallel ranks for each of the `tp` x `pp` model parts. `own` holds the file's module
-    entries.
+    `num_ranks` are the data-parallel ranks for each of the `tp` x `pp` model parts. `own` holds module entries.
     """
     state = model.state
     root: dict[str, Any] = {
@@ -229,7 +227,7 @@ def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
 
 
 def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
-    """Return shapes and elements of parameters outside the optimizer, whole or as this rank's slots.
+    """Return shapes and elements of frozen parameters, whole or as this rank's slots.
 
     The loader accepts None, None if the source leaves them out, like PEFT, but no incomplete dict.
     """
@@ -248,7 +246,7 @@ def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | N
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """Part of a parameter in a tensor-parallel rank's module.
+    """Part of a parameter on a tensor-parallel rank.
 
     `boxes` of the whole tensor lie end to end in `shape`.
     """
@@ -327,7 +325,7 @@ def stage_record(stage: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class FlattenedGroup:
-    """Flat group: parameters in flattening order, their optimizer order, and their layout.
+    """Flat group, with parameters in flattening order.
 
     `local` is empty for whole parameters.
     """
@@ -405,7 +403,7 @@ def _rank_groups(
 def stage12_items(
     model: DeepSpeedModel, config: Mapping[str, Any], counts: Sequence[int], stage: int
 ) -> dict[str, Any]:
-    """Return a stage 1 or 2 optimizer file's entries without partitions. `counts` are partitions per group.
+    """Return an optimizer file's entries without partitions. `counts` are partitions per group.
 
     Unrecorded entries are left to the engine's config (`_load_global_state`).
     """
@@ -428,7 +426,7 @@ def _scaler_items(model: DeepSpeedModel, config: Mapping[str, Any]) -> dict[str,
 def partitions(model: DeepSpeedModel, groups: Sequence[FlattenedGroup], ranks: Sequence[int]) -> dict[str, Any]:
     """Return a rank's flat buffers: unpadded masters, padded states (unpadded if elastic).
 
-    `ranks` are its indices among the ranks that share each group.
+    `ranks` are its indices within each group.
     """
     masters, states, mappings = [], {}, []
     for index, (group, rank) in enumerate(zip(groups, ranks, strict=True)):
@@ -522,7 +520,7 @@ def slot_model_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks
 
 
 def stage3_items(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return a stage 3 optimizer file's entries without slots. The loader requires all of them."""
+    """Return an optimizer file's entries without slots. The loader requires all of them."""
     items = zero_model.optimizer_items(model)
     items = _scaler_items(model, config) | {name: value for name, value in items.items() if name != "clip_grad"}
     return {"zero_stage": stage_record(3), **items, "partition_count": num_ranks}

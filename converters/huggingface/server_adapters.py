@@ -1,4 +1,4 @@
-"""Adapters in servers' layouts: one tensor per expert, with ranks and scalings in the server's form.
+"""Adapters in the layouts of vLLM and sglang.
 
 vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`) and sglang 0.5.23 (`srt/lora/lora.py`,
 `lora_config.py`, `mem_pool.py`, `lora_manager.py`):
@@ -33,7 +33,7 @@ from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Extent, Shape, stepped, whole
 from converters.huggingface.peft_options import SGLANG, VLLM
 
-#: Gate and up are stacked in one tensor per expert, but separate in files and servers.
+#: Gate and up are stacked in memory, but separate in files and servers.
 APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v3", "glm4_moe")
 #: Experts stacked in PEFT's form under vLLM (`is_3d_moe_weight`).
 STACKED = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
@@ -51,7 +51,7 @@ _RECORDS = ("lora_B_layout", "unsloth_fused_expert_lora")
 
 @dataclass(frozen=True)
 class ServedTensor:
-    """Tensor in the written file: pairs of its box and the source tensor's box. The rest is zeros."""
+    """Tensor to write: pairs of its box and the source's box. The rest is zeros."""
 
     name: str
     source: str
@@ -61,7 +61,7 @@ class ServedTensor:
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """Adapter in a server's layout: tensors, config, and tensors left out with the reason."""
+    """Adapter in a server's layout. `left_out` has a reason for each tensor."""
 
     tensors: tuple[ServedTensor, ...]
     config: Mapping[str, Any]
@@ -71,7 +71,7 @@ class ServerLayout:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Layer in the server's form, with its factors' boxes in the source tensors `a` and `b`."""
+    """Layer in the server's form, with boxes in the source tensors `a` and `b`."""
 
     module: str
     key: str
@@ -86,7 +86,7 @@ class _Layer:
 
 
 def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> ServerLayout:
-    """Return the `chosen` tensors in the layout of `server`.
+    """Lay out the `chosen` tensors for `server`.
 
     Raise UsageError for an unsupported kind or for experts of an unknown model, LossError for a part that the server
     would skip.
@@ -158,7 +158,7 @@ def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[s
 
 
 def _gaps(one: ServedTensor, extent: Extent) -> Iterator[tuple[int, int]]:
-    """Yield the ranges outside all boxes: lora_A's last rows, lora_B's row ends."""
+    """Yield ranges outside all boxes: lora_A's last rows, lora_B's row ends."""
     (rows, columns), item = one.shape, extent.dtype.itemsize
     filled = one.boxes[0][0].sizes if len(one.boxes) == 1 else one.shape
     if filled[0] < rows:
@@ -315,7 +315,7 @@ def _factors(layer: _Layer, rank: int | None) -> Iterator[ServedTensor]:
 
 
 def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str | None) -> None:
-    """Raise LossError if an expert's layer lacks an adapter: vLLM packs all layers of all experts, or none."""
+    """Raise LossError if an expert's layer lacks an adapter."""
     found: dict[str, set[tuple[int, str]]] = {}
     for layer in layers:
         if match := _SINGLE.fullmatch(layer.module):
@@ -340,7 +340,7 @@ def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str 
 
 
 def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:
-    """Raise LossError if sglang, which stacks some layers, would fail or skip one."""
+    """Raise LossError if sglang would fail or skip a layer."""
     known = {layer.module for layer in layers}
     for layer in layers:
         parent, _, leaf = layer.module.rpartition(".")
@@ -366,7 +366,7 @@ _Written = tuple[int | None, dict[str, Any], tuple[str, ...]]
 
 
 def _vllm_adapter(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> _Written:
-    """Return None (no padding), the config, and vLLM's options as a note."""
+    """Return None (no padding), config, and vLLM's options as a note."""
     ranks = {re.escape(one.module): one.rank for one in layers if one.rank != config.rank}
     alphas = {re.escape(one.module): a for one in layers if (a := config.alpha_of(one.key)) != config.alpha}
     if stacked:
@@ -385,7 +385,7 @@ def _vllm_adapter(layers: list[_Layer], stacked: list[ServedTensor], config: Ada
 
 
 def _sglang_adapter(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfig) -> _Written:
-    """Return the single rank, a config with the single scaling, and sglang's options as a note."""
+    """Return rank, config, and sglang's options as a note."""
     scalings = {layer.module: config.scaling(layer.key) for layer in layers}
     scaling = next(iter(scalings.values()))
     for module, other in scalings.items():

@@ -1,4 +1,4 @@
-"""Megatron's optimizers in every format: the rule for param groups, and the known optimizers.
+"""Megatron's optimizers, and their rule for param groups.
 
 No file records the parameters in a group. They follow from Megatron's rule: tensors with one dim and biases are not
 decayed, and experts sharded over ranks are separate. Muon and Lion only step matrices. The embedding, the output layer
@@ -31,7 +31,7 @@ from converters.megatron.chunks import MegatronModel
 from converters.names.megatron.model.spelling import is_expert, split_layer
 from converters.optimizers.states import OptimizerStates
 
-#: Options that identify a param group (optimizer.py, `param_group_identifier_keys`).
+#: From optimizer.py, `param_group_identifier_keys`.
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 #: Further identifying options since 0.18.
 _OVERRIDES = ("optimizer", "max_lr", "min_lr", "start_wd", "end_wd")
@@ -39,7 +39,7 @@ _OVERRIDES = ("optimizer", "max_lr", "min_lr", "start_wd", "end_wd")
 ADAM = ("exp_avg", "exp_avg_sq")
 _EMBEDDINGS = ("embedding.word_embeddings.", "output_layer.")
 
-#: Known optimizers (`--optimizer`): for all parameters, and only for matrices.
+#: `--optimizer` for all parameters, and only for matrices.
 ADAM_NAME = "adam"
 KINDS = (ADAM_NAME, "sgd")
 OF_MATRICES = ("muon", "lion")
@@ -59,7 +59,7 @@ def is_known(args: Mapping[str, Any]) -> bool:
 
 
 def is_partly_distributed(args: Mapping[str, Any]) -> bool:
-    """Return True if all but matrices use the distributed optimizer, beside a layer-wise one for matrices."""
+    """Return True if only matrices use a layer-wise optimizer."""
     layer_wise = args.get("use_layer_wise_distributed_optimizer") and args.get("use_layer_wise_param_layout")
     return is_of_matrices(args) and bool(layer_wise)
 
@@ -76,26 +76,26 @@ def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] =
 
 
 def stepped_by(name: str, ndim: int, args: Mapping[str, Any]) -> str | None:
-    """Return the optimizer that steps a parameter; None for the run's own."""
+    """Name the optimizer that steps a parameter; None is the run's own."""
     if not is_of_matrices(args) or (ndim == 2 and not name.startswith(_EMBEDDINGS)):
         return None
     return str(args.get("muon_scalar_optimizer") or "adam") if _kind(args) == "muon" else "adam"
 
 
 def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
-    """Return True if weight decay applies, following `get_standard_config_overrides`."""
+    """Follow `get_standard_config_overrides`."""
     if args.get("apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name) and ndim == 1:
         return True
     return not (name.endswith(".bias") or ndim == 1)
 
 
 def is_decoupled(name: str, args: Mapping[str, Any]) -> bool:
-    """Return True if a parameter uses the learning rate for embedding and output layer."""
+    """Return True if a parameter uses `--decoupled-lr`."""
     return args.get("decoupled_lr") is not None and name.startswith(_EMBEDDINGS)
 
 
 def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Return True if a parameter, under its module's own name, belongs to this param group."""
+    """Match a parameter, under its module's own name, with a param group."""
     multiplier = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
     if (multiplier != 0.0) != is_decayed(name, ndim, args):
         return False
@@ -121,7 +121,7 @@ class Optimizers:
     def note_group(
         self, group: Mapping[str, Any], fqns: Sequence[str], file: str, step: Any = None, *, by_all: bool = False
     ) -> None:
-        """Record a param group's options and `step`, which may be stored elsewhere.
+        """Record a param group's options and `step`.
 
         Groups are identified by Megatron's rule, or with `by_all` by every option.
         """
@@ -181,7 +181,7 @@ def check_alike(
 
 
 def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
-    """Note parameters without states, if others have some: no file records frozen parameters."""
+    """Note parameters without states: no file records frozen parameters."""
     known: dict[str, set[str]] = {}
     for fqn, role in keys:
         if role != BUFFER:
@@ -265,7 +265,7 @@ class MegatronOptimizer:
                 )
 
     def _groups(self) -> list[Group]:
-        """Take options from a source group with a parameter of this kind."""
+        """Take options from a source group of this kind."""
         option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
         found: dict[Kind, Group] = {}
         for fqn, master in self.masters.items():

@@ -1,9 +1,8 @@
 """PyTorch Distributed Checkpoint (DCP), written by FSDP1, FSDP2, torchtitan, Accelerate and HF Trainer.
 
-Roles: FSDP's optimizer steps the sharded parameters themselves. With mixed precision they are fp32, and only computing
-casts them. So a parameter has the single role `weight` in its stored dtype, and targets with fp32 masters use it as the
-master. The output holds the source's fp32 masters, bit for bit, as its parameters, unless `--dtype` is given. DCP does
-not distinguish buffers from parameters: both are `weight`.
+Roles: FSDP's optimizer steps the sharded parameters themselves. With mixed precision they are fp32. So a parameter,
+like a buffer, has the single role `weight` in its stored dtype, and targets with fp32 masters use it as the master. The
+output holds the source's fp32 masters, bit for bit, as its parameters, unless `--dtype` is given.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 @dataclass
 class StateDictReading:
-    """A nested state dict's leaves, from files of several formats, and the checkpoint in them."""
+    """Leaves of a nested state dict, and the checkpoint in them."""
 
     format_name: str = "dcp"
     data: DataFiles = field(default_factory=DataFiles)
@@ -322,7 +321,7 @@ class StateDictReading:
         return odd
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
-        """Return training state by name. Note tensors that are spread over ranks."""
+        """Return training state. Note tensors spread over ranks."""
         spread = self.spread
         items = {name: _values(value, name, spread) for name, value in found.rest.items()}
         if found.extra:
@@ -385,7 +384,7 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
 def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
     """Map tensors to the key of an earlier tensor stored in the same bytes.
 
-    The metadata alone does not show this: all tensors in a safetensors file have the file's place.
+    Metadata alone does not show this for a safetensors file.
     """
     first: dict[tuple[tuple[Box, Extent], ...], str] = {}
     same: dict[int, str] = {}
@@ -420,7 +419,7 @@ def _step(rest: Mapping[str, Any]) -> int | None:
     return None
 
 
-#: States that do not depend on a parameter's dimensions.
+#: States independent of a parameter's dimensions.
 _OF_EVERY = PER_ELEMENT | {"step"}
 
 
@@ -458,8 +457,7 @@ def _missing_state_error(
 ) -> _Error | None:
     """Return the error for a parameter that lacks a state of its group.
 
-    It may have fewer dimensions and so fewer states, unless every optimizer has them per element: SM3 and Shampoo have
-    a state for each dimension.
+    It may have fewer dimensions and so fewer states: SM3 and Shampoo have a state for each dimension.
     """
     for group in groups:
         kinds: dict[tuple[frozenset[str], int], str] = {}
@@ -481,7 +479,7 @@ def _missing_state_error(
 
 
 def _check_can_be_read(checkpoint: Checkpoint) -> None:
-    """Raise LossError for unreadable states: readers would take the output for damaged."""
+    """Raise LossError for unreadable states: the output would look damaged."""
     if not checkpoint.unread:
         return
     states: dict[str, dict[str, Any]] = {}

@@ -5,8 +5,7 @@
     pytorch_model_fsdp_1_rankR.bin, optimizer_1_rankR.bin       the second model in such a save
 
 A part records its box in the tensor. FSDP1's ShardedTensor has offsets and sizes. FSDP2's DTensor has the mesh, the
-rank's coordinate, and a placement per axis. If several ranks hold the same box (a replicating axis, a plain tensor), it
-has replicas.
+rank's coordinate, and a placement per axis. Several ranks with the same box are replicas.
 
 `optim_` files number the states, and no file has the names. verl's sources define the order (workers/fsdp_workers.py:
 `AdamW(module.parameters())`, up to 0.9): one param group in the model file's order, tied parameters once. This order is
@@ -91,7 +90,7 @@ class FsdpRanks(Format):
         return None if found is None else _inside(found)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the tensors in all ranks' files. Every tensor of the model has the role `weight`."""
+        """Give every tensor of the model the role `weight`."""
         folder = path.parent if path.is_file() else path
         reading = Reading(folder)
         files = _list(folder, number_of(path) or 0)
@@ -319,7 +318,7 @@ def _left_out(path: str) -> str:
 
 
 def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankFile) -> bool:
-    """Return True if the shapes fit the parameters assigned to their numbers.
+    """Return True if the shapes fit the numbered parameters.
 
     At least one sharded state must have the parameter's shape. A slice must not be longer than the parameter.
     """
@@ -346,7 +345,7 @@ def _is_wrapped(value: Any) -> bool:
 
 
 def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Record | Extent, int, str]]:
-    """Return the whole shape and the rank's part, maybe a tensor subclass object."""
+    """Return the whole shape and the rank's part."""
     what = "this state matches no known version of torch and torchao"
     with structure(what, file.path, rank=file.rank, fqn=fqn):
         shape, box, local = placed(value)
@@ -372,7 +371,7 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
 
 
 def _read_extras(reading: Reading, files: Sequence[RankFile]) -> None:
-    """Add `{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
+    """Add one scheduler for all, and each rank's random state."""
     schedulers = [(file, file.content.get("lr_scheduler")) for file in files]
     check_same(
         "last_epoch of the lr_scheduler", [(f, s.get("last_epoch")) for f, s in schedulers if isinstance(s, Mapping)]

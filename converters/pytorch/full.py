@@ -98,7 +98,7 @@ STATE = "training_state.pt"
 #: Names used by frameworks and scripts, in search order.
 _FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
 _SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
-#: Rank files are not part of a full checkpoint.
+#: Rank files, not read here.
 _OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
 #: Torch files from other formats.
 _OTHERS = (
@@ -113,7 +113,7 @@ _OTHERS = (
     "*train_state.pt",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-#: A torch file beside Accelerate's sharded folder or an adapter is not part of the checkpoint.
+#: Skip torch files next to Accelerate's sharded folder or an adapter.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -136,7 +136,7 @@ class Full(Format):
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Return a torch file, or a folder with one (`tag` names one in it).
+        """Return a torch file, or a folder with one (named by `tag`).
 
         Skip a folder with safetensors weights: its `pytorch_model.bin` is only a copy.
         """
@@ -146,10 +146,7 @@ class Full(Format):
         return path if found is None and tag is not None and _holds_model(path, tag) else found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the state dicts. Every tensor of the model has the role `weight`; files don't mark buffers.
-
-        Readers that need a master upcast the weight. This changes no bit of an fp32 weight.
-        """
+        """Describe the state dicts. Every tensor of the model has the role `weight`; files don't mark buffers."""
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights_in(folder)
         if name is None:
@@ -225,7 +222,7 @@ def _is_weights_name(name: str) -> bool:
 def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
     """Return True for a zip archive, torch's magic number from before 1.6, or an index name.
 
-    Large files are judged by name unless requested by the user, because other programs also write `.bin`.
+    Large files are judged by name unless requested, because other programs also write `.bin`.
     """
     if path.name.endswith(".json"):
         return True
@@ -237,7 +234,7 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
 
 
 def _weights_in(folder: Path) -> str | list[str] | None:
-    """Return the torch file, its index, or without an index the shards' names."""
+    """Return the torch file, its index, or the shards without an index."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names or is_ranks_folder(folder):
@@ -334,7 +331,7 @@ def _unbundled(
 ) -> tuple[Mapping[str, Any], str | None]:
     """Return the bundle with the model to use, and the rest of the tag.
 
-    If a dict without a model has a single bundle, the entries next to the bundle are its training state.
+    Entries next to a single bundle are its training state.
     """
     while (bundles := _bundles_in(root)) and tag not in _models_in(root):
         beside: Mapping[str, Any] = {}
@@ -379,7 +376,7 @@ def _has_model(value: Any) -> bool:
 
 
 def _has_named_model(value: Any) -> bool:
-    """Search a dict, at any depth, for a state dict with a model's key or with dots in its names."""
+    """Search a dict for a state dict with a model's key or with dots in its names."""
     if not isinstance(value, Mapping) or is_state_dict(value) or is_optimizer(value):
         return False
     models = _models_in(value)
@@ -416,7 +413,7 @@ def _is_entry(name: str, value: Any) -> bool:
 
 
 def _read_sharded(reading: _Reading, name: str) -> None:
-    """Read the shards in an index. Each must hold exactly the tensors listed for it."""
+    """Read an index's shards. Each must hold exactly the tensors listed for it."""
     path = confined(reading.folder, name)
     index = parse_index(read_json(path, unique=True, max_bytes=MAX_INDEX), path, "torch file", (".bin", ".pt", ".pth"))
     by_file: dict[str, set[str]] = {}
@@ -531,7 +528,7 @@ def own_state(reading: Reading) -> dict[str, Any]:
 
 
 def first(folder: Path, names: tuple[str, ...]) -> str | None:
-    """Return the first existing name, also if it is not a file: opening it raises the error."""
+    """Return the first existing name, even if opening it fails."""
     return next((name for name in names if os.path.lexists(folder / name)), None)
 
 
@@ -548,7 +545,7 @@ def trained_weights(checkpoint: Checkpoint, layout: Layout, trained: bool = True
 
 
 def _model(chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any]) -> StoredDict:
-    """Return the model's state dict. `extra` holds entries without tensors; tied names share a storage."""
+    """Return the model's state dict. Tied names share a storage."""
     state = StoredDict("OrderedDict")
     aliases: dict[str, list[str]] = {}
     for alias, owner in ties.items():

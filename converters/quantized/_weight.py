@@ -1,4 +1,4 @@
-"""Quantized weight: its stored tensors, and the computation of its plain values."""
+"""Computation of a quantized weight's plain values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from converters.quantized.blocks import BLOCK, spans
 from converters.quantized.floats import e2m1_pairs, e4m3_values, e8m0_values
 from converters.quantized.headers import file_metadata
 
-#: Elements per step of a matrix operation, fitting the processor's cache.
+#: Elements per step, fitting the processor's cache.
 _CACHE_SIZED = 1 << 18
 #: Dtypes for exponents.
 _EXPONENTS = (BY_NAME["float8_e8m0fnu"], BY_NAME["uint8"])
@@ -35,7 +35,7 @@ _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gp
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """Region in a plain tensor, with a function that computes its elements in row-major order.
+    """Region in a plain tensor, computed in row-major order.
 
     If `transposed`, the elements are in the transposed matrix's order.
     """
@@ -47,7 +47,7 @@ class WeightBlock:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
+    """Quantized weight with its plain name, dtype and shape, and blocks that tile it.
 
     `rows` computes a box of whole rows, or of a transposed weight's whole columns.
     """
@@ -90,7 +90,7 @@ class StoredWeights:
         return values
 
     def check_finite(self, fqn: str, is_finite: NDArray, box: Box | None = None) -> None:
-        """Raise CorruptError for the first scale that is not finite. `box` is the part read from the tensor."""
+        """Raise CorruptError for the first scale that is not finite. `box` is the part read."""
         if is_finite.all():
             return
         box = whole(self.tensors[fqn].shape) if box is None else box
@@ -144,7 +144,7 @@ class StoredWeights:
 
 
 def as_rounded(values: NDArray, dtype: DType) -> NDArray:
-    """Return fp32 `values` rounded to `dtype`, still in fp32."""
+    """Round fp32 `values` to `dtype`, still in fp32."""
     if dtype == FLOAT32:
         return values
     bits = cast_bits(np.ascontiguousarray(values).reshape(-1).view(np.uint32), FLOAT32, dtype)
@@ -160,26 +160,26 @@ def read_e4m3(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
 
 
 def read_e2m1(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-    """Return rows in fp32. `box` is in the plain matrix; a byte packs two of its columns."""
+    """Return fp32 rows. `box` is in the plain matrix; a byte packs two columns."""
     packed = stored.read(fqn, Box(box.offsets, (*box.sizes[:-1], box.sizes[-1] // 2)))
     return e2m1_pairs()[packed.view(np.uint8)].reshape(box.sizes[-2:])
 
 
 def unpacked(words: NDArray, bits: int) -> NDArray:
-    """Return 4-bit or 8-bit unsigned integers, packed along the rows of 32-bit words, the lowest bits first."""
+    """Unpack 4-bit or 8-bit unsigned integers along the rows of 32-bit words, lowest bits first."""
     packed = np.ascontiguousarray(words).view(np.uint8)
     return packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
 def grouped(operate: np.ufunc, values: NDArray, numbers: NDArray, index: NDArray) -> None:
-    """Combine [rows, columns] with numbers [rows, groups], in place. `index` has every column's group."""
+    """Combine [rows, columns] with [rows, groups], in place. `index` has every column's group."""
     for start, stop in spans(len(values), _CACHE_SIZED // max(1, values.shape[1])):
         with np.errstate(over="ignore"):
             operate(values[start:stop], numbers[start:stop, index], out=values[start:stop])
 
 
 def model_dtype(config: Mapping[str, Any] | None) -> DType:
-    """Return the config's dtype, or bfloat16, the usual dtype for loading quantized models."""
+    """Return the config's dtype, or bfloat16, the usual dtype for quantized models."""
     for part in config_parts(config):
         name = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
         for dtype in CASTABLE.values():
@@ -189,7 +189,7 @@ def model_dtype(config: Mapping[str, Any] | None) -> DType:
 
 
 def rounded(values: NDArray, *dtypes: DType) -> memoryview:
-    """Round fp32 `values` to each dtype in turn, and return the last one's bytes."""
+    """Round fp32 `values` to each dtype in turn, and return bytes."""
     bits, now = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32), FLOAT32
     for dtype in dtypes:
         if dtype != now:
@@ -198,7 +198,7 @@ def rounded(values: NDArray, *dtypes: DType) -> memoryview:
 
 
 def num_groups(num_in: int, size: int) -> int:
-    """Return the number of groups. A `size` of -1 means one group for all."""
+    """Count groups. A `size` of -1 means one for all."""
     return 1 if size <= 0 else -(-num_in // size)
 
 
@@ -223,7 +223,7 @@ def affine(
 
 @dataclass(frozen=True, slots=True)
 class ScaleGrid:
-    """Numbers for blocks of `rows` by `columns` elements. None is the whole dim; the last blocks may be shorter."""
+    """Numbers for blocks of `rows` by `columns` elements. None is the whole dim."""
 
     rows: int | None = None
     columns: int | None = None
@@ -238,7 +238,7 @@ class ScaleGrid:
         return stored.read(fqn, part).reshape(count, -1)
 
     def _part(self, shape: Shape, box: Box) -> tuple[Box, int]:
-        """Return the box in this `shape`, and its blocks of rows. Dims of size 1 may differ."""
+        """Return the box and its blocks of rows. Dims of size 1 may differ."""
         *lead, first, _ = box.offsets
         start, stop = (0, 1) if self.rows is None else (first // self.rows, -(-(first + box.sizes[-2]) // self.rows))
         inner = shape[len(lead) :]

@@ -1,4 +1,4 @@
-"""Parts of quantized weights among a checkpoint's tensors, and the proof that every weight has all its parts."""
+"""Parts of quantized weights in a checkpoint, and checks for missing parts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Se
 
 _PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
-#: Also used by plain modules: only counted next to packed values, or if packed.
+#: Also used by plain modules, so only counted if packed or next to packed values.
 _COMMON = ("scale", "scales", "biases")
 #: Config keys listing modules without quantization.
 _IGNORED = (
     *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude", "exclude_layers"),
     *("llm_int8_skip_modules", "modules_to_not_quantize"),
 )
-#: Part names in any method, and attention's scales.
+#: Part names, and attention's scales.
 _WORDS = re.compile(
     r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
     r"biases|SCB|weight_shape)$"
@@ -42,7 +42,6 @@ _OF_QUANTIZED = re.compile(
     r"weight\.(nested_)?(absmax|quant_map)|weight\.quant_state\..+|weight_format|qweight|qzeros|g_idx|SCB|"
     r"_weight_(qdata|scale|scale_and_zero|zero_point))"
 )
-#: Experts in tensors of their own.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
@@ -62,7 +61,7 @@ class Fault:
 
 
 class _Fit(NamedTuple):
-    """Best-fitting scheme, the weight's faults under it, and all schemes without fault."""
+    """Best-fitting scheme, the weight's faults, and all schemes without fault."""
 
     scheme: Scheme | None
     faults: Sequence[Fault]
@@ -136,7 +135,7 @@ class QuantizedWeights:
         return tensor.dtype.name in PACKED or packed in self.tensors or (word != "scale" and self._method is not None)
 
     def _belongs(self, name: str, suffix: str) -> bool:
-        """Return True for a part, not just a parameter with such a name."""
+        """Return True for a part, not a parameter with its name."""
         owner = name.removesuffix(suffix)
         last = owner.rpartition(".")[2]
         return last.endswith(_WEIGHT) or self._is_packed(owner) or self._is_packed(name) or ".experts." in owner
@@ -191,7 +190,7 @@ class QuantizedWeights:
 
     @property
     def num_parameters(self) -> Mapping[str, int | None]:
-        """Number of plain elements in each quantized weight. None if the parts don't show it."""
+        """Number of plain elements in each quantized weight, or None."""
         return {owner: self._count(owner, parts) for owner, parts in self.owners.items()}
 
     def _count(self, owner: str, parts: Mapping[str, str]) -> int | None:
@@ -215,13 +214,13 @@ class QuantizedWeights:
 
     @cached_property
     def exponents(self) -> frozenset[str]:
-        """Names of scales stored in bytes, as exponents. 255 is NaN."""
+        """Scales stored as exponents in bytes. 255 is NaN."""
         names = (name for _, name, _ in self._with_template("scale", "scales"))
         return frozenset(name for name in names if self.tensors[name].dtype.name == "uint8")
 
     @cached_property
     def scales(self) -> frozenset[str]:
-        """Names of floating-point scales. These must be positive."""
+        """Floating-point scales. These must be positive."""
         names = (name for _, name, _ in self._with_template("_scale", "_scale_inv", "_scale_2", "SCB", "absmax"))
         return frozenset(name for name in names if self.tensors[name].dtype.name in (*FLOATS, *E4M3))
 
@@ -246,7 +245,7 @@ class QuantizedWeights:
 
     @cached_property
     def unproved(self) -> str | None:
-        """Reason why the parts were not checked. None if they were, or if nothing is quantized."""
+        """Reason why the parts were not checked."""
         if self._method and self._schemes is None:
             return f"weight parts quantized by {self.title} were not checked: ckpt does not know this layout"
         if name := next(self._unclaimed(), None):
@@ -282,7 +281,7 @@ class QuantizedWeights:
 
     @property
     def untried(self) -> str | None:
-        """Reason why it is unknown if transformers loads the quantized weights. None if it is known."""
+        """Reason why it is unknown if transformers loads the quantized weights."""
         for owner, fit in self._fitted.items():
             packed = fit.scheme and self.tensors.get(self.owners[owner].get(fit.scheme.packed, ""))
             if _EXPERT.search(owner) and not (fit.scheme and fit.scheme.joins_experts):
@@ -293,7 +292,7 @@ class QuantizedWeights:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Packages that transformers needs to load the quantized weights."""
+        """Packages needed by transformers."""
         return self._known.packages if self._known and self.parts else ()
 
     @property
@@ -457,7 +456,7 @@ class QuantizedWeights:
         return f"missing: a weight quantized by {self.title} is stored in {', '.join(names)}"
 
     def _uneven(self, owners: Iterable[str]) -> Iterator[Fault]:
-        """Yield parts that differ from most other layers: extra, missing, or in another dtype."""
+        """Yield parts that differ from most other layers."""
         alike: dict[str, list[str]] = defaultdict(list)
         for owner in owners:
             alike[_NUMBER.sub("*", owner)].append(owner)
@@ -516,7 +515,7 @@ class QuantizedWeights:
         return any(target.startswith("re:") or "." in target for target in targets)
 
     def _unlike_siblings(self) -> Iterator[Fault]:
-        """Yield parts missing from a module but present in most other layers; for unknown methods."""
+        """Yield parts missing from a module but present in most other layers, for unknown methods."""
         modules: dict[str, set[str]] = defaultdict(set)
         for name in self.tensors:
             modules[name.rpartition(".")[0]].add(name.rpartition(".")[2])
@@ -551,7 +550,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _is_listed(module: str, entries: Iterable[str]) -> bool:
-    """Match an entry in any way: as name, prefix, suffix, pattern or regex."""
+    """Match an entry as name, prefix, suffix, pattern or regex."""
     for entry in entries:
         entry = entry.removeprefix("re:")
         if entry in module or fnmatchcase(module, entry):
@@ -570,7 +569,7 @@ def _is_padded(found: Shape, wanted: Shape) -> bool:
 
 
 def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeights:
-    """Return a checkpoint's quantized weights. Without `reads`, recorded states are unproved."""
+    """Find quantized weights. Without `reads`, recorded states are unproved."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
     has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""Declarations: the parts of a quantized weight, their dtypes and shapes.
+"""Declarations for the parts of a quantized weight.
 
 A part's name is a template: `{w}` is the plain weight's name, `{m}` its module's path prefix. Shapes follow from the
 plain weight's shape, [..., out, in].
@@ -21,7 +21,7 @@ Settings = Mapping[str, Any]
 
 
 class ShapeSet(Protocol):
-    """Legal shapes. The first is an example for messages."""
+    """Legal shapes; the first is shown in messages."""
 
     def __contains__(self, shape: object, /) -> bool: ...
     def __getitem__(self, index: Any, /) -> Any: ...
@@ -48,7 +48,7 @@ WEIGHT = "{w}"
 class Part:
     """Tensor of a quantized weight. If `shapes` is None, any shape is legal.
 
-    `is_for_activations` marks parts without effect on the weight's values.
+    Parts for activations don't change the weight's values.
     """
 
     dtypes: tuple[str, ...]
@@ -66,9 +66,8 @@ class Rounding:
     """Rounding to a method's values, at most half a step off, in units of `scale`.
 
     `unit` fills parts with bytes under which every plain value is its scale. `values` are the method's values, in
-    order; if empty, they are integers with magnitudes up to `span`. Numbers beyond the last value are cut to it: how
-    far beyond depends on the scale's own rounding. `epsilon` is the least relative error of a writer's division.
-    `unbounded` is the reason why no bound holds.
+    order; if empty, they are integers with magnitudes up to `span`. Numbers beyond the last value are cut to it.
+    `epsilon` is the least relative error of a writer's division. `unbounded` says why no bound holds.
     """
 
     scale: str
@@ -87,7 +86,7 @@ class Dequantizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnknownValues:
-    """Dequantizer for settings with unproved values. `found` names them."""
+    """Dequantizer for unproved values, named by `found`."""
 
     found: str
 
@@ -101,7 +100,7 @@ class Quantizer:
 
     `pack` computes a weight's parts, by the rounding `rule`. `settings` returns the config's entry, for the modules
     that stay plain. `blocks` are the rows and columns that share a scale: a weight with a partial block stays plain.
-    `names` match the weights, with the group `layer`; None matches linear layers. `model_types` None means all models
+    `names` match the weights, with the group `layer`; None matches linear layers. `model_types` None means models
     without their own quantizer.
     """
 
@@ -143,9 +142,9 @@ class Method:
     `schemes` returns None for unknown settings, `unrecorded` the schemes for checkpoints without a recorded method. If
     `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may
     have settings of their own, under their names. `unwritable` is the reason why safetensors files written by ckpt
-    can't hold the weights. `quantizers` compute the weights, by value of `--quantize`. `packages` are required by
-    transformers 5.23 (`quantizers/`, `validate_environment`). `recorded` returns the shapes of a weight's parts that
-    its file's metadata records: by template, from the metadata, its name and its parts' shapes.
+    can't hold the weights. `packages` are required by transformers 5.23 (`quantizers/`, `validate_environment`).
+    `recorded` returns the shapes of a weight's parts that its file's metadata records: by template, from the metadata,
+    its name and its parts' shapes.
     """
 
     names: tuple[str, ...]
@@ -180,7 +179,7 @@ def per_group(rows: int, columns: int) -> ShapeList:
 
 
 class _AnyBlocks:
-    """Scale shapes for blocks that tile the weight, in any size."""
+    """Scale shapes for blocks of any size."""
 
     def __init__(self, plain: Shape) -> None:
         self._plain = plain

@@ -7,7 +7,7 @@
 Tensors are stored whole, but the row order of `linear_fc1` depends on the tensor-parallel size:
 
 - `linear_out` is stored like stacked gate and up: first the first halves of all ranks' parts, then the second halves.
-  For a factor with both, this is the whole tensor's order. A factor with only one of them has its rows permuted.
+  The rows of a factor with only one of them are permuted.
 - DoRA's `weight_magnitude` is stored in rank order: each rank's gate, then its up.
 
     <run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, axis sizes
@@ -19,8 +19,7 @@ ms-swift stores all rows in rank order.
     <run>/weights/adapter_metadata.json    its base's folder: `model_ckpt_path`
     <run>/context/model.yaml    `model_transform`: the adapter's class, rank and alpha; `config`: axis sizes
 
-If experts share one factor of each layer (`experts_shared_outer_loras`), this factor has no expert dim. A MultiLoRA run
-holds several adapters: see `converters.megatron.dist.adapter_slots`.
+If experts share one factor of each layer (`experts_shared_outer_loras`), this factor has no expert dim.
 
 Format facts: nemo_toolkit 2.5.0, collections/llm/peft, lightning/pytorch/callbacks/peft.py, lightning/ckpt_utils.py;
 mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge 0.3.1,
@@ -59,17 +58,17 @@ from converters.names.megatron.settings import CHANGES, COMPARED, is_off
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
 #: Experts share linear_fc1's first factor and linear_fc2's second factor.
 OUTER = "experts_shared_outer_loras"
-#: Other adapter settings. A merge does not need them, or the tensors imply them.
+#: Settings without effect on a merge, or implied by the tensors.
 _KNOWN = {
     *("_target_", "n_adapters", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
     *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
     *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
     *("share_expert_adapters", OUTER),
 }
-#: The adapter, and its model's settings under Megatron-LM's names.
+#: The adapter, and its model's Megatron-LM settings.
 _Read = tuple[AdapterRun, Mapping[str, Any]]
 _MARK = ".adapter."
-#: PEFT's names on Megatron's modules, used by ms-swift.
+#: ms-swift's PEFT names.
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
 _FACTORS = {"A": ".adapter.linear_in.", "B": ".adapter.linear_out."}
 SWIFTS_CONFIG = "args.json"
@@ -93,7 +92,7 @@ def without_optimizer(reading: DistReading) -> Optimizers:
 def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = None) -> Checkpoint:
     """Put an adapter's rows in whole-tensor order. From a MultiLoRA run take the slot `requested`.
 
-    Raise NotFoundError without the run's config, UsageError for an unsupported adapter class.
+    Raise NotFoundError without the run's config, UsageError for an unsupported class.
     """
     slot = None
     if slots_in(fqn for fqn, _ in checkpoint.tensors):
@@ -143,7 +142,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, requested: str | None = Non
 
 
 def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
-    """Refuse adapters of experts: NeMo's were never compared with its model's results."""
+    """Refuse NeMo's adapters of experts: not proved against its model."""
     for fqn, _ in checkpoint.tensors:
         if (parsed := parse_name(fqn)) is not None and parsed[0].is_expert:
             raise UsageError("NeMo's expert adapters are not supported", path=path, fqn=fqn)
@@ -176,7 +175,7 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _run_of_class(
     path: Path, sections: Mapping[str, Mapping[str, Any]], package: str, kinds: Sequence[str], base: object
 ) -> AdapterRun:
-    """Describe the adapter by `sections`: its own, then the model's."""
+    """Describe the adapter by its own section, then the model's."""
     (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
     classes = CLASSES | {MULTI: MULTIS_CLASS}
@@ -223,8 +222,8 @@ def _run_of_class(
 
 #: Adapter settings in ms-swift's `args.json`.
 _OF_ADAPTERS = re.compile(r"lora|dora|adapter|tuner")
-#: Supported settings, and settings without effect on the adapter's result (ms-swift 3.5 to 4.5,
-#: megatron/arguments/megatron_args.py, arguments/tuner_args.py).
+#: Supported settings, and settings without effect (ms-swift 3.5 to 4.5, megatron/arguments/megatron_args.py,
+#: arguments/tuner_args.py).
 _SWIFTS_ENTRIES = (
     *("tuner_type", "tuner_backend", "lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype"),
     *("lorap_lr_ratio", "use_rslora", "adapters", "ref_adapters", "adapter_load", "ref_adapter_load", "mcore_adapter"),
@@ -381,7 +380,6 @@ def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 
 def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: AdapterRun) -> int:
-    """Return the number of row parts."""
     cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
     if len(cuts) not in expected:
         raise CorruptError(
@@ -395,7 +393,7 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
 
 
 def _halves(fqn: str, rows: int, size: int) -> RowRuns:
-    """Order rows with all ranks' first halves first."""
+    """Put all ranks' first halves first."""
     if rows % (2 * size):
         raise UsageError(
             "the factor's rows do not divide among the tensor parallel ranks",

@@ -1,6 +1,6 @@
-"""Optimizer in Megatron's `torch_dist` format: param groups, and states stored as the optimizer's buffers.
+"""Optimizer in Megatron's `torch_dist` format.
 
-Storage of the distributed optimizer's state, by the metadata's `distrib_optim_sharding_type`:
+States are stored by the metadata's `distrib_optim_sharding_type`:
 
     none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
     fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
@@ -79,7 +79,7 @@ _COMPARED = 64
 
 
 def read_optimizer(reading: DistReading) -> Optimizers:
-    """Return the param groups, and add buffers' states to `reading`. Return nothing if states are shifted."""
+    """Return param groups, and add buffers' states to `reading`. Return nothing if states are shifted."""
     if reading.sharding not in _KNOWN:
         raise NotFoundError(
             "this distributed optimizer layout is not supported",
@@ -112,7 +112,7 @@ def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:
 
 
 def _contents(reading: DistReading) -> Iterator[Mapping[Any, Any]]:
-    """Yield each optimizer's non-tensor content: from the common state, or per data-parallel group."""
+    """Yield non-tensor content from the common state, or per data-parallel group."""
     common = reading.common.get("optimizer")
     if isinstance(common, Mapping):
         chained = [value for key, value in common.items() if type(key) is int and isinstance(value, Mapping)]
@@ -145,7 +145,7 @@ def _refuse_transposed(reading: DistReading) -> None:
 
 
 def _trained(reading: DistReading) -> dict[str, str]:
-    """Map the trained parameters to their names in the run's own modules."""
+    """Map trained parameters to the run's own names."""
     weights = [name for name, role in reading.placed if role == WEIGHT]
     trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
     kinds = layer_kinds(weights)
@@ -190,7 +190,7 @@ _Name = tuple[int, int, int]  # (optimizer, data-parallel group, buffer)
 
 @dataclass(frozen=True, slots=True)
 class _StoredBuffer:
-    """Stored buffer: its buckets if `apart`, or all buckets as one."""
+    """Stored buffer. Its buckets are separate if `apart`."""
 
     apart: bool
     buckets: Mapping[int, Mapping[str, Placed]]
@@ -403,7 +403,7 @@ def _drop_shifted(reading: DistReading) -> bool:
 
 
 def _drop_unknown(reading: DistReading, contents: Sequence[Mapping[Any, Any]]) -> bool:
-    """Drop the optimizer's state, with a note.
+    """Drop the optimizer's state if its parameters are unknown.
 
     Before 0.18 the groups of parameters that Muon does not step have no optimizer name.
     """

@@ -1,4 +1,4 @@
-"""Parser for the tables in `families`, with a line for each kind of tensor written by `save_pretrained`.
+"""Parser for the tables of tensors written by `save_pretrained`.
 
     self_attn.[k|v]_proj.bias k ? attention_bias
     |                         | |
@@ -20,7 +20,7 @@ from ckpt.base.errors import CorruptError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import Config
 
-#: Kinds of layers: with one MLP, or with experts.
+#: Layers with one MLP, or with experts.
 DENSE, SPARSE = "dense", "sparse"
 
 _CHOICE = re.compile(r"\[([^]]+)\]")
@@ -33,7 +33,7 @@ Dims = Callable[[Config, Mapping[str, int]], Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Saved:
-    """Tensors written by `save_pretrained` of the class `cls`: exactly `required`.
+    """Tensors written by `save_pretrained`: exactly `required`.
 
     Files may also have `optional` ones (a second name of a tied output layer). `ignored` are patterns of names skipped
     on loading. `base` is the name prefix of the model without its head.
@@ -78,7 +78,7 @@ def choices(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes read from a config by short names, and the tensors in each layer.
+    """Sizes by short names, and the tensors in each layer.
 
     `top` has the tensors outside all layers. `layers` has each layer's tensors without the layer's prefix, with `{e}`
     for the expert. `predicted` are multi-token prediction layers, numbered after the others.
@@ -111,10 +111,10 @@ class Sizes:
 class Family:
     """One `model_type`. `stem` begins its class names (`LlamaForCausalLM`), `base` its tensor names.
 
-    `layer` has the rows of each layer, `top` all others except heads. The class uses `defaults` if the config lacks an
-    entry or has null, `absent` if it lacks an entry, and never reads `unread`. `spelled` maps the config's own keys to
-    the common ones (`{"d_model": "hidden_size"}`). `dims` adds sizes to attention's. The table does not cover configs
-    with a true entry in `unknown`.
+    `layer` has the rows of each layer, `top` all others except heads. The class uses `defaults` for a missing or null
+    entry, `absent` for a missing one, and never reads `unread`. `spelled` maps the config's own keys to the common ones
+    (`{"d_model": "hidden_size"}`). `dims` adds sizes to attention's. The table does not cover configs with a true entry
+    in `unknown`.
 
     Example:
         Family("GPTJ", "attn.[q|k|v|out]_proj.weight h h", defaults={"rotary_dim": 64})
@@ -140,18 +140,18 @@ class Family:
     #: Rows for a multi-token prediction layer, added to a sparse layer's, or a dense layer's without experts. Releases
     #: have them, and transformers leaves them out.
     prediction: str = ""
-    #: Name before such a layer's number. If empty, these layers follow the others.
+    #: Name before such a layer's number. By default, these layers follow the others.
     predicted: str = ""
-    #: Prefix of `layer`'s rows in such a layer, if it is in a separate module beside the model.
+    #: Prefix of `layer`'s rows in such a layer, if it is beside the model.
     inside: str = ""
     #: Modules in a layer, and in an MLP with experts, in transformers' registration order.
     modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
     expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
-    #: True if the class is outside transformers, so names in memory are unknown.
+    #: Class outside transformers, with unknown names in memory.
     own_code: bool = False
 
     def saved(self, config: Mapping[str, Any], cls: str) -> Saved | None:
-        """Return the tensors saved by the class `cls`. None if the table does not cover it.
+        """Return the tensors saved by `cls`, or None if the table does not cover it.
 
         Raise CorruptError if a size is missing from the config or impossible.
         """
@@ -191,7 +191,7 @@ class Family:
         return f"{self.base}.{self.predicted}.{number}." if self.predicted else self.prefix(num_layers + number)
 
     def _config(self, config: Mapping[str, Any]) -> Config:
-        """Add the class's defaults, under common keys."""
+        """Add defaults, under common keys."""
         stated = {name: value for name, value in config.items() if value is not None and name not in self.unread}
         common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
         absent = {name: value for name, value in self.absent.items() if name not in config}

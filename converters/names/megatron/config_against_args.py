@@ -1,4 +1,4 @@
-"""Comparison of a config.json with the arguments recorded by a Megatron run: both must describe one model.
+"""Comparison of a config.json with a Megatron run's arguments: both must describe one model.
 
 Tensor shapes show sizes. Other facts, such as the number of heads or the rotary base, silently change the output.
 """
@@ -49,8 +49,7 @@ _OF_STATES = (
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 #: Latent attention's, only used with YaRN positions.
 _OF_LATENT_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
-#: Meaning of None or a missing entry. If an architecture has neither a fixed value nor an own entry, no config can
-#: express another value.
+#: Defaults. If an architecture has neither a fixed value nor an own entry, no config can express another value.
 _CONSTANT: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
@@ -59,13 +58,12 @@ _CONSTANT: Mapping[str, Any] = {
     "experimental_attention_variant": None,
     "multi_latent_attention": False,
 }
-#: ms-swift's setting with others in it, as an object or JSON.
+#: ms-swift's setting that contains others, as an object or JSON.
 _OVERRIDES = "megatron_extra_kwargs"
 #: GPT-NeoX's names for a parallel residual: as an argument, and in a config.json.
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
-#: Hybrid models' layer letters, under the newer and the older name.
+#: Layer letters, under the newer and the older name.
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-#: For a size missing from the config.
 _PLACEHOLDER = 1 << 19
 #: YaRN's arguments without latent attention, and the meaning of None (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
@@ -87,8 +85,7 @@ _SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "la
 def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> list[str]:
     """Compare the run's recorded settings with the config, and return notes on uncompared ones.
 
-    Raise CorruptError for another model's config, LossError for settings that no config of this architecture can
-    express.
+    Raise CorruptError for another model's config, LossError for settings that no config can express.
     """
     args = {**checkpoint.facts_of(MegatronFacts).settings, **(checkpoint.state.args or {})}
     if _OVERRIDES not in checkpoint.accepted:
@@ -162,7 +159,7 @@ def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Non
 
 
 def _check_residual(checkpoint: Checkpoint, recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise CorruptError if only one of run and config has a parallel residual.
+    """Raise CorruptError if only one has a parallel residual.
 
     Megatron has none, so it records none. Readers of GPT-NeoX's files record None if only the config decides.
     """
@@ -191,7 +188,7 @@ def _is_complete(expected: Mapping[str, Any]) -> bool:
 
 
 def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments for the config, and notes.
+    """Return arguments and notes.
 
     A missing size gets two placeholders in turn. Arguments that depend on it are left out.
     """
@@ -230,7 +227,6 @@ def _partial_check_note(error: CkptError) -> str:
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, recorded value and expected value."""
     recorded = rotary_settings.with_scaling(rotary_settings.with_yarn(under_older_names(recorded)))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)

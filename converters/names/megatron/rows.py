@@ -4,10 +4,9 @@
     |                                          |                                       |
     Megatron's name                            the Hub's name, or several              the kind: one of `KINDS`
 
-Brackets with the same words in both names are alternatives: this is one row for weights and one for biases. Other
-brackets in the Hub's name list several tensors that form one Megatron tensor. `{e}` is an expert. If only Megatron's
-name has it, the Hub's tensor is a stack of all experts. `**` is any rest of a name, for a module that is the same on
-both sides.
+Brackets with the same words in both names are alternatives. Other brackets in the Hub's name list several tensors that
+form one Megatron tensor. `{e}` is an expert. If only Megatron's name has it, the Hub's tensor is a stack of all
+experts. `**` is any rest of a name, for a module that is the same on both sides.
 
 megatron-core 0.16.1: for each query group, `linear_qkv` has the query heads, the key head and the value head
 (transformer/attention.py, `get_query_key_value_tensors`). A gated MLP's `linear_fc1` has all gate rows, then all up
@@ -36,7 +35,7 @@ _CHOICE = re.compile(r"\[[^]]+\]")
 
 @dataclass(frozen=True, slots=True)
 class RowPiece:
-    """Box `hub_box` of Hub tensor `part`, found at `box` of Megatron's. `dims` as in `ckpt.plan.relation.Link`."""
+    """Box of Hub tensor `part`, found at `box` of Megatron's. `dims` as in `ckpt.plan.relation.Link`."""
 
     part: int
     hub_box: Box
@@ -98,7 +97,7 @@ def same(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def transposed(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern for a matrix stored on the Hub as [in, out], and for its bias."""
+    """Transpose a Hub matrix [in, out]; keep its bias."""
     turned = shape[::-1]
     return Pattern((shape,), turned, (RowPiece(0, whole(shape), whole(turned), tuple(range(len(shape)))[::-1]),))
 

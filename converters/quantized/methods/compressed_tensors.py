@@ -100,7 +100,7 @@ _WORD = 8  # rows that share a word of packed zero points
 class _CompressedWeight:
     """Product of a matrix and its scales, after its zero points.
 
-    `bits` is the size of a packed integer. `dtype` is the product's; None is the scales'.
+    `bits` is a packed integer's size, `dtype` the product's, by default the scales'.
     """
 
     packed: str
@@ -164,7 +164,7 @@ class _CompressedWeight:
         return rounded(values, self.dtype or stored.tensors[parts[SCALE]].dtype, stored.dtype)
 
     def _zeros(self, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-        """Return the zero points for some rows. If packed, rows share words."""
+        """Return zero points. If packed, rows share words."""
         if self.packed == WEIGHT:
             return self.grid.bits(stored, fqn, box).view(np.int8).astype(np.float32)
         (first, _), (num_rows, _), per = box.offsets, box.sizes, 32 // self.bits
@@ -177,7 +177,7 @@ def _read_int8(stored: StoredWeights, fqn: str, box: Box) -> NDArray:
 
 
 def _read_packed(bits: int, stored: StoredWeights, fqn: str, box: Box) -> NDArray:
-    """Return packed integers. Half of their range is added to them before packing."""
+    """Return packed integers, stored with half of their range added."""
     words = Box(box.offsets, (box.sizes[0], stored.tensors[fqn].shape[1]))
     values = unpacked(stored.read(fqn, words), bits)[:, : box.sizes[1]].astype(np.float32)
     values -= np.float32(1 << bits - 1)
@@ -190,7 +190,7 @@ def _packed_reader(bits: int) -> Callable[[StoredWeights, str, Box], NDArray]:
 
 
 def _compressed_tensors(settings: Settings) -> list[Scheme] | None:
-    """Return one scheme per config group. None if a format is unknown."""
+    """Return one scheme per config group."""
     groups = settings.get("config_groups")
     found: list[Scheme] = []
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -206,7 +206,7 @@ def _compressed_tensors(settings: Settings) -> list[Scheme] | None:
 
 
 def _changes(settings: Settings) -> Iterator[str]:
-    """Yield entries for stored values that are not the plain ones: rotations, and sparse storage."""
+    """Yield entries for rotated or sparse values."""
     transform, sparsity = settings.get("transform_config"), settings.get("sparsity_config")
     if transform and (not isinstance(transform, Mapping) or transform.get("config_groups")):
         yield "transform_config"
@@ -255,7 +255,7 @@ def _rounding(format: str, weights: Settings) -> Rounding | None:
 
 
 def _dequantizer(format: str, weights: Settings) -> Dequantizer:
-    """Return UnknownValues for values that were not compared with the library's."""
+    """Return UnknownValues if not compared with the library."""
     grid, bits, is_float = _grid(weights), weights.get("num_bits"), weights.get("type") == "float"
     is_symmetric = weights.get("symmetric", True) is True
     if weights.get("actorder") in ("group", "dynamic"):

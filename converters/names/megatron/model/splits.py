@@ -1,4 +1,4 @@
-"""A tensor's part on a tensor-parallel rank, judging by its name."""
+"""Tensor-parallel sharding, by tensor name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from converters.names.megatron.model.spelling import is_expert, is_outside_langu
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Sharding of a tensor over tensor-parallel ranks: along `dim`, or none if `dim` is None.
+    """Sharding of a tensor over tensor-parallel ranks along `dim`.
 
     Each rank has a part of every section, in these proportions. With `block` the sections alternate within a rank's
     part, in blocks of that many rows: gate, up, gate, up.
@@ -57,7 +57,7 @@ _FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)(\d*)")
 
 #: Settings that alternate gate and up rows in blocks, for routed and for shared experts.
 ROUTED_BLOCK, SHARED_BLOCK = "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"
-#: Required for these; megatron-core otherwise ignores them.
+#: Required settings; megatron-core otherwise ignores the blocks.
 GROUPED, SHARED_GROUPED = "moe_grouped_gemm", "use_grouped_gemm_for_shared_expert"
 #: Arguments for a gated MLP. Megatron-Bridge records the last one.
 GATED_ARGS = ("swiglu", "quick_geglu", "gated_linear_unit")
@@ -65,7 +65,7 @@ GATED_ARGS = ("swiglu", "quick_geglu", "gated_linear_unit")
 
 @dataclass(frozen=True, slots=True)
 class GateBlocks:
-    """Rows per block in which gate and up of a rank's experts alternate. None if all gate rows come first.
+    """Rows per block if gate and up of a rank's experts alternate.
 
     megatron-core 0.18.2, transformer/moe/experts.py (`_remove_glu_interleaving`); 0.19.2, moe/shared_experts.py.
     """
@@ -116,7 +116,7 @@ def split_of(
 def known_split(
     name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None, **where: Any
 ) -> Split:
-    """Return the sharding. Raise LossError for a name without a rule; `where` is its known place."""
+    """Return the sharding. Raise LossError for a name without a rule."""
     split = split_of(name, sections=sections, local_spec=local_spec, block=block)
     if split is None:
         what = "tensor parallel sharding is unknown for this tensor"
@@ -130,7 +130,7 @@ def packed(name: str) -> tuple[str, ...]:
 
 
 def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bool = False) -> tuple[int, ...]:
-    """Return the sections of a tensor's rows, judging by nearby tensors' shapes.
+    """Infer the sections of a tensor's rows.
 
     `gated` decides for an MLP whose second layer is missing.
     """
@@ -142,7 +142,7 @@ def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bo
 
 
 def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tuple[int, ...]:
-    """Infer the rows of each section from nearby tensors.
+    """Infer the rows of each section.
 
     The output layer has a column per value, the convolution two further sections of equal size, and `A_log` a number
     per head.
@@ -166,7 +166,7 @@ def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tupl
 
 
 def second_linear(name: str) -> str | None:
-    """Return the name of the second layer's weight. Its shape shows if the MLP is gated."""
+    """Name the second layer's weight. Its shape shows if the MLP is gated."""
     match = _FIRST_LINEAR.fullmatch(name)
     return f"{match[1]}linear_fc2.weight{match[3]}" if match else None
 
@@ -177,7 +177,7 @@ def is_gated(first: Shape, second: Shape) -> bool:
 
 @lru_cache(8192)  # thousands of experts share few shapes
 def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, ...]:
-    """Return a tensor's parts on one rank, laid end to end along the first dim. `shape` is the whole's.
+    """Return a tensor's parts on one rank, laid end to end along the first dim.
 
     Raise UsageError if the tensor does not divide.
     """
@@ -235,7 +235,7 @@ def model_rows(rows: int, size: int, block: int) -> tuple[int, ...]:
 
 
 def in_model_order(box: Box, rows: int, size: int, block: int) -> Iterator[tuple[Box, Box]]:
-    """Yield the parts of `box` in a stored tensor: in its own coordinates, and in the model's."""
+    """Yield parts of `box` in stored and in model coordinates."""
     first, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
     places = model_rows(rows, size, block)
     for number in range(first // block, -(-stop // block)):
@@ -262,7 +262,7 @@ def padded_vocab_size(size: int, divisible_by: int, tp: int) -> int:
 
 
 def has_qkv_in_blocks(args: Mapping[str, Any]) -> bool:
-    """Return True for a Megatron-DeepSpeed version that divides a rank's query_key_value into three blocks.
+    """Return True if Megatron-DeepSpeed divides a rank's query_key_value into three blocks.
 
     Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) has all heads'
     queries, then keys, then values, instead of head by head. `checkpoint_version` stays 3.0, but an argument from the
