@@ -1,4 +1,4 @@
-"""Folder written by `DeepSpeedEngine.save_checkpoint`: step folders, `latest`, and one or two files per rank.
+"""Folder written by `DeepSpeedEngine.save_checkpoint`.
 
 File names: deepspeed/runtime/engine.py, `_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_zero_ckpt_prefix` (0.19). The
 number after `zero_pp_rank_` is the data-parallel rank. The prefix only shows the enabled precision.
@@ -27,7 +27,7 @@ ALIASES = ("deepspeed", "ds")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-#: Suffix of all files with model parts: whole, per rank, per expert, per pipeline layer.
+#: Suffix of all model files: whole, per rank, expert or pipeline layer.
 _MODEL_SUFFIX = "model_states.pt"
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -37,7 +37,7 @@ _PART = "is this folder complete? a run may still be writing it, or only part of
 
 @dataclass(frozen=True)
 class StepFolder:
-    """Files in one step folder, by data-parallel rank in numeric order.
+    """Files in one step folder, by data-parallel rank.
 
     `model` is the single model file in stages 0 to 2. `experts` are keyed by layer and expert number.
     `experts_optimizer` are expert-parallel ranks' optimizer files without ZeRO.
@@ -52,7 +52,7 @@ class StepFolder:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """ZeRO stages that fit the file names: stage 3 has a model file per rank, stages 1 and 2 have one in total.
+        """ZeRO stages that fit the file names: stage 3 has a model file per rank, stages 1 and 2 have one.
 
         An earlier run may have left the other kind.
         """
@@ -70,7 +70,7 @@ def is_step_folder(path: Path) -> bool:
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
-    """Find the step, if its file names fit ZeRO's `stage`. Names don't distinguish stages 1 and 2."""
+    """Find a step with ZeRO's `stage`. Names don't distinguish stages 1 and 2."""
     with naming_a_complete_step(path, check_names):
         folder = find_step(path, tag, _STEPS)
     return folder if folder is not None and stage in list_step_folder(folder, 0).stages else None
@@ -82,7 +82,7 @@ def zero_steps(path: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Iterator[None]:
-    """Add the newest step in `path` that passes `check` as a hint to errors."""
+    """Add a hint with the newest step that passes `check`."""
     try:
         yield
     except CorruptError as error:
@@ -104,7 +104,7 @@ def _passes(check: Callable[[Path], object], folder: Path) -> bool:
 
 
 def check_names(folder: Path) -> None:
-    """Raise IncompleteError if `folder` lacks a rank's file, judging by names and by the steps beside it."""
+    """Raise IncompleteError if `folder` lacks a rank's file, judging by the steps beside it."""
     num_ranks = max(len(list_step_folder(step, 0).optimizer) for step in zero_steps(folder.parent))
     if not list_step_folder(folder, 0).has_all_files(num_ranks):
         raise IncompleteError(
@@ -207,7 +207,7 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
 
 
 def check_has_model(step: Path) -> None:
-    """Raise HalfError if a step has no file with a part of the model.
+    """Raise HalfError for a step without model files.
 
     DeepSpeed writes the model's files first, so an interrupted save has them.
     """
@@ -220,7 +220,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def is_data_parallel_file(path: str) -> bool:
-    """Return True for a data-parallel rank's own model file, as in stage 3."""
+    """Return True for a data-parallel rank's model file (stage 3)."""
     return bool(_MODEL_PER_RANK.fullmatch(os.path.basename(path)))
 
 

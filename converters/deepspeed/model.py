@@ -1,7 +1,4 @@
-"""Content of a DeepSpeed checkpoint for any source: groups in flattening order, masters, states, weights.
-
-Shared by the writers of ZeRO files and universal checkpoints.
-"""
+"""Content of a DeepSpeed checkpoint for any source: groups in flattening order, masters, states, weights."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class DeepSpeedModel:
     buffers: Mapping[str, Tensor]
     left_out: Mapping[Key, str]
     notes: tuple[str, ...]
-    #: True for the `elastic_checkpoint` form, because the source lacks hyperparameters.
+    #: Written as `elastic_checkpoint`: the source lacks hyperparameters.
     is_elastic: bool = False
     #: Numbers, except steps, that differ inside a group, for example Adafactor's RMS.
     uneven_numbers: tuple[str, ...] = ()
@@ -62,7 +59,7 @@ class DeepSpeedModel:
     def dtype(self) -> DType:
         """Dtype of most model elements.
 
-        Other frameworks may store frozen parameters in another dtype: these don't count.
+        Frozen parameters from other frameworks don't count.
         """
         counts: dict[DType, int] = {}
         trained = [self.weights[fqn] for fqn in self.masters] if not self.is_deepspeed else []
@@ -76,7 +73,7 @@ class DeepSpeedModel:
 
     @property
     def schedule(self) -> Any:
-        """LR schedule state: the source's, or else the position after its steps."""
+        """The source's LR schedule state, or the position after its steps."""
         recorded, steps = self.state.lr_scheduler, self.state.step
         if recorded is not None or self.is_deepspeed or steps is None or not self.states:
             return recorded
@@ -98,7 +95,7 @@ class DeepSpeedModel:
         return list(dict.fromkeys(role for fqn in fqns for role in self.states.get(fqn, ())))
 
     def master_dtype(self, fqns: Sequence[str]) -> DType:
-        """Return the dtype for a flat buffer of masters: fp32, unless all masters share another dtype."""
+        """Return fp32, unless all masters share another dtype."""
         masters = [self.masters[fqn] for fqn in fqns]
         stored = {master.dtype for master in masters}
         if len(stored) == 1 and all(master.role == MASTER for master in masters):
@@ -106,12 +103,12 @@ class DeepSpeedModel:
         return FLOAT32
 
     def state_dtype(self, fqns: Iterable[str], role: str) -> DType:
-        """Return the dtype for a flat buffer of states: fp32 if the parameters differ."""
+        """Return fp32 if the parameters' states differ."""
         stored = {self.states[fqn][role].dtype for fqn in fqns if role in self.states.get(fqn, ())}
         return stored.pop() if len(stored) == 1 else FLOAT32
 
     def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
-        """Return states that are one number for all these parameters.
+        """Return numbers equal for all these parameters.
 
         Raise LossError if steps differ: a flat buffer has only one.
         """
@@ -141,7 +138,7 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
 def describe(
     checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False, may_have_experts: bool = False
 ) -> DeepSpeedModel:
-    """Describe `checkpoint` as a DeepSpeed model. `dtype` None keeps the model's own."""
+    """Describe `checkpoint`. `dtype` None keeps the model's own."""
     refuse_experts(
         (fqn for fqn, _ in checkpoint.tensors), checkpoint.state.ds_config or {}, but_native=may_have_experts
     )
@@ -185,7 +182,7 @@ def describe(
 
 
 def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native: bool = False) -> None:
-    """Raise UsageError for experts in expert files. `but_native` allows DeepSpeed's MoE layers."""
+    """Raise UsageError for experts. `but_native` allows DeepSpeed's MoE layers."""
     auto = config.get("expert_parallel")
     is_auto = isinstance(auto, Mapping) and bool(auto.get("enabled"))
     if expert := next(
@@ -275,7 +272,7 @@ def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> li
 
 
 def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
-    """Rename parameters to their own names, each once, without empty ones."""
+    """Use each parameter's own name once, without empty ones."""
     found: list[ParamGroup] = []
     taken: set[str] = set()
     for group in checkpoint.state.param_groups:
@@ -368,7 +365,7 @@ def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Ite
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
-    """Note parameters that never had a gradient; DeepSpeed fills in zeros."""
+    """Note parameters without a gradient; DeepSpeed fills in zeros."""
     gaps: dict[str, list[str]] = {}
     for group in groups:
         for role in dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ())):
@@ -388,7 +385,7 @@ def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def ds_config(model: DeepSpeedModel, stage: int, requested: DType | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the source's config with the written stage and precision, and notes.
+    """Return the config with the written stage and precision, and notes.
 
     It is only a record: a run has its own config.
     """
@@ -448,7 +445,7 @@ def optimizer_items(model: DeepSpeedModel) -> dict[str, Any]:
 
 
 def client_state(model: DeepSpeedModel) -> tuple[dict[str, Any], list[str]]:
-    """Return the user's entries, other engines' training state without a place in DeepSpeed, and notes."""
+    """Return the user's entries, training state without a place in DeepSpeed, and notes."""
     state = model.state
     client = dict(state.client_state or {})
     dropped = []

@@ -1,4 +1,4 @@
-"""Sharing of a model's tensors over ranks: each rank's boxes of every tensor, by name.
+"""Sharing of a model's tensors over ranks.
 
     autotp.recorded          tensor-parallel ranks, recorded by AutoTP
     neox.known_by_name       tensor-parallel ranks in GPT-NeoX, which records nothing
@@ -28,7 +28,7 @@ from converters.deepspeed.parts import Joined, RankPart
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Sharded tensor with whole `shape`: each rank's boxes of it, laid end to end in the rank's shard.
+    """Sharded tensor with whole `shape`: each rank's boxes, laid end to end in the rank's shard.
 
     If `is_added`, each rank has a summand of the tensor instead.
     """
@@ -68,7 +68,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Boxes of each tensor held by each of `num_ranks` ranks, by the tensor's whole-model name.
+    """Boxes on each of `num_ranks` ranks, by the tensor's whole-model name.
 
     `cuts` has the tensors with recorded or inferred boxes, `counts` the experts per MoE layer, by name prefix. An
     expert is whole on one rank, any other tensor on every rank.
@@ -87,7 +87,7 @@ class Sharing:
     client: Mapping[str, Any] = field(default_factory=dict)
 
     def is_shared(self, fqn: str) -> bool:
-        """Return True if ranks have different parts of a tensor, or only some have it."""
+        """Return True if ranks have different parts, or only some have it."""
         return fqn in self.cuts or EXPERT.fullmatch(fqn) is not None
 
     def rank_of(self, fqn: str) -> int | None:
@@ -106,7 +106,7 @@ class Sharing:
         return self.counts[match[1]] // self.num_ranks
 
     def rank_shapes(self, rank: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return a rank's tensors by whole-model name, with its parts' shapes."""
+        """Return a rank's shapes by whole-model name."""
         return {
             fqn: self.cuts[fqn].shards[rank] if fqn in self.cuts else shape
             for fqn, shape in shapes.items()
@@ -114,7 +114,7 @@ class Sharing:
         }
 
     def in_order(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Return a group's parameters in registration order, each once."""
+        """Use registration order, each parameter once."""
         fqns, layers = tuple(dict.fromkeys(fqns)), list(self.counts)
         matches = [match for match in map(EXPERT.fullmatch, fqns) if match]
         if len(matches) < len(fqns):
@@ -123,19 +123,19 @@ class Sharing:
         return tuple(sorted(fqns, key=places.__getitem__))
 
     def holders(self, rank: int, world_size: int) -> range:
-        """Return the data-parallel ranks that have an expert-parallel rank's experts."""
+        """Return data-parallel ranks with an expert-parallel rank's experts."""
         count = world_size // self.num_ranks
         return range(rank * count, (rank + 1) * count) if self.is_in_rows else range(rank, world_size, self.num_ranks)
 
     def place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Return a data-parallel rank's expert-parallel rank, and its index among ranks with the same experts."""
+        """Return the expert-parallel rank, and the index among ranks with the same experts."""
         every = ((own, self.holders(own, world_size)) for own in range(self.num_ranks))
         return next((own, ranks.index(rank)) for own, ranks in every if rank in ranks)
 
     def sharers(
         self, shapes: Mapping[str, Shape], count: int, world_size: int
     ) -> Iterator[tuple[range, dict[str, Shape]]]:
-        """Yield the data-parallel ranks that share a group's flat buffer, and its parameters by model name."""
+        """Yield the ranks that share a flat buffer, and its parameters by model name."""
         if count == world_size and not any(map(self.is_shared, shapes)):
             yield range(world_size), dict(shapes)
             return
@@ -146,7 +146,7 @@ class Sharing:
             yield known.holders(rank, world_size), known.rank_shapes(rank, named)
 
     def check_buffer(self, shapes: Mapping[str, Shape], count: int, world_size: int) -> None:
-        """Raise an error unless a flat buffer on `count` ranks holds only experts, sharded like on the ranks."""
+        """Raise an error unless a flat buffer holds only experts, sharded like on the ranks."""
         if not self.cuts:
             self._check_counted(shapes, count, world_size)
             return
@@ -187,7 +187,7 @@ class Sharing:
                 )
 
     def together(self, parts: Sequence[Mapping[Key, Tensor]], ranks: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yield the tensors made of `parts`. A part's fragments name their rank by its index in `ranks`."""
+        """Join `parts`. A part's fragments name their rank by its index in `ranks`."""
         every = [(key, tensor) for part in parts for key, tensor in part.items()]
         yield from (tensor for (fqn, _), tensor in every if fqn not in self.cuts)
         for key in dict.fromkeys(key for key, _ in every if key[0] in self.cuts):

@@ -1,7 +1,7 @@
 """Keys that describe the tokenizer in GGUF: byte-level BPE in `tokenizer.json`, or SentencePiece in `tokenizer.model`.
 
-llama.cpp names a BPE tokenizer's way of splitting text, and computes with its own code for that name. The name follows
-from the regular expression in `tokenizer.json` (`src/llama-vocab.cpp`). Any other expression is an error.
+llama.cpp names a BPE tokenizer's way of splitting text, and has its own code for each name. The name follows from the
+regular expression in `tokenizer.json` (`src/llama-vocab.cpp`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE, _SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_toke
 #: Architectures whose converter looks for a SentencePiece model first.
 _WITH_SENTENCEPIECE = ("llama", "qwen2", "qwen3", "gemma")
 OTHER_WAY = "convert to hf first, and run llama.cpp's convert_hf_to_gguf.py on the result"
-#: Tokens that end a turn, which the converter gives to every gemma, and to a llama with CodeLlama's vocabulary.
+#: End-of-turn tokens for every gemma, and for a llama with CodeLlama's vocabulary.
 _EOT_OF_GEMMA, _EOT_OF_CODE_LLAMA = 107, 32010
 _MAX = 256 << 20
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,34 +28,34 @@ _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 _START = r"[^\r\n\p{L}\p{N}]?"
-#: llama.cpp's name for each expression that splits text.
+#: llama.cpp's name for each expression.
 _SPLITS = {
     _WORD + r"\p{N}{1,3}" + _END: "llama-bpe",
     _WORD + r"\p{N}" + _END: "qwen2",
     f"{_START}[{_UPPER}]*[{_LOWER}]+{_SUFFIX}{_START}[{_UPPER}]+[{_LOWER}]*{_SUFFIX}"
     r"\p{N}{1,3}" + _END.replace(r"[\r\n]*", r"[\r\n/]*"): "gpt-4o",
 }
-#: Names for which llama.cpp takes a whole word if it is a token.
+#: llama.cpp takes a whole word if it is a token.
 _IGNORE_MERGES = ("llama-bpe",)
 #: Behaviour and inversion of splits whose words are the expression's matches.
 _WHOLE_WORDS = (("Isolated", False), ("Removed", True))
 
 
 class _Token(NamedTuple):
-    """A token in GGUF. Types have the same numbers as in SentencePiece."""
+    """Token with SentencePiece's type number."""
 
     text: str
     score: float
     type: int
 
 
-#: Added tokens that llama.cpp takes for control tokens even if they are not marked as special.
+#: Control tokens in llama.cpp even if not marked as special.
 _CONTROL_NAMES = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 _CONTROL_FORMS = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
 
 
 def tokenizer_folder(folders: tuple[str, ...], path: str) -> Path:
-    """Return the nearest folder with a tokenizer. Raise NotFoundError if there is none."""
+    """Find the nearest tokenizer. Raise NotFoundError if there is none."""
     for one in map(Path, folders):
         folder = one.parent if one.is_file() else one
         if any((folder / name).is_file() for name in (FILE, sentencepiece.FILE)):
@@ -69,7 +69,7 @@ def tokenizer_folder(folders: tuple[str, ...], path: str) -> Path:
 
 
 def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], arch: str) -> None:
-    """Add the tokenizer in `folder` to a `gguf.GGUFWriter`. Raise LossError if llama.cpp has no name for it."""
+    """Raise LossError if llama.cpp has no name for the tokenizer."""
     settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
     size = int(config["vocab_size"])
     if arch == "llama" and settings.get("add_prefix_space") is not None:
@@ -169,7 +169,7 @@ def _steps(found: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _expression(step: Mapping[str, Any]) -> str | None:
-    """Return the expression of a step that splits text, "" if a step leaves its words alone, and None for others."""
+    """Return the expression that splits text, "" for a step that leaves words alone, and None for others."""
     if step.get("type") == "Split" and (step.get("behavior"), step.get("invert")) in _WHOLE_WORDS:
         pattern = step.get("pattern")
         return str(pattern.get("Regex")) if isinstance(pattern, Mapping) else None
@@ -192,7 +192,7 @@ def _unmerged(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _tokens(found: Mapping[str, Any], vocab_size: int, folder: Path) -> tuple[list[str], list[int]]:
-    """Return the text and type of each token, with unused ones up to `vocab_size`."""
+    """Return texts and types, with unused tokens up to `vocab_size`."""
     texts = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [sentencepiece.UNUSED] * vocab_size
     added = {one["id"]: one for one in found.get("added_tokens", ())}
@@ -218,7 +218,7 @@ def _check_numbers(tokens: Iterable[int], vocab_size: int, folder: Path) -> None
 
 
 def _added_token(one: Mapping[str, Any]) -> tuple[str, int]:
-    """Return text and type of an added token. Spaces of a plain one are real spaces."""
+    """Return text and type. A plain token's spaces are real spaces."""
     text: str = one["content"]
     if one.get("special") or _looks_like_control(text):
         return text, sentencepiece.CONTROL

@@ -1,4 +1,4 @@
-"""Megatron's model on its ranks: each chunk's tensors with their names and boxes."""
+"""Megatron's model on its ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ChunkPiece:
 
 @lru_cache(8192)  # thousands of experts share few shapes
 def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPiece, ...]:
-    """Return the pieces of a tensor on one rank. Raise UsageError if the tensor does not divide."""
+    """Raise UsageError if the tensor does not divide."""
     pieces, at = [], 0
     for box in rank_boxes(split, shape, size, rank):
         pieces.append(ChunkPiece(box, at, contiguous_strides(box.sizes)))
@@ -89,7 +89,7 @@ def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPi
 
 @dataclass(frozen=True, slots=True)
 class ChunkTensor:
-    """Tensor of a chunk on one rank. `shared` marks a copy of the embedding kept equal on two stages."""
+    """Tensor on one rank. `shared` marks a copy of the embedding kept equal on two stages."""
 
     name: str
     fqn: str
@@ -143,7 +143,7 @@ class MegatronModel:
 
     @cached_property
     def sees(self) -> bool:
-        """True if the GPTModel is only the language model of a larger model, and is named so in its files."""
+        """True if the GPTModel is only the language model of a larger model."""
         return any(map(is_outside_language_model, self.chosen))
 
     @cached_property
@@ -165,7 +165,7 @@ class MegatronModel:
 
     @cached_property
     def members(self) -> dict[tuple[int, int], list[str]]:
-        """Tensor names in every chunk, without copies of the embedding."""
+        """Names in every chunk, without copies of the embedding."""
         found: dict[tuple[int, int], list[str]] = {place: [] for place in self._places}
         for name in (*self.chosen, *self.extra):
             found[self._home(name)].append(name)
@@ -261,7 +261,7 @@ class MegatronModel:
         return _Listed(own, fqn, shared, self.chosen[fqn].tensor.shape, split, is_expert(fqn))
 
     def fill(self, key: Key, box: Box) -> tuple[FromSource, ...]:
-        """Return the source of `box` in a tensor stored whole, following its ranks' gate and up blocks."""
+        """Return the source of `box`, following ranks' gate and up blocks."""
         fqn, shape = key[0], self.checkpoint.tensors[key].shape
         block = self.blocks.of(fqn)
         if block is None:
@@ -278,7 +278,7 @@ class MegatronModel:
 
 
 def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str]:
-    """Yield the modules with an extra state, except the output layer.
+    """Yield modules with an extra state, except the output layer.
 
     These are linear layers, and with Transformer Engine also attention and separate norms.
     """
@@ -361,7 +361,7 @@ def refuse_encoder(model: MegatronModel, form: str) -> None:
 def _check_packed(
     args: Mapping[str, Any], grid: Grid, stages: Stages, chosen: Mapping[str, Choice], local: bool
 ) -> None:
-    """Raise an error for layouts that megatron-core does not build."""
+    """Refuse layouts that megatron-core does not build."""
     hybrid = next(filter(packed, chosen), None)
     if hybrid is None:
         return

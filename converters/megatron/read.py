@@ -101,7 +101,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankContent:
-    """Content of one rank's file, and its tensors by model chunk, in module order."""
+    """Content of one rank's file. `chunks` are in module order."""
 
     rank: Rank
     path: str
@@ -148,7 +148,7 @@ class MegatronReading:
             parts += [(held.shape, piece.of(extent, rank.number)) for piece in held.pieces]
 
     def tensors(self) -> dict[Key, Tensor]:
-        """Return all tensors, in model order. Parts on several ranks become replicas."""
+        """Return tensors in model order. Parts on several ranks become replicas."""
         keys = sorted(self.parts, key=lambda key: registered(key[0]))
         return {key: assemble(*key, self.parts[key], self.natives.get(key[0])) for key in keys}
 
@@ -186,7 +186,7 @@ def read_ranks(reading: MegatronReading) -> list[RankContent]:
 
 
 def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
-    """Raise LossError for a language model named as part of a larger model whose other tensors are missing."""
+    """Raise LossError if a larger model's other tensors are missing."""
     if in_larger and not any(map(is_outside_language_model, fqns)):
         raise LossError(
             "this language model belongs to a larger model, but no other known tensors are here",
@@ -283,7 +283,6 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
         )
 
 
-#: Decide the files' meaning.
 _AGREED = (
     "num_layers",
     "hidden_size",
@@ -321,7 +320,7 @@ def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path
 
 
 def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
-    """Raise CorruptError if a file records another rank (`args.rank`) than its folder's.
+    """Raise CorruptError if `args.rank` is not the folder's rank.
 
     Ranks are ordered tp-cp-ep-dp-pp, or with `use_tp_pp_dp_mapping` tp-cp-ep-pp-dp. Files converted by another program
     have equal arguments, which prove nothing.
@@ -415,7 +414,7 @@ def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys:
 
 
 def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Remove wrappers' prefixes, and return megatron-core's names."""
+    """Return megatron-core's names without wrappers' prefixes."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
     return {bare(_WRAPPERS.sub("", str(name))): value for name, value in state.items()}

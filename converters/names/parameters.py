@@ -1,4 +1,4 @@
-"""Parameters and shapes of the model in a config.json, in memory or on a Megatron rank.
+"""Parameters of a config's model, in memory or on a Megatron rank.
 
 `in_memory` follows transformers 5, with all experts of a layer in one tensor; `megatron_stages` follows megatron-core.
 A model type without a Megatron table is built by the installed transformers on the meta device.
@@ -31,7 +31,7 @@ VOCAB_MULTIPLE = 128
 
 #: Eager attention in transformers whose softmax uses the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
-#: Activations were compared with autograd's saved tensors, or with peaks.
+#: Models compared with autograd's saved tensors or peaks.
 _MEASURED = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
 )
@@ -62,7 +62,7 @@ def in_memory(config: Mapping[str, Any]) -> Model:
 def megatron_stages(
     config: Mapping[str, Any], *, tp: int, pp: int, ep: int = 1, vocab_multiple: int = VOCAB_MULTIPLE
 ) -> tuple[Stage, ...]:
-    """Return a tensor-parallel rank's parameters in each pipeline stage. `ep` ranks divide the experts.
+    """Return a tensor-parallel rank's parameters in each pipeline stage.
 
     Raise UsageError if heads or experts do not divide, if there are more stages than layers, embedding and loss, or
     without a table.
@@ -159,7 +159,7 @@ def _hub_parameters(table: Table, sizes: Sizes) -> Iterator[Parameter]:
     has_split_experts = _has_split_experts(table)
     places = _parameter_places(table, sizes)
     parameters = [parameter for place in places for parameter in _hub_tensors(place, sizes, has_split_experts)]
-    # Approximates the registration order, and so the ends of flat partitions.
+    # Approximates the registration order.
     yield from sorted(parameters, key=_registered)
     if not sizes.tied:
         yield Parameter(table.hub_name(OUTPUT), vocabulary, HEAD)
@@ -236,7 +236,7 @@ def _kind_of_parameter(name: str, ndim: int) -> str:
 
 
 def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
-    """Yield the sizes that activations depend on."""
+    """Yield sizes for activations."""
     config, dims, names = sizes.config, sizes.dims, {row.megatron for row in table.rows}
     fc1 = next((row for row in table.rows if row.megatron.endswith("}.mlp.linear_fc1.weight")), None)
     gated = fc1 is None or len(fc1.hubs) == 2

@@ -1,12 +1,12 @@
-"""FSDP1's flat parameters: which parameters each contains, and a rank's optimizer states for them.
+"""FSDP1's flat parameters, and a rank's optimizer states for them.
 
 With `use_orig_params=False`, verl's default, each wrapped module has one flat parameter. It joins the module's own
 parameters and those in unwrapped submodules, flattened, in registration order. It is padded to a multiple of the ranks
 and cut into equal slices. The optimizer's states are slices, too, numbered in the order of `parameters()`: first the
 root's, then the inner modules'. No file lists a flat parameter's members.
 
-verl wraps a model's layers (`_no_split_modules`). So combinations of the model's module lists are tried, and the only
-one to match in number and length is accepted.
+verl wraps a model's layers (`_no_split_modules`). So combinations of module lists are tried, and the only one to match
+is accepted.
 
 Format facts: torch 2.13 (distributed/fsdp/_flat_param.py, `_init_flat_param_and_metadata` without `align_addresses`,
 `_get_shard`), verl 0.9.1 (utils/fsdp_utils.py, `get_fsdp_wrap_policy`; workers/engine/fsdp/transformer_impl.py).
@@ -28,7 +28,7 @@ from converters.optimizers.ranks import different_numbers
 from converters.optimizers.state_dicts import take_apart
 from converters.optimizers.states import OptimizerStates
 
-#: Parameter in a module list: the list's name, and the element's number.
+#: Parameter in a module list.
 _IN_LIST = re.compile(r"(?P<list>.*?)\.(?P<number>\d+)\.")
 #: Limit on tried lists; no layered model has more.
 _MAX_LISTS = 6
@@ -47,12 +47,12 @@ class FlatPiece:
 
 
 def slice_length(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: int) -> int:
-    """Return the number of elements in each rank's slice, padding included."""
+    """Return the number of elements, padding included."""
     return -(-sum(prod(shapes[fqn]) for fqn in unit) // num_ranks)
 
 
 def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: int, rank: int) -> Iterator[FlatPiece]:
-    """Yield the pieces in a rank's slice. Padding only follows the last parameter."""
+    """Yield pieces. Padding only follows the last parameter."""
     length = slice_length(unit, shapes, num_ranks)
     first, last, begin = rank * length, (rank + 1) * length, 0
     for fqn in unit:
@@ -148,7 +148,7 @@ def from_slices(
 
 
 def in_turn(shape: Shape, held: Sequence[tuple[RankFile, Extent]]) -> list[tuple[Shape, Fragment]]:
-    """Return the parts of a parameter whose elements are split over the ranks in rank order."""
+    """Return a parameter's parts in rank order."""
     parts, at = [], 0
     for file, extent in held:
         parts.append((shape, Fragment(FlatRange(at, at := at + extent.numel), extent, file.rank)))

@@ -28,8 +28,7 @@ from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 from converters.pytorch.keys import OPTIMIZER_NAMES
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
-#: LOCAL_STATE_DICT's model files; the optimizer is in OPTIMIZER_0. Groups: model number in a save of several models,
-#: and rank.
+#: LOCAL_STATE_DICT's model files, with the model's number, if several, and the rank.
 LOCAL = re.compile(r"pytorch_model_fsdp(?:_([1-9]\d*))?_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -39,9 +38,9 @@ _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Folders and files of one checkpoint. `shards` are DCP's, `local` are LOCAL_STATE_DICT's.
+    """Parts of one checkpoint. `shards` are DCP's, `local` are LOCAL_STATE_DICT's.
 
-    `is_hub` means that `save_pretrained` wrote the model, under names of the Hub.
+    `is_hub` means that `save_pretrained` wrote the model.
     """
 
     folders: tuple[Path, ...]
@@ -64,7 +63,7 @@ def _is_dcp(names: list[str]) -> bool:
 
 
 def find_folder(path: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint at `path`, or the step or model that `tag` names in it."""
+    """Return the checkpoint at `path`, or its step or model `tag`."""
     if path.name == METADATA and path.is_file():
         path = path.parent
     if path.is_file():
@@ -86,7 +85,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_local(folder: Path) -> bool:
-    """Return True if a folder holds LOCAL_STATE_DICT files. The first model's files have no number."""
+    """Return True for LOCAL_STATE_DICT files."""
     return bool(_local(folder))
 
 
@@ -144,7 +143,7 @@ def _holds_optimizer_alone(folder: Path) -> bool:
 
 
 def run_folders(path: Path) -> tuple[str, ...]:
-    """Return folders that may hold the run's other files: the folder itself, and parents of Accelerate's or a step."""
+    """Return folders that may hold the run's other files."""
     if _ACCELERATE.fullmatch(path.name):
         return str(path), str(path.parent)
     return tuple(map(str, enclosing_folders(path.parent if path.is_file() else path)))

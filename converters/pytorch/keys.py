@@ -37,7 +37,7 @@ _Optimizers = dict[Path_, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Leaf:
-    """Tensor in the nested state dict.
+    """Stored tensor.
 
     `number` is its value if it is a single number. `same_as` is the key of a tensor stored in the same items. `wrapped`
     holds a tensor subclass's chunks, `placed` all other chunks.
@@ -58,7 +58,7 @@ class Leaf:
         return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
 
     def alone(self) -> StoredTensor | None:
-        """Return the tensor as a training state value. None if it is stored in several pieces."""
+        """Return a training state value, or None for several pieces."""
         if isinstance(self.source, Whole):
             return StoredTensor(self.source.extent)
         if 0 in self.shape:
@@ -70,8 +70,7 @@ class Leaf:
 class Understood:
     """Sorted state dict, with parameter names without wrappers' prefixes.
 
-    `states` are by fqn and name: tensors or plain values. `others` are models in `rest`. `optimizer_at` is the path of
-    the only optimizer.
+    `states` are by fqn and name: tensors or plain values. `others` are models in `rest`.
     """
 
     weights: dict[str, Leaf] = field(default_factory=dict)
@@ -122,7 +121,7 @@ def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Un
 
 
 def _members(node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield names from states and param groups. Names may repeat."""
+    """Yield names, maybe repeated."""
     states, groups = node.get(STATE), node.get(GROUPS)
     if isinstance(states, Mapping):
         yield from map(str, states)
@@ -157,7 +156,7 @@ def _sort(
     models: list[_Model],
     within: str | None = None,
 ) -> dict[str, Any]:
-    """Take models and optimizers out of `node`, and out of inner dicts with both (a user's `Stateful`)."""
+    """Take models and optimizers out of `node` and of inner dicts with both (a user's `Stateful`)."""
     rest: dict[str, Any] = {}
     own: dict[str, Mapping[str, Any]] = {}
     before = len(optimizers)
@@ -189,7 +188,7 @@ def _sort(
 
 
 def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
-    """Return the only model, or the only one with an optimizer beside it, or else the only one at the top."""
+    """Return the only model, the only one with an optimizer, or the only one at the top."""
     likely = [model for model in models if model.is_trained]
     if not likely:
         likely = models if len(models) == 1 else [model for model in models if model.within is None]
@@ -211,7 +210,7 @@ def _tagged(tag: str, models: Sequence[_Model], rest: Mapping[str, Any]) -> _Mod
 
 
 def _unnamed_models(rest: Mapping[str, Any], within: str | None = None) -> Iterator[_Model]:
-    """Yield dicts of tensors that may be models, because their names have dots."""
+    """Yield dicts of tensors with dots in their names."""
     for name, value in rest.items():
         if _is_all_tensors(value) and any("." in one for one in value):
             yield _Model(within, name, value, False)
@@ -397,7 +396,7 @@ def _read_optimizer(
     weights: Mapping[str, Leaf],
     path: str,
 ) -> None:
-    """Keep other entries as training state under `optimizer`."""
+    """Keep other entries as training state."""
     optimizer = take_apart(node, path, weights)
     names = optimizer.names()
     if names is None:

@@ -142,7 +142,7 @@ class Trainer(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out weights, `optimizer.pt`, and the files beside the source's step.
+        """Lay out weights, `optimizer.pt`, and files beside the step.
 
         Raise UsageError without an optimizer, LossError if Trainer's parameter numbers or groups would differ.
         """
@@ -220,7 +220,7 @@ def in_memory(folder: Path, request: ReadRequest) -> Checkpoint:
 def _with_optimizer(
     reading: Reading, weights: Checkpoint, modules: Mapping[Key, Tensor], number: int | None
 ) -> Checkpoint:
-    """Add `modules`, and states under in-memory names, if known.
+    """Add `modules` and known states under in-memory names.
 
     One of the optimizer's tensors may be several tensors on the Hub.
     """
@@ -252,7 +252,7 @@ def _with_optimizer(
 
 
 def _order(checkpoint: Checkpoint) -> list[str]:
-    """Return the parameters in registration order. Raise LossError if it is unknown."""
+    """Raise LossError if the registration order is unknown."""
     from converters.names.module_order import in_order
     from converters.names.transformers.relation import to_hub
 
@@ -284,7 +284,7 @@ def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _ambiguous_norms(checkpoint: Checkpoint) -> set[str]:
-    """Return 1-dim weights whose name may be any norm's. Trainer decays no weight of `nn.LayerNorm`."""
+    """Return 1-dim weights of unknown norms. Trainer decays no weight of `nn.LayerNorm`."""
     tensors = (*checkpoint.with_role(WEIGHT), *checkpoint.with_role(MASTER))
     vectors = {tensor.fqn for tensor in tensors if len(tensor.shape) == 1 and tensor.fqn.endswith(".weight")}
     return {fqn for fqn in vectors if has_decay(fqn)}
@@ -293,7 +293,7 @@ def _ambiguous_norms(checkpoint: Checkpoint) -> set[str]:
 def trainer_groups(
     groups: Sequence[ParamGroup], order: Sequence[str], ambiguous_norms: Set[str] = frozenset()
 ) -> tuple[list[ParamGroup], list[str]]:
-    """Return Trainer's param groups, with and without weight decay, in the model's order; and notes.
+    """Return Trainer's param groups, with and without weight decay, and notes.
 
     A single group becomes two with its options. Other groupings raise LossError: the optimizer takes states by number
     and would not notice. For `ambiguous_norms` (GPT-2's `ln_1.weight`) two source groups show the decay. torch's Muon

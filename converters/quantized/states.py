@@ -1,4 +1,4 @@
-"""Optimizer states stored quantized: codes, and a factor per block of codes.
+"""Quantized optimizer states.
 
 Sources: torchao 0.18 `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp8.py` and `quant_utils.py`
 (`dequant_with_qmap`); bitsandbytes 0.50.2 `optim/optimizer.py` (`state_dict`, `Optimizer2State.init_state`) and
@@ -9,7 +9,7 @@ bits, two codes share a byte, the first in the upper half, and the codes are fla
 
 bitsandbytes has separate plain tensors: `state1`, uint8, with `qmap1` and `absmax1`, and `state2` likewise. The last
 block may be shorter. Since 0.49 its `state_dict()` puts them, and everything else but numbers, into a separate dict,
-`__bnb_optimizer_quant_state__`. Its `load_state_dict()` unpacks this dict.
+`__bnb_optimizer_quant_state__`.
 
 Blocks count from the start of a rank's optimizer tensor: a parameter, its shard (FSDP), or a flat buffer of many
 parameters (ZeRO). A value is its code's value times its block's factor, in fp32.
@@ -44,10 +44,10 @@ Computed = dict[str, Callable[[], memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """State with this `shape`, in blocks with `block_size` elements.
+    """State in blocks of `block_size` elements.
 
     `codes` has one code per element, or two per byte if `num_bits` is 4. `values` has one value per code (None: the
-    codes are numbers themselves). `record` is torchao's object.
+    codes are numbers themselves).
     """
 
     method: str
@@ -70,7 +70,7 @@ class Quantized:
 
     @property
     def extent(self) -> Extent:
-        """Extent with all plain values. Cut it into `blocks` before reading."""
+        """Extent of all plain values. Cut it into `blocks` before reading."""
         return Extent.contiguous(self.path, 0, FLOAT32, self.shape)
 
     def blocks(self) -> Computed:
@@ -80,7 +80,7 @@ class Quantized:
         }
 
     def compute(self, start: int, stop: int) -> memoryview:
-        """Compute elements `start` to `stop` as fp32 bytes. `start` must be a block's start."""
+        """Compute fp32 bytes. `start` must be a block's start."""
         from converters.quantized.plain_states import compute  # needs numpy
 
         return compute(self.codes, self.factors, self.values, self.num_bits, self.block_size, start, stop)
@@ -88,7 +88,7 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A parameter's state: quantized boxes, and boxes kept in fp32."""
+    """A parameter's state in quantized and in fp32 boxes."""
 
     shape: Shape
     parts: Mapping[Box, Quantized]
@@ -100,7 +100,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class InBlocks:
-    """Rule that replaces a `Quantized`'s extents by its computed blocks."""
+    """Rule that replaces quantized extents by computed blocks."""
 
     rule: Rule
     quantized: frozenset[str]
@@ -142,7 +142,7 @@ def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
 
 
 def understood(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse quantized states into `Quantized`. States in an unknown form stay unchanged."""
+    """Parse quantized states. Unknown forms stay unchanged."""
     nested = states.get(NESTED)
     flat = {name: value for name, value in states.items() if name != NESTED or not isinstance(nested, Mapping)}
     if isinstance(nested, Mapping):
@@ -176,7 +176,7 @@ def torchao(value: Any) -> Quantized | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return a torchao state's class in `Quantized.method`'s form, even if its parts are unknown."""
+    """Return a torchao state's class, even if its parts are unknown."""
     if isinstance(value, Record) and value.module.startswith("torchao.") and value.name in _TORCHAO:
         return f"torchao {value.name}"
     return None

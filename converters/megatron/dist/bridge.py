@@ -1,4 +1,4 @@
-"""Megatron-Bridge runs in Megatron's `torch_dist` format: files other than tensors and optimizer.
+"""Megatron-Bridge runs in Megatron's `torch_dist` format.
 
     <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    like Megatron-LM's, without `args`
     <run>/iter_0000100/run_config.yaml    `model`, `optimizer`, `ddp`, `checkpoint`: class fields replacing args
@@ -7,8 +7,7 @@
     <run>/latest_train_state.pt           a copy of the last one, used to find a run
     <run>/latest_checkpointed_iteration.txt
 
-The fields are translated to Megatron-LM's equivalent arguments for the rest of the code. The output for such a run has
-these files, too, with the target's axis sizes.
+The fields are translated to Megatron-LM's arguments. The output has these files, too, with the target's axis sizes.
 
 Format facts: megatron-bridge 0.3.1 and 0.6.2, training/checkpointing.py (`save_checkpoint`,
 `_load_checkpoint_from_path`), training/config.py, training/utils/config_utils.py (`to_yaml`), models/gpt_provider.py.
@@ -38,7 +37,7 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_o
 
 #: Layers of different sizes.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-#: Model fields by Megatron-LM argument, if it has another name, and sizes of axes.
+#: Renamed model fields by Megatron-LM argument, and sizes of axes.
 _MODEL_FIELDS: Mapping[str, str] = {
     **{name: name for name in AXES.values()},
     "num_moe_experts": "num_experts",
@@ -73,10 +72,9 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 }
 #: Activations with a Megatron-LM argument.
 _ACTIVATIONS = ("silu", "gelu", "quick_gelu", "squared_relu")
-#: Model field for the code of a layer, and packages whose layers other settings determine.
+#: Field for layer code, and packages whose layers other settings determine.
 _LAYERS = "transformer_layer_spec"
 _LIBRARIES = ("functools.", "megatron.", "nemo.")
-#: With their own translation.
 _READ_APART = (
     *(_LAYERS, "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
     "pipeline_model_parallel_layout",
@@ -85,7 +83,7 @@ _READ_APART = (
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: Required by Megatron-Bridge to load a run.
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-#: Layers from megatron-core alone, and functions whose layers follow from their arguments.
+#: Layers from megatron-core alone, and functions with layers determined by arguments.
 _LOCAL = "local_layer_spec"
 _USUAL = (_LOCAL, "default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec")
 _COUNTERS = {"step": "iteration", "consumed_train_samples": "consumed_train_samples"}
@@ -93,7 +91,7 @@ _COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train
 
 
 def read_bridge_run(folder: Path) -> BridgeRun | None:
-    """Read Megatron-Bridge's files in an iteration folder. Raise NotFoundError if one of the two is missing."""
+    """Read Megatron-Bridge's files. Raise NotFoundError if one of the two is missing."""
     has_config, has_state = ((folder / name).is_file() for name in (RUN_CONFIG, TRAIN_STATE))
     if not has_config and not has_state:
         return None
@@ -134,7 +132,7 @@ def _counters(path: Path) -> dict[str, int]:
 
 
 def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
-    """Return the settings as Megatron-LM arguments for `ranks` processes. The number is not recorded.
+    """Return Megatron-LM arguments for `ranks` processes; the number is not recorded.
 
     If the files depend on stages (`by_stages`), raise CorruptError for unknown stages, LossError if layers may order
     their modules differently.
@@ -222,7 +220,7 @@ def _target(stated: Any) -> Any:
 
 
 def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
-    """Accept a text, or a list of names per stage, like recipes have."""
+    """Accept a text, or recipes' lists of names per stage."""
     if stated is None or isinstance(stated, str):
         return stated
     if isinstance(stated, list) and all(isinstance(stage, list) for stage in stated):
@@ -248,7 +246,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Shape]) -> None:
-    """Raise CorruptError if the files are from another step than `iteration`, or describe another model."""
+    """Raise CorruptError for another step or model."""
     if run.counters["step"] != iteration:
         raise CorruptError(
             "the training state is from a different step than the checkpoint",
@@ -303,7 +301,7 @@ def note_on_config(run: BridgeRun) -> str | None:
 def bridge_files(
     run: BridgeRun, model: MegatronModel, folder: str, beside: Sequence[TargetFile], *, random: bool
 ) -> Iterator[TargetFile]:
-    """Yield `beside`, and Megatron-Bridge's own files. Without `random`, the config does not ask for random states."""
+    """Yield all files. Without `random`, the config does not ask for random states."""
     import yaml
 
     source = Path(run.folder)

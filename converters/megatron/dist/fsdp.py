@@ -10,9 +10,9 @@
     optimizer.param_to_group_meta.module.module.module.<name>.lr     its param group's options
     args, iteration, checkpoint_version, opt_param_scheduler, rng_state.(0, 0), ...
 
-Names follow the in-memory modules, with one `module.` per wrapper, and experts numbered over the whole model (since
-0.16). Tensors are stored whole, cut among ranks at any row. The exception is a gated MLP other than SwiGLU (in 0.15,
-also one of experts). One tensor holds each tensor-parallel rank's gate rows, then its up rows.
+Names have one `module.` per wrapper, and experts numbered over the whole model (since 0.16). Tensors are stored whole,
+cut among ranks at any row. The exception is a gated MLP other than SwiGLU (in 0.15, also one of experts). One tensor
+holds each tensor-parallel rank's gate rows, then its up rows.
 
 States other than Adam's two are copied whole under `_w` and `_v`.
 
@@ -53,9 +53,9 @@ _PLACE = re.compile(r"\((\d+), (\d+)\)")
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
-#: Index in a path for the parameter's name.
+#: Index of the parameter's name in a path.
 _NAMED: Mapping[Path_, int] = {(_MODEL,): 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
-#: Transformer Engine's state with a copy of the parameter.
+#: Transformer Engine's copy of the parameter.
 _MASTER_STATE = "master_param"
 _SINKS = ".softmax_offset"
 _EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
@@ -64,7 +64,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
-    """Read one iteration's folder.
+    """Read an iteration.
 
     Raise LossError if parts are missing, NotFoundError for an unsupported form.
     """
@@ -87,7 +87,7 @@ class _SavedState:
     """Saved state dict.
 
     `found` has the stored values by number in `metadata`. `parts` maps the first name of a path, or the optimizer's
-    first two, to these numbers. `options` are by parameter.
+    first two, to these numbers.
     """
 
     reading: DistReading
@@ -134,7 +134,7 @@ class _SavedState:
         return cls(reading, metadata, found, parts, options, rest, _meanings(map(str, names)), grid)
 
     def under(self, *top: str | int) -> Iterator[tuple[str, Path_, Any]]:
-        """Yield key, path and stored value below these names."""
+        """Yield key, path and stored value."""
         keys, steps = self.metadata.keys, self.metadata.steps
         return ((keys[number], steps[number], self.found[number]) for number in self.parts.get(top, ()))
 
@@ -168,7 +168,7 @@ def value_of(reading: DistReading, found: Any) -> Any:
 
 
 def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
-    """Map each stored name to its whole-model tensor and half."""
+    """Map stored names to a whole-model tensor and half."""
     parts: dict[str, tuple[str, int | None]] = {}
     for name in names:
         bare = re.sub(r"^(?:module\.)+", "", name).removeprefix(LANGUAGE)
@@ -264,7 +264,7 @@ def _recorded_number(reading: DistReading, name: str) -> int | None:
 
 
 def _are_all(found: set[int], number: int) -> bool:
-    """Compare the count first, because the recorded number is arbitrary."""
+    """Compare counts first: the recorded number is arbitrary."""
     return len(found) == number and found == set(range(number))
 
 
@@ -324,7 +324,7 @@ def _check_sinks(reading: DistReading) -> None:
 
 
 def _note_random_states(stored: _SavedState) -> None:
-    """Add the random states under `torch_dist`'s places."""
+    """Add random states under `torch_dist`'s places."""
     states = stored.rest.get(_RNG)
     if states is None:
         return

@@ -1,4 +1,4 @@
-"""Keys in Megatron's `torch_dist` format, and their whole-model tensor names.
+"""Keys in Megatron's `torch_dist` format.
 
     decoder.layers.<rest>            a tensor for all layers, [layers, ...], if the layers are alike
     decoder.layers.3.<rest>          a single layer's, if they differ, or by choice
@@ -44,7 +44,7 @@ _FACTOR_DIMS = 2
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<sizes>\d+(?:\.\d+)*)")
 
-#: Names of masters: the distributed optimizer's since 0.15, and all others'.
+#: Masters: the distributed optimizer's since 0.15, and all others'.
 MASTERS = ("param", "fp32_param")
 _FUSED, _UNFUSED = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
@@ -94,7 +94,7 @@ class TensorKey:
 
     @classmethod
     def parse(cls, key: str, num_dims: int = 0) -> TensorKey:
-        """Parse `key`. The name follows megatron-core's own layers.
+        """Use names of megatron-core's own layers.
 
         `num_dims` counts the tensor's dims: an adapter factor shared by experts has no expert dim.
         """
@@ -191,7 +191,7 @@ class KeyWriter:
     before: str = ""
 
     def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
-        """Return the key of a tensor or of a module's entry, and its index in the key's leading dims."""
+        """Return the key and the index in its leading dims."""
         name = self._spelled(name, kind)
         index: Shape = ()
         if self.stacked and (match := _LAYER.fullmatch(name)):

@@ -1,4 +1,4 @@
-"""Reader for Megatron's `torch_dist` format: finds the model's tensors in a folder."""
+"""Reader for Megatron's `torch_dist` format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MAX_NAMES = 1 << 20
 
 @dataclass
 class DistReading:
-    """Parts of one iteration's folder read so far.
+    """Parts of one iteration.
 
     `objects` are non-tensor values, by key and place in their array. `flat` are the distributed optimizer's buffers.
     `scales` are Transformer Engine's FP8 states by module name. `native` is the model's dtype if its weights are not
@@ -92,7 +92,7 @@ class DistReading:
         return None
 
     def add(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
-        """Record a tensor's boxes, or its copy's with this number."""
+        """Record a tensor's or a copy's boxes."""
         known = self.shapes.setdefault(key, (shape, dtype))
         if known != (shape, dtype):
             raise CorruptError(
@@ -108,7 +108,7 @@ class DistReading:
             self.placed.setdefault(key, []).extend(placed)
 
     def add_stored(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
-        """Record boxes of a tensor whose ranks may alternate gate and up rows in blocks."""
+        """Record boxes that may alternate gate and up rows in blocks."""
         if block := self.blocks.of(key[0]):
             grid = Grid.recorded(self.args, self.folder)
             size = grid.etp if is_expert(key[0]) else grid.tp
@@ -132,7 +132,7 @@ class DistReading:
         return found
 
     def read_common(self) -> Mapping[Any, Any]:
-        """Return the common state of all ranks: arguments, param groups, iteration. Call after `read_objects`."""
+        """Return arguments, param groups and iteration. Call after `read_objects`."""
         stored = next(iter(self.objects.pop(_COMMON_STATE, {}).values()), None)
         path = self.folder / COMMON
         if stored is None and not path.is_file():
@@ -305,7 +305,7 @@ def _check_backends(folder: Path) -> None:
 
 
 def flat_pieces(part: Shape, corner: Shape, start: int, extent: Extent) -> Iterator[tuple[Box, Extent]]:
-    """Yield the elements from `start` on in a flattened box with sizes `part` at `corner`, as boxes with extents."""
+    """Yield elements from `start` on in a flattened box with sizes `part` at `corner`."""
     done = 0
     for box in flat_boxes(part, start, start + extent.numel):
         offsets = tuple(a + b for a, b in zip(corner, box.offsets, strict=True))

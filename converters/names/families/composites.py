@@ -1,4 +1,4 @@
-"""Vision-language models: tables of vision towers and projectors. `tables` has the text models.
+"""Vision-language models: tables of vision towers and projectors.
 
 They follow transformers 5.23 (`modeling_*.py` of each model type), also in registration order.
 """
@@ -109,7 +109,7 @@ def _glm(read: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tower:
-    """Vision tower `model_type`: the rows before its layers, in each layer, and after them."""
+    """Vision tower: the rows before its layers, in each layer, and after them."""
 
     before: str
     sizes: _TowerSizes
@@ -333,7 +333,7 @@ _TOWERS = {
     ),
 }
 
-#: For sizes missing from a config, for example in LLaVA's releases.
+#: For missing sizes, for example in LLaVA's releases.
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **more}
     for name, more in {
@@ -347,7 +347,7 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
     }.items()
 }
-#: With or without the path parts added by transformers 4 or in memory.
+#: With or without transformers 4's and in-memory path parts.
 _MODULE = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:vision_model\.)?(.*)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_model|model)\.(.*)")
 
@@ -356,9 +356,8 @@ _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_mod
 class Composite:
     """Vision-language `model_type`. In projector rows, `t` is the text model's hidden size and `w` the tower's.
 
-    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `texts` also has
-    the text models' tables. `tower`, `model`, `head` and `base` are name prefixes: of the tower, the text model, its
-    output layer, and all others.
+    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `tower`, `model`,
+    `head` and `base` are name prefixes: of the tower, the text model, its output layer, and all others.
     """
 
     cls: str
@@ -372,7 +371,7 @@ class Composite:
     head: str = "language_model."
     base: str = ""
     ignored: tuple[str, ...] = ()
-    #: True if the text model's config may tie the output layer, too.
+    #: The text model's config may tie the output layer, too.
     text_ties: bool = False
 
     def name(self, name: str) -> str:
@@ -393,7 +392,7 @@ class Composite:
         return next(iter(self.texts.values())).inside
 
     def current(self, name: str) -> str:
-        """Return the name in the Hub's files for another release's or an in-memory name."""
+        """Return the Hub's name for another release's or an in-memory name."""
         if (match := _MODULE.fullmatch(name)) is not None and match[1] == "multi_modal_projector":
             return f"multi_modal_projector.{match[2]}"
         if match is not None:
@@ -564,7 +563,7 @@ COMPOSITES = {
 
 
 def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, ...]]:
-    """Return sort keys for tensors outside the text model, in registration order."""
+    """Return sort keys for tensors outside the text model."""
     composite = COMPOSITES[model_type]
     beside, projector = ([row.name for row in parse(text)] for text in (composite.beside, composite.projector))
     found: dict[str, tuple[int, ...]] = {}
@@ -589,7 +588,7 @@ def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, 
 
 
 def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
-    """Return a tensor's place: its list's first row, its number in the list, its own row."""
+    """Return a list's first row, the number in the list, the tensor's row."""
     head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
     if name in rows or not numbered:
         return (rows.index(name), 0, 0) if name in rows else None
@@ -601,7 +600,7 @@ def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """Return the tensors saved by the config's class. None without a table, or if the config lacks a size."""
+    """Return the saved tensors. None without a table, or if the config lacks a size."""
     composite = COMPOSITES.get(str(config.get("model_type")))
     named = architectures(config)
     text, vision = config.get("text_config"), config.get("vision_config")

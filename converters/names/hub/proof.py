@@ -1,4 +1,4 @@
-"""Proof that the names and shapes to write equal the output of the architecture's `save_pretrained`.
+"""Proof that names and shapes equal the output of `save_pretrained`.
 
 If the tables in `families` have no answer, or a mismatch, the installed transformers decides.
 """
@@ -65,7 +65,7 @@ def names_architecture(config: Mapping[str, Any]) -> bool:
 
 
 def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved | None:
-    """Prove that `shapes` has exactly the tensors saved by the config's class, and return these.
+    """Prove that `shapes` are exactly the tensors saved by the config's class.
 
     None if the config names no class, and the names belong to another class than its model's default. `shapes` has
     quantized weights by their plain names (`QuantizedWeights.in_place`). Raise LossError if the tensors differ,
@@ -107,7 +107,7 @@ def _classes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Return True if tensors have this class's names: another class of the same model has them, too."""
+    """Return True if tensors have names of this class."""
     return any(name in saved.required or f"{saved.base}.{name}" in saved.required for name in shapes)
 
 
@@ -115,7 +115,7 @@ _TABLES: Sequence[Callable[[Mapping[str, Any]], Saved | None]] = (families.saved
 
 
 def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a note if `shapes` differ from a table of the config's architecture, without importing transformers."""
+    """Return a note if `shapes` differ from a table, without importing transformers."""
     found: list[str] = []
     for ask in _TABLES if config and _names_class(config) and not any(name.startswith(PEFT) for name in shapes) else ():
         try:
@@ -158,7 +158,7 @@ def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seque
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
-    """Describe how names and shapes differ from the architecture. None if they don't, or if it is unknown."""
+    """Describe differences. None without any, or for an unknown architecture."""
     if not names_architecture(config):
         return None
     try:
@@ -173,7 +173,7 @@ def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str |
 def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
     """Compare `shapes` with `saved`.
 
-    Files of the base model may lack its prefix, and other releases' files have names that loading renames.
+    Base models may lack the prefix, and loading renames other releases' names.
     """
     if _lacks_prefix(saved, shapes):
         prefix = f"{saved.base}."
@@ -189,7 +189,7 @@ def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 
 
 def _current_name(name: str) -> str:
-    """Rename a name from an old release, like every `from_pretrained`."""
+    """Rename like every `from_pretrained`."""
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -230,7 +230,7 @@ def _compare(saved: Saved, shapes: Mapping[str, Shape]) -> Differences:
 
 
 def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Return True for base model names, as in old GPT-2 files. Every loader adds the prefix."""
+    """Return True for base model names, as in old GPT-2 files."""
     prefix = f"{saved.base}."
     return (
         bool(saved.base)
@@ -277,7 +277,7 @@ def _described(config: Mapping[str, Any]) -> str:
 
 
 def _is_class_of_another_model(config: Mapping[str, Any]) -> bool:
-    """Return True if the class is known, but not for its `model_type`."""
+    """Return True for a class of another `model_type`."""
     named = architectures(config)
     if not named or not config.get("model_type"):
         return False

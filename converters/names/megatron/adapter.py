@@ -8,8 +8,8 @@
     ....mlp.experts.local_experts.{e}.linear_fc1.adapter....                  an expert's
     ....mlp.experts.linear_fc1.adapter....                                    one shared by all experts
 
-If one Megatron module is several on the Hub, these share the first factor, and PEFT repeats it for each. The second
-factor's rows are divided like the weight's, by the architecture's table.
+If one Megatron module is several on the Hub, PEFT repeats the first factor for each. The second factor's rows are
+divided like the weight's, by the architecture's table.
 
 Format facts: megatron-bridge 0.3.1, peft/ (utils.py, canonical_lora.py, dora_layers.py, adapter_wrapper.py);
 Megatron-Bridge, August 2026, peft/utils.py.
@@ -81,7 +81,7 @@ def parse_name(fqn: str) -> tuple[ModuleName, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class HubModule:
-    """Hub module that is a whole Megatron module, or some of its rows.
+    """Hub module with all or some rows of a Megatron module.
 
     `rows` are (first row here, first row in Megatron, number). `shape` is [out, in].
     """
@@ -99,7 +99,7 @@ class HubModule:
 
 @dataclass(frozen=True)
 class Modules:
-    """Megatron's modules with a matrix, and the Hub's for each."""
+    """Megatron's modules with a matrix, and their Hub modules."""
 
     path: str
     sizes: Sizes
@@ -160,7 +160,7 @@ class Modules:
         return (hubs[number],)
 
     def check_shape(self, run: AdapterRun, fqn: str, shape: Shape, expected: Shape) -> None:
-        """Raise LossError for another model's factor, CorruptError for another rank."""
+        """Raise LossError for another model, CorruptError for another rank."""
         if shape == expected:
             return
         differ = [number for number, (one, other) in enumerate(zip(shape, expected, strict=False)) if one != other]
@@ -209,7 +209,7 @@ def _hub_module(name: str, shape: Shape, links: Sequence[Link]) -> HubModule:
 
 
 def to_peft(checkpoint: Checkpoint) -> Checkpoint:
-    """Convert an adapter's names, tensors and config to PEFT's.
+    """Convert names, tensors and config to PEFT's.
 
     Raise LossError for another model's adapter, or one that defines no single model, CorruptError if a factor is
     missing or has another rank.
@@ -244,7 +244,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
 def _by_module(
     checkpoint: Checkpoint, run: AdapterRun, num_experts: int
 ) -> Iterator[tuple[ModuleName, Mapping[str, str]]]:
-    """Repeat an adapter shared by experts for each."""
+    """Repeat a shared adapter for each expert."""
     found: dict[ModuleName, dict[str, str]] = {}
     for fqn, _ in checkpoint.tensors:
         parsed = parse_name(fqn)
@@ -358,14 +358,14 @@ class _Pefts:
         }
 
     def _targets(self) -> list[str]:
-        """Return last name parts if every module with such a part is adapted, else full names."""
+        """Use last name parts if all such modules are adapted, else full names."""
         leaves = {hub.rpartition(".")[2] for hub in self.ranks}
         others = {one.name for hubs in self.modules.hubs.values() for one in hubs} - self.ranks.keys()
         return sorted(self.ranks if any(hub.rpartition(".")[2] in leaves for hub in others) else leaves)
 
 
 def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the rows of gate or up if each rank's gate and up are together."""
+    """Return gate's or up's rows if each rank's are together."""
     half, part = rows // 2, rows // 2 // size
     return tuple(
         (first + rank * part, 2 * rank * part + (part if place >= half else 0), part)

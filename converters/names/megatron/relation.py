@@ -1,4 +1,4 @@
-"""megatron-core's names, related to the names in the Hub's files. Each `model_type` has a table in `architectures`."""
+"""Relation between megatron-core's names and the Hub's. Each `model_type` has a table in `architectures`."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from converters.names.megatron.unsupported import MISSING
 from converters.names.shifts import shifted
 from converters.names.transformers.relation import relation as in_memory
 
-#: Quantized weights and their scales in the Hub's files.
+#: Quantized weights and scales on the Hub.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
-#: All experts' matrices, like in transformers 5's memory.
+#: Stacked experts, like in transformers 5's memory.
 _STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 #: Multi-token prediction, for tables without it.
 _PREDICTING = re.compile(r"(^|\.)mtp")
 #: Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT, "output_layer.bias")
-#: Output layers, in Megatron and on the Hub.
+#: In Megatron and on the Hub.
 _OUTPUTS = (OUTPUT, "lm_head.weight")
-#: Option for experts in Megatron's param groups.
+#: Param group option for experts.
 _EXPERTS = "is_expert_parallel"
 
 
@@ -77,7 +77,7 @@ def table_of(model_type: str) -> Table:
 
 
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Rename the Hub's names to Megatron's, and add Megatron-LM's arguments.
+    """Convert names, and add Megatron-LM's arguments.
 
     Raise LossError for a tensor or property without a place in Megatron, CorruptError if a tensor contradicts the
     config.
@@ -182,7 +182,7 @@ def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _with_peak(group: ParamGroup) -> ParamGroup:
-    """Add the peak learning rate under the name used by torch's schedules."""
+    """Name the peak learning rate like torch's schedules."""
     if "max_lr" not in group.options or "initial_lr" in group.options:
         return group
     return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
@@ -258,7 +258,7 @@ def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
 
 def padding(checkpoint: Checkpoint) -> dict[str, Box]:
-    """Return the padding rows by fqn. Empty if the vocabulary's size is unknown."""
+    """Return padding rows by fqn. Empty if the vocabulary's size is unknown."""
     vocabulary = _vocabulary(checkpoint, checkpoint.state.args or {})
     if vocabulary is None:
         return {}
@@ -351,7 +351,7 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
-    """Split stacked experts if a release stores them like transformers in memory."""
+    """Split experts if a release stacks them like transformers in memory."""
     own = (name for layer in sizes.layers for name in layer)
     if any(map(_STACKS.search, own)) or not any(_STACKS.search(fqn) for fqn, _ in checkpoint.tensors):
         return checkpoint
@@ -360,7 +360,7 @@ def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
 
 
 def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:
-    """Convert a Hub checkpoint to transformers' current names and dims of stacked experts."""
+    """Use transformers' current names and dims of stacked experts."""
     family = table.family
     if not isinstance(family, Composite):
         return checkpoint

@@ -19,7 +19,7 @@ from converters.names.megatron import rotary_settings
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
 
-#: Compared with the config (`config_against_args`), or determined by tensor shapes and names.
+#: Compared by `config_against_args`, or determined by tensors.
 COMPARED = names_in(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
@@ -44,9 +44,9 @@ COMPARED = names_in(
     mtp_num_layers bert_binary_head gpt_j_residual use_parallel_residual
     """
 )
-#: Settings that change the model's output and that no Hub config can hold, with harmless values. None, False, 0 and
-#: empty values are harmless, too. Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py),
-#: Megatron-DeepSpeed (megatron/arguments.py), Pai-Megatron-Patch, ms-swift.
+#: Settings that no Hub config can hold, with harmless values. None, False, 0 and empty values are harmless, too.
+#: Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py), Megatron-DeepSpeed (megatron/arguments.py),
+#: Pai-Megatron-Patch, ms-swift.
 CHANGES: Mapping[str, tuple[Any, ...]] = {
     "softmax_scale": (),
     "activation_func": (),  # recorded if Megatron-LM has no argument for it
@@ -115,7 +115,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "encoder": (),  # encoders and decoders
     "decoder": (),
 }
-#: Two names of one setting: of Megatron-LM, its core, Megatron-DeepSpeed, GPT-NeoX and configs of the Hub.
+#: Two names of one setting.
 ALIASES = (
     ("num_experts", "num_moe_experts"),
     ("rotary_base", "rope_theta"),
@@ -130,9 +130,9 @@ ALIASES = (
 )
 #: Settings with opposite meanings.
 OPPOSITES = (("share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"),)
-#: Settings that only mean something if another one is on.
+#: Settings ignored unless another one is on.
 _IF_ON = {"num_query_groups": "group_query_attention"}
-#: Layer code. If these packages build it, other settings and tensors determine the layer.
+#: Layer code. Other settings determine layers built by these packages.
 _CODE = ("spec", "transformer_layer_spec", "hybrid_stack_spec")
 _PACKAGES = ("megatron.core.", "megatron.bridge.")
 _OFF: tuple[Any, ...] = (None, False, "", [], (), {})
@@ -146,7 +146,7 @@ def is_run_setting(name: str) -> bool:
 def changing(
     recorded: Mapping[str, Any], expected: Mapping[str, Any], accepted: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return settings that change the model, if neither the config nor this version expresses them."""
+    """Return settings that change the model, unless the config or this version expresses them."""
     found = {}
     for name, value in recorded.items():
         if name in accepted or name in COMPARED or is_run_setting(name):
@@ -206,7 +206,7 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
 
 
 def check_aliases(recorded: Mapping[str, Any], path: str) -> None:
-    """Raise LossError if a run recorded different values under two names of one setting."""
+    """Raise LossError if two names of one setting disagree."""
     for stated in (*_contradictions(recorded), *rotary_settings.contradictions(recorded)):
         raise LossError(
             "the run recorded two different values for one setting",

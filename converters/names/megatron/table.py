@@ -1,4 +1,4 @@
-"""Table of one architecture, and its relation for a model's sizes."""
+"""Table of one architecture."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPU
 from converters.names.megatron.rows import CENTRED, COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
 
 _LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
-#: Linear layers with biases in all or none. Queries, keys and values may have biases alone.
+#: Linear layers with biases in all or none.
 _LINEAR = re.compile(r"^(?:decoder|mtp)\..*\.linear_(proj|fc1|fc2)\.(weight|bias)$")
-#: Layer number, and the Hub's names in two parts: prefix, rest.
+#: Layer number, Hub prefix, and the rest of each name.
 _Layer = tuple[int | None, str, Mapping[str, Shape]]
 
 
@@ -47,7 +47,7 @@ class Table:
     """Architecture facts needed by Megatron's formats.
 
     `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer,
-    without its name prefix. `rows` describes how to read a row.
+    without its name prefix.
     """
 
     family: Family | Composite
@@ -57,7 +57,7 @@ class Table:
     layer: str
     dense: str = ""
     sparse: str = ""
-    #: For models with several kinds of layers: rows for layers with a given Hub tensor.
+    #: Rows for layers with a given Hub tensor.
     beside: Mapping[str, str] = field(default_factory=dict)
     #: Rows for a multi-token prediction layer, added to a sparse layer's, or else a dense layer's. Megatron's names are
     #: complete.
@@ -81,11 +81,11 @@ class Table:
 
     @property
     def second_names(self) -> dict[str, str]:
-        """Second names of tensors outside all layers, in memory only, mapped to their names in the Hub's files."""
+        """Second, in-memory names of tensors outside all layers, with their Hub names."""
         return {row.hubs[0]: self.hub_name(row.megatron) for row in parse(self.top) if row.kind == COPY}
 
     def places(self, sizes: Sizes) -> Iterator[RowPlace]:
-        """Yield every row for every layer whose Hub files have its tensors."""
+        """Yield every row for every layer with its tensors."""
 
         @cache
         def pattern(row: MegatronRow, shape: Shape) -> Pattern:
@@ -115,7 +115,7 @@ class Table:
         yield parse(self.prediction) + self._inside(self.layer + (self.sparse or self.dense)), predicted
 
     def _check_predicted(self, sizes: Sizes) -> None:
-        """Raise LossError unless multi-token prediction layers are like the last layer: Megatron builds them so."""
+        """Raise LossError unless multi-token prediction layers are like the last layer."""
         for hub in self.beside:
             if sizes.predicted and (hub in sizes.layers[-1]) != (self._inner + hub in sizes.predicted[0]):
                 raise LossError(
@@ -132,7 +132,7 @@ class Table:
         return tuple(replace(row, hubs=tuple(self._inner + hub for hub in row.hubs)) for row in parse(rows, _INNER))
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
-        """Return the relation from the Hub's tensors to Megatron's, with `padded` vocabulary rows.
+        """Relate the Hub's tensors to Megatron's, with `padded` vocabulary rows.
 
         `copies` comes from `Table.copies`. Raise LossError for a Hub tensor without a place in Megatron.
         """
@@ -180,7 +180,7 @@ class Table:
 
 
 def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[MegatronRow]:
-    """Repeat the rows for each tensor of an unchanged module. The first matching row counts."""
+    """Repeat rows for each tensor of an unchanged module. The first match counts."""
     kept: set[str] = set()
     for row in rows:
         before, is_module, _ = row.hubs[0].partition(EVERY)

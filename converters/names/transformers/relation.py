@@ -3,7 +3,7 @@
 transformers 5 stacks experts and renames modules on loading, and reverts this in `save_pretrained`. Training
 checkpoints hold the in-memory form. `tables` has both directions for known architectures. For others, the installed
 transformers' own tables and code (`conversion_mapping.py`, `core_model_loading.py`; written against 5.23) run on
-tensors without data. Nothing is imported for a model that neither mentions.
+tensors without data.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ if TYPE_CHECKING:
 
 #: Prefix for PEFT-wrapped models, missing from transformers' tables.
 _PEFT_PREFIX = "base_model.model."
-#: Experts stacked in one 3-dim tensor. Only these models' Hub files have them.
+#: Stacked experts. Only these models' Hub files have them.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
 #: Names in old files only (the table `legacy` in `conversion_mapping.py`).
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
-#: Maximum in a real model. Larger ones would take minutes and gigabytes to lay out.
+#: Larger models would take minutes and gigabytes to lay out.
 _MAX_COUNTS = {"layers": 4096, "experts": 100_000}
 
 
 def relation(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], direction: Direction = "to_hub"
 ) -> Relation | None:
-    """Return links from the tensors in `shapes` to the other side, or None if both sides are equal.
+    """Return links to the other side, or None if both sides are equal.
 
-    `to_hub` converts to the output of `save_pretrained`, `to_memory` to the result of `from_pretrained`. A name that
-    the model's class does not have on the input side stays unchanged: it already has the other form (a transformers 4
-    run), or is the user's own.
+    `to_hub` converts to the output of `save_pretrained`, `to_memory` to the result of `from_pretrained`. A name outside
+    the model's class stays unchanged: it already has the other form (a transformers 4 run), or is the user's own.
 
     Raise LossError if transformers rearranges a tensor in a way that boxes can't describe.
     """
@@ -78,7 +77,7 @@ def relation(
 
 
 def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all possible keys of a conversion: model types and class names."""
+    """Yield model types and class names."""
     yield from architectures(config)
     for model_type in model_types(config):
         yield model_type
@@ -116,7 +115,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
     """Return the converted tensors, by new name."""
     from converters.names.transformers.tracing import Traced
 
-    # In memory the class with the most matching names is right. Hub names tell nothing.
+    # Hub names don't show the class.
     model = build_model(config, shapes if direction == "to_hub" else {})
     if model is None:
         return None
@@ -141,7 +140,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
 
 
 def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
-    """Build the model without data, from the class with the most tensor names in common, or else the config's first."""
+    """Build the class with the most tensor names in common, or else the config's first, without data."""
     import torch
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
@@ -291,7 +290,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
-    """Rename the Hub's names to transformers' module names, with param groups in their order."""
+    """Use transformers' module names, and their order in param groups."""
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
     groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, model_type))) for group in state.param_groups)

@@ -1,7 +1,6 @@
-"""Rules to convert in-memory tensor names to the names in the Hub's files and back, without transformers or torch.
+"""Rules between in-memory names and the Hub's, without transformers or torch.
 
-If one in-memory tensor is several in the files, a rule also tells how to join them. `tables` has each architecture's
-rules.
+If one in-memory tensor is several in the files, a rule also tells how to join them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """Rule: `memory` in an in-memory name is `hub` in a Hub name. Both are whole words; `^` marks the start.
+    """`memory` in an in-memory name is `hub` in a Hub name. Both are whole words; `^` marks the start.
 
     `#` is any number, equal on both sides. Several `hub` are joined along `dim` of the in-memory tensor. `*` in them is
     an expert's number, an index in dim 0. If `read`, files may have the name, but `save_pretrained` does not write it.
@@ -53,7 +52,7 @@ class NameRule:
 
     @property
     def inserts(self) -> bool:
-        """True if the Hub's name has an extra word. Files that transformers 5 saved from a config lack this word."""
+        """The Hub's name has an extra word, missing if transformers 5 made the model from a config."""
         return not self.read and self.hub[0].startswith(f"{self.memory}.")
 
     @property
@@ -70,7 +69,7 @@ def read_as(memory: str, hub: str) -> NameRule:
 
 
 def stacked(memory: str, *hub: str) -> NameRule:
-    """Join stacked experts' parts (gate and up) along the stack's dim 1."""
+    """Join gate and up along the stack's dim 1."""
     return NameRule(memory, hub, dim=1)
 
 
@@ -108,7 +107,7 @@ class _Renamed:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules for one config: the whole model's before the inner models'.
+    """Rules for one config, outer models' first.
 
     Only the first `num_layers` layers have the model's own experts. `hidden_size` is the language model's.
     """
@@ -120,7 +119,7 @@ class Rules:
     _known: dict[tuple[str, Direction], _Renamed] = field(default_factory=dict, compare=False)
 
     def relation(self, shapes: Mapping[str, Shape], direction: Direction) -> Relation | None:
-        """Return links to the other side, or None if both sides are equal.
+        """Return links, or None if both sides are equal.
 
         Raise LossError if parts of a tensor do not fit, CorruptError if one is missing.
         """
@@ -237,7 +236,7 @@ def config_mismatch(name: str, expected: object, found: object) -> CorruptError:
 
 @functools.cache  # all layers have equal shapes
 def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
-    """Return the boxes of each expert's parts, a whole part's box, and the kept dims."""
+    """Return each expert's boxes, a whole part's box, and the kept dims."""
     dims: tuple[int | None, ...] = tuple(range(len(shape)))
     sizes = list(shape)
     sizes[rule.dim] //= len(rule.hub)

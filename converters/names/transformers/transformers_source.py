@@ -1,4 +1,4 @@
-"""Facts from the installed transformers' source text, read without importing it, because an import costs seconds."""
+"""Facts from transformers' source text, because an import costs seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from converters.names.families.config import architectures
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
-#: The same, set only if a config option is true (Marian).
+#: The same, set by a config option (Marian).
 _TIED_IF = re.compile(r"^        if self\.config\.(\w+):\n            self\._tied_weights_keys = ", re.MULTILINE)
 #: Module made by a class itself.
 _MADE = re.compile(r"^        self\.(\w+) = (\w+)\(", re.MULTILINE)
@@ -31,7 +31,7 @@ _CHOICES = {
 _PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
 #: Base models, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
 _BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
-#: Classes that compute differently if nothing is tied: T5 and similar models scale the decoder's outputs.
+#: T5 and similar models scale the decoder's outputs if nothing is tied.
 _COMPUTES_BY_TIE = re.compile(
     r"if self\.config\.tie_word_embeddings:(?:\n\s*#.*)*\n\s*(\w+) = \1 \*|^ {8}self\.tie_word_embeddings = True\b",
     re.MULTILINE,
@@ -48,7 +48,7 @@ def package() -> Path | None:
 
 @functools.cache
 def converted_identifiers() -> frozenset[str] | None:
-    """Return all quoted words in transformers 5's tables (`conversion_mapping.py`): model types and class names.
+    """Return model types and class names in transformers 5's tables (`conversion_mapping.py`).
 
     None without tables: transformers 4, or no transformers.
     """
@@ -69,7 +69,7 @@ def model_types(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_base_model(config: Mapping[str, Any]) -> bool:
-    """Return True if the config's class is a model without a head. Its names lack the prefix added by a head."""
+    """Return True for a class without a head. Its names lack the head's prefix."""
     named = architectures(config)
     return bool(named) and bool(_BASE_MODEL.search(named[0]))
 
@@ -116,14 +116,14 @@ def class_names(model_type: str) -> frozenset[str]:
 
 
 def base_prefixes(config: Mapping[str, Any]) -> set[str]:
-    """Return the classes' `base_model_prefix`: the name prefixes in a model with a head."""
+    """Return `base_model_prefix`, the name prefix under a head."""
     model_type = config.get("model_type")
     bodies = [body for _, body in _classes(model_type, "modeling").values()] if isinstance(model_type, str) else []
     return {match[1] for body in bodies if (match := _PREFIX.search(body))}
 
 
 def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
-    """Return `_tied_weights_keys` of the config's model class: alias patterns, with owners if known.
+    """Return alias patterns in `_tied_weights_keys`, with owners if known.
 
     transformers 5 maps alias to owner, and transformers 4 only lists aliases.
     """
@@ -184,7 +184,7 @@ def _tied_literal(match: re.Match[str] | None) -> dict[str, str | None] | None:
 
 
 def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return configs by attribute for inner models with a class chosen by their own config.
+    """Return configs by attribute for inner models.
 
     Each config names the class from `AutoModelForCausalLM`, or else from `AutoModelForSeq2SeqLM`, for example in
     BLIP-2.
@@ -208,7 +208,7 @@ def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def computes_by_tie(model_type: str) -> bool:
-    """Return True if the architecture needs the tie: an untied config computes differently, or is overruled."""
+    """Return True if an untied config computes differently, or is overruled."""
     return any(_COMPUTES_BY_TIE.search(_source(model_type, kind)) for kind in ("modeling", "configuration"))
 
 

@@ -12,8 +12,8 @@ Everything is fp32 until the product is rounded to the recorded dtype, and then 
 8 bits: `NAME`, int8, with `SCB` [out]: value times SCB times 1/127, in fp32, in this order.
 
 bitsandbytes takes the 16 values from its own tables, so the file must match them. Its AVX-512 code (0.50.2) uses wrong
-factors if the block size does not divide the rows; here the result is its other code's. Only for fp4's negative zero
-does its code disagree with itself; here it is 0.0, as in the table.
+factors if the block size does not divide the rows; here the result is its other code's. Its code disagrees with itself
+on fp4's negative zero; here it is 0.0, as in the table.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _read_nested(stored: StoredWeights, owner: str, recorded: FourBitState) -> _
 
 
 def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: int, stop: int) -> memoryview:
-    """Compute elements `start` to `stop`. `start` is at a block's start."""
+    """Compute elements from a block's start."""
     numel, size = stop - start, state.block_size
     values = _pairs(state.kind)[_bytes(stored, owner, start // 2, -(-stop // 2))].reshape(-1)[:numel]
     factors = _factors(stored, owner, state, start // size, -(-stop // size))
@@ -199,7 +199,7 @@ def _eight_bit_values(stored: StoredWeights, name: str, scales_name: str, rows: 
 
 
 def _is_conv1d(stored: StoredWeights, owner: str) -> bool:
-    """Return True if the plain weight is [in, out]: transformers transposes a Conv1D's weight to quantize it."""
+    """Return True for [in, out]: transformers transposes a Conv1D's weight to quantize it."""
     module = "." + owner.rpartition(".")[0]
     return any(f".{name}".endswith(module) for name in stored.conv1d)
 

@@ -176,13 +176,13 @@ def _scale_factors(largest: NDArray) -> NDArray:
     return factors
 
 
-#: In bfloat16: the bits of a mantissa, and the magnitudes of maxima for `_table`. Others lead to subnormal numbers.
+#: In bfloat16: a mantissa's bits, and maxima for `_table`. Others lead to subnormal numbers.
 _MANTISSA, _LEAST, _MOST = 0x7F, 24 << 7, 253 << 7
 _OCTAVES = 20  # a number smaller by a factor of 2 ** 19 becomes zero
 
 
 def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
-    """Look up bfloat16 numbers in whole blocks in tables, with the bits of `_quantized_rows`."""
+    """Look up whole blocks of bfloat16 numbers, with the bits of `_quantized_rows`."""
     num_columns = bits.shape[1]
     if len(bits) % _SIZE or num_columns % _SIZE:
         return None
@@ -208,7 +208,7 @@ def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
 
 @cache
 def _table(mantissa: int) -> NDArray:
-    """Return the codes of all bfloat16 numbers in a block whose maximum has this mantissa.
+    """Return codes of all bfloat16 numbers if the maximum has this mantissa.
 
     The index is a number's bits, minus the bits of the maximum's exponent, modulo 2 ** 16.
     """

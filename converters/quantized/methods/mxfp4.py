@@ -55,13 +55,13 @@ def _dequantize(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> 
 
 
 def _outputs(stored: StoredWeights, name: str, exponents_name: str, box: Box) -> memoryview:
-    """Compute some outputs of one expert. `box` is in the plain weight."""
+    """Compute some outputs. `box` is in the plain weight."""
     (expert, _, first_out), (_, num_in, num_out) = box.offsets, box.sizes
     return _output_groups(stored, name, exponents_name, Box((expert, first_out, 0), (1, num_out, num_in // _GROUP)))
 
 
 def _output_groups(stored: StoredWeights, name: str, exponents_name: str, box: Box) -> memoryview:
-    """Compute some groups for all outputs of one expert, as [in, out]. `box` is in the scales."""
+    """Compute some groups as [in, out]. `box` is in the scales."""
     _, num_out, num_groups = box.sizes
     packed = stored.read(name, Box((*box.offsets, 0), (*box.sizes, _BYTES)))
     scales = stored.read(exponents_name, box)
@@ -92,7 +92,7 @@ def _tables(dtype: DType) -> tuple[NDArray, NDArray]:
 
 
 def _mxfp4(_: Settings) -> list[Scheme]:
-    """Return gpt-oss's scheme: blocks [experts, out, groups, 16] for a plain [experts, in, out]."""
+    """Return gpt-oss's scheme."""
 
     def plain(packed: Shape) -> Shape:
         return (*packed[:-3], packed[-2] * packed[-1] * 2, packed[-3]) if len(packed) > 2 else packed
@@ -126,7 +126,7 @@ def _packed_experts(weight: PlainWeight) -> list[PackedParts]:
 
 
 def _packed_outputs(weight: PlainWeight, box: Box) -> memoryview:
-    """Compute some outputs of one expert: all their blocks, then all their scales. `box` is in the plain weight."""
+    """Compute all blocks, then all scales. `box` is in the plain weight."""
     (expert, _, first_out), (_, num_in, num_out) = box.offsets, box.sizes
     num_groups = num_in // _GROUP
     packed, scales = np.empty((num_groups, _BYTES, num_out), np.uint8), np.empty((num_groups, num_out), np.uint8)

@@ -1,4 +1,4 @@
-"""Sizes of Megatron's parallel axes, its ranks, and each pipeline stage's layers."""
+"""Megatron's parallel axes, ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.plan.checkpoint import AXES
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Coordinates of a rank. `number` counts `Grid.ranks`, `in_stage` its pipeline stage's ranks."""
+    """Coordinates. `number` counts `Grid.ranks`, `in_stage` the pipeline stage's ranks."""
 
     tp: int
     pp: int
@@ -29,7 +29,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes of the parallel axes. `vpp` is the number of model chunks per pipeline rank, `etp` the experts' `tp`."""
+    """Sizes of axes. `vpp` is the number of chunks per pipeline rank, `etp` the experts' `tp`."""
 
     tp: int = 1
     pp: int = 1
@@ -44,7 +44,7 @@ class Grid:
 
     @classmethod
     def recorded(cls, args: Mapping[str, Any], path: Path) -> Grid:
-        """Return the grid recorded at `path`. Raise CorruptError if Megatron has no ranks for it."""
+        """Raise CorruptError if Megatron has no ranks for the grid."""
         grid = cls.of_args(args)
         try:
             grid.check()
@@ -76,7 +76,7 @@ class Grid:
 
     @property
     def ranks_in_stage(self) -> int:
-        """Number of ranks that together hold a pipeline stage's tensors, including experts."""
+        """Number of ranks that together hold a stage's tensors and experts."""
         return max(self.tp, self.etp * self.ep)
 
     def ranks(self) -> Iterator[Rank]:
@@ -113,7 +113,7 @@ def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
 _LAYER_TYPES = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _MAX_LAYERS = 1 << 16
 
-#: Megatron-LM's arguments for dividing layers into stages. megatron-core's config renames the first two.
+#: Arguments for dividing layers. megatron-core's config renames the first two.
 STAGE_ARGS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -125,7 +125,7 @@ STAGE_ARGS = (
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Division of `num_layers` decoder layers, and `num_mtp` layers after them, into pipeline ranks' chunks.
+    """Division of `num_layers` decoder layers and `num_mtp` layers into pipeline ranks' chunks.
 
     `first` and `last` are the first and the last rank's layers if they differ. `embedding` and `loss` count these as
     layers. `layout` lists the elements of every chunk, with pipeline ranks first, then chunks.
@@ -162,7 +162,7 @@ class Stages:
             ) from None
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
-        """Divide layers by the `STAGE_ARGS` in `args`."""
+        """Apply `STAGE_ARGS` in `args`."""
         layout = args.get("pipeline_model_parallel_layout")
         return replace(
             self,
@@ -261,17 +261,17 @@ class Stages:
         return (pp, vp) == (self.pp - 1, self.vpp - 1)
 
     def has_mtp(self, pp: int, vp: int) -> bool:
-        """Return True if the chunk has the multi-token prediction layers. They need a copy of the embedding."""
+        """Return True for multi-token prediction layers. They need a copy of the embedding."""
         if self.layout is not None:
             return "mtp" in self.layout[vp * self.pp + pp]
         return self.num_mtp > 0 and self.is_last(pp, vp)
 
     def has_final_norm(self, pp: int, vp: int) -> bool:
-        """Return True if the chunk has the final norm. With MTP layers it follows the last decoder layer."""
+        """Return True for the final norm. With MTP layers it follows the last decoder layer."""
         return self.num_layers - 1 in self.layers(pp, vp) if self.num_mtp else self.is_last(pp, vp)
 
     def place(self, layer: int) -> tuple[int, int, int]:
-        """Return (pipeline rank, chunk, number in the chunk) for a decoder layer."""
+        """Return (pipeline rank, chunk, number in the chunk)."""
         for vp in range(self.vpp):
             for pp in range(self.pp):
                 layers = self.layers(pp, vp)
@@ -281,14 +281,14 @@ class Stages:
 
 
 def _is_in_order(kinds: Sequence[str]) -> bool:
-    """Return True if megatron-core accepts this order (`PipelineParallelLayerLayout.validate_layer_layout`)."""
+    """Follow `PipelineParallelLayerLayout.validate_layer_layout`."""
     order = list(_LAYER_TYPES.values())
     is_sorted = list(kinds) == sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order))
     return is_sorted and kinds.count(order[0]) == kinds.count(order[-1]) == 1
 
 
 def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
-    """Parse `"Et*3|(tt|)*4m|L"`, or an equivalent list of stages, to layer type names per stage.
+    """Parse `"Et*3|(tt|)*4m|L"`, or a list of stages, to layer types per stage.
 
     megatron-core's grammar: `|` ends a stage, `x*n` and `(...)*n` repeat, commas are ignored. A
     `PipelineParallelLayerLayout` record has its input as `input_data`.

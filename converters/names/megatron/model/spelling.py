@@ -1,4 +1,4 @@
-"""Megatron's tensor names: in one chunk on one rank, in the whole model, and in module order."""
+"""Megatron's tensor names, in one chunk and in the whole model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 #: Prefix for a GPTModel in a model with images.
 LANGUAGE = "language_model."
-#: Prefix for a BertModel's layers, renamed here to match all other models.
+#: Prefix of BertModel's layers, renamed to match other models.
 ENCODER, _DECODER = "encoder.", "decoder."
-#: Modules beside the GPTModel in a model with images: transformers' own, whole on every tensor-parallel rank.
+#: Modules beside the GPTModel in a model with images, whole on every tensor-parallel rank.
 _BESIDE = re.compile(r"(?:visual|vision_model(?!\.decoder)|vision_tower|multi_modal_projector)\..+|image_newline")
 
 #: Only in a BertModel.
@@ -30,10 +30,10 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<r
 _EXPERTS = "mlp.experts."
 _GROUPED = re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d+)")
 
-#: Layer inside a multi-token prediction layer, here and in megatron-core up to 0.16.
+#: Layer inside a multi-token prediction layer, up to 0.16.
 MTP_INNER = "transformer_layer"
 
-#: megatron-core's names for norms that Transformer Engine includes in the next linear layer.
+#: Norms that Transformer Engine includes in the next linear layer.
 _OWN_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -44,7 +44,7 @@ _OWN_NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layer properties that determine its norms' names: routed experts, and latent attention."""
+    """Layer properties that determine norms' names."""
 
     moe: bool
     latent: bool
@@ -57,7 +57,7 @@ class LayerKind:
         )
 
     def fuses(self, norm: str) -> bool:
-        """Return True if Transformer Engine's layers include this norm in the next linear layer."""
+        """Return True if Transformer Engine includes this norm in the next linear layer."""
         if norm == "pre_mlp_layernorm.":
             return not self.moe
         return self.latent != (norm == "input_layernorm.")
@@ -74,7 +74,7 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
 
 @lru_cache(_NAMES)
 def is_outside_language_model(name: str) -> bool:
-    """Return True for a model with images' tensor outside its language model."""
+    """Return True for a tensor of a vision module."""
     return _BESIDE.fullmatch(name) is not None
 
 
@@ -139,7 +139,7 @@ class Spelling:
         return cls(own, any(_GROUPED.fullmatch(split_layer(name)[1]) for name in names), inner)
 
     def canonical(self, name: str, kind: LayerKind | None, first_layer: int, first_expert: int) -> str:
-        """Return the whole-model name for a chunk's `name`. The chunk's layers begin with `first_layer`."""
+        """Return the whole-model name. The chunk's layers begin with `first_layer`."""
         prefix, rest = split_layer(name)
         if not prefix or kind is None:
             return name
