@@ -155,7 +155,7 @@ def sharers_under_stage3(
     number: int,
     shapes: Mapping[str, Shape],
 ) -> list[tuple[int, ...]]:
-    """Return the ranks that share a sub-group's buffers: one tuple with all ranks, or one per expert-parallel rank."""
+    """Return ranks that share a sub-group's buffers: all, or a tuple per expert-parallel rank."""
     world = tuple(range(len(inners)))
     if not sharing.cuts:
         return [world]

@@ -40,7 +40,7 @@ class RankSlice:
 
 
 def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
-    """Return how the `ranks` with files share tensors. GPT-NeoX needs the Hub's config in `folders`."""
+    """Return how ranks share tensors. GPT-NeoX needs the Hub's config in `folders`."""
     if "args" in file.content:  # GPT-NeoX's, or a user's entry
         from converters.deepspeed.neox import known_by_name  # late: needs pipelines and Megatron's names
 

@@ -1,7 +1,4 @@
-"""DeepSpeed's order and offsets of parameters in flat buffers, for any number of ranks.
-
-Pure arithmetic. `partitions` has the same rules for reading.
-"""
+"""DeepSpeed's order and offsets of parameters in flat buffers, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class FlatPart:
 class FlatLayout:
     """Param group in stages 1 and 2: one flat buffer, cut evenly over the ranks.
 
-    `paddings` follow each parameter. `used` elements are in use, and every rank has `partition` elements.
+    `paddings` follow each parameter. Every rank has `partition` elements.
     """
 
     starts: tuple[int, ...]
@@ -47,7 +44,7 @@ class FlatLayout:
     partition: int
 
     def padding(self, rank: int) -> int:
-        """Return the padding at the end of the rank's partition. Several last ranks may have some."""
+        """Return the padding at the partition's end. Several last ranks may have some."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
 
     def parts(self, rank: int) -> Iterator[FlatPart]:
@@ -114,7 +111,7 @@ def slot_layout(numels: Sequence[int], num_ranks: int) -> SlotLayout:
 
 
 def sub_groups(numels: Sequence[int], num_ranks: int, size: int = SUB_GROUP_SIZE) -> list[range]:
-    """Split a group's parameters into sub-groups like stage3.py, `_create_fp16_sub_groups`.
+    """Follow stage3.py, `_create_fp16_sub_groups`.
 
     A sub-group ends with the parameter that fills it. Sizes are one rank's slots.
     """

@@ -34,7 +34,7 @@ def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dic
 
 
 def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> dict[str, DType]:
-    """Return each entry's dtype. Trained parameters without an entry get the engine's."""
+    """Return dtypes. Trained parameters without an entry get the engine's."""
     found = {fqn: stored.dtype for fqn, stored in module.items()}
     lacking = [fqn for shapes in param_shapes(model) for fqn in shapes if fqn not in found]
     dtypes = {dtype for fqn, dtype in found.items() if fqn not in buffers}
@@ -99,7 +99,7 @@ def buffer_names(model: RankFile) -> set[str]:
 
 
 def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
-    """Return a recorded dict of fqn to shape (torch.Size, tuple or list)."""
+    """Return shapes, stored as torch.Size, tuple or list."""
     if not isinstance(value, Mapping):
         raise CorruptError(f"{what} is not a dict of shapes", **file.where)
     shapes = {}
@@ -112,7 +112,7 @@ def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
 
 
 def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
-    """Return the shapes in flattening order: a dict per group, or per sub-group in stage 3."""
+    """Return a dict per group, or per sub-group in stage 3, in flattening order."""
     recorded = model.need("param_shapes")
     groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
     return [shape_dict(group, model, "param_shapes") for group in groups]
@@ -158,7 +158,7 @@ def check_left_out(model: RankFile, fqn: str) -> None:
 
 
 def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tensor]:
-    """Yield frozen parameters in the model's dtype: whole in a shared file, or one slot per rank file."""
+    """Yield frozen parameters: whole in a shared file, or one slot per rank file."""
     shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
     for fqn, shape in shapes.items():
         if fqn in ties:

@@ -1,4 +1,4 @@
-"""ZeRO's rules for the place of a parameter's elements: one for stages 1 and 2, one for stage 3.
+"""ZeRO's rules for the place of a parameter's elements.
 
 A rule is stored per flat group (or slot offset), never per rank and tensor.
 """
@@ -26,7 +26,7 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class InFlatGroup:
-    """Rule for stages 1 and 2: a parameter starts at element `start` in a flat group, with `behind` padding after it.
+    """Rule for stages 1 and 2: a parameter starts at element `start`, with `behind` padding after it.
 
     deepspeed/runtime/zero/stage_1_and_2.py: parameters lie end to end (`parameter_alignment` pads between them). The
     buffer is padded to a multiple of twice the world size and cut evenly.
@@ -43,7 +43,7 @@ class InFlatGroup:
         return run_fragments(self.runs(shape, prod(shape), prod(shape) + self.behind))
 
     def runs(self, shape: Shape, start: int, stop: int) -> list[Run]:
-        """Return the stored runs of elements `start` to `stop`, relative to the parameter's start."""
+        """Return stored runs, relative to the parameter's start."""
         found: list[Run] = []
         start, stop, partition = self.start + start, self.start + stop, self.group.partition
         ranks = self.group.ranks

@@ -38,7 +38,7 @@ def inner_file(file: RankFile) -> RankFile:
 
 
 def partition_counts(inner: RankFile) -> tuple[int, ...]:
-    """Return the number of ranks that share a partition, per param group. Expert groups have fewer ranks.
+    """Count ranks that share a partition, per param group. Expert groups have fewer.
 
     This is not `dp_world_size`: MiCS partitions over some of the data-parallel ranks.
     """
@@ -84,7 +84,7 @@ def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
 
 
 def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
-    """Return a group's optimizer states by name; empty before the first step."""
+    """Return a group's states; empty before the first step."""
     base = inner.content.get("base_optimizer_state")
     if isinstance(base, Mapping):
         state = base.get("state") or {}
@@ -99,7 +99,7 @@ def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
 
 
 def partition_size(inners: list[RankFile], group: int) -> int:
-    """Return the elements per rank in the group's flat buffer, padding included.
+    """Return elements per rank, padding included.
 
     The size is rank 0's kept elements plus its recorded padding. Before DeepSpeed 0.16.4 the last rank recorded all
     ranks' padding. BF16_Optimizer strips nothing.
@@ -122,7 +122,7 @@ def partition_size(inners: list[RankFile], group: int) -> int:
 
 
 def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, size: int) -> dict[str, int]:
-    """Return each parameter's start in the group's flat buffer, counting `parameter_alignment` paddings."""
+    """Return parameters' starts in the flat buffer, with `parameter_alignment` paddings."""
     recorded = inner.content.get("param_alignment_paddings")
     paddings = list(recorded[group]) if recorded else [0] * len(shapes)
     if len(paddings) != len(shapes) or not all(type(padding) is int and padding >= 0 for padding in paddings):

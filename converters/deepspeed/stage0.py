@@ -76,7 +76,7 @@ class Stage0(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step. States are named by their shapes, or left out with a note."""
+        """Name states by their shapes, or leave them out with a note."""
         with known_structure(path):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
@@ -202,7 +202,7 @@ def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkp
 
 
 def _missing_optimizer(file: RankFile) -> str | None:
-    """Return the reason why a ZeRO run's optimizer is missing. From stage 1 on it has its own files."""
+    """Return why a ZeRO run's optimizer is missing. From stage 1 on it has its own files."""
     options = (file.content.get("ds_config") or {}).get("zero_optimization")
     stage = options.get("stage") if isinstance(options, dict) else None
     if not stage or file.content.get("optimizer"):

@@ -92,7 +92,7 @@ def _as_large(fqns: Iterable[str], module: Mapping[str, StoredTensor], shapes: C
 
 
 def _without_a_block(parts: _Parts) -> Iterator[tuple[_Parts, _Parts]]:
-    """Yield each run of parts before the last one, and the parts without it."""
+    """Yield runs of parts before the last, and the parts without them."""
     for start in range(len(parts) - 1):
         for stop in range(start + 1, len(parts)):
             yield parts[start:stop], parts[:start] + parts[stop:]

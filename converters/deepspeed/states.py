@@ -19,13 +19,13 @@ from converters.optimizers.ranks import different_numbers
 from converters.optimizers.states import OptimizerStates
 from converters.quantized.states import InBlocks, Quantized, understood
 
-#: Allowed element counts for a rank's part: without or with padding.
+#: Allowed element counts, without or with padding.
 Sizes = Collection[int]
 
 
 @dataclass
 class GroupStates:
-    """Optimizer states of one flat buffer, on all ranks.
+    """Optimizer states of one flat buffer.
 
     `buffers` are the ranks' extents of elementwise states: computed plain values for a buffer in `quantized`. `left`
     describes states of no kind.
@@ -59,7 +59,7 @@ class GroupStates:
 def group_states(
     inners: Sequence[RankFile], states: Callable[[RankFile], Mapping[str, Any]], sizes: Sequence[Sizes]
 ) -> GroupStates:
-    """Sort a flat buffer's states. `sizes` are the allowed sizes of each rank's part."""
+    """Sort states. `sizes` are the allowed sizes of each rank's part."""
     found = GroupStates()
     ranks = [understood(states(inner)) for inner in inners]
     for name in dict.fromkeys(name for values in ranks for name in values):
@@ -101,7 +101,7 @@ def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) ->
 
 
 def _is_part(value: Any, sizes: Sizes) -> bool:
-    """Return True if a state can be a rank's part. A single element is a number if the part is longer."""
+    """Return True for a rank's part. A single element is a number if the part is longer."""
     if not isinstance(value, StoredTensor | Quantized) or len(value.shape) != 1:
         return False
     return value.shape[0] in sizes and (value.shape[0] > 1 or max(sizes) == 1)

@@ -86,7 +86,7 @@ class Universal(Format):
             return _read_folder(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Lay out a folder for `load_checkpoint` with `"checkpoint": {"load_universal": true}` in the config."""
+        """Lay out a folder for an engine with `"checkpoint": {"load_universal": true}` in its config."""
         return _lay_out(checkpoint, layout, is_step=layout.read(UniversalOptions).step_folder)
 
 
@@ -361,7 +361,7 @@ def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, b
 def _optimizer_state(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int | None
 ) -> dict[str, Any]:
-    """Put groups at the top for stages 1 and 2, inside for stage 3."""
+    """Put groups at the top, or inside for stage 3."""
     if stage in (1, 2):
         groups = zero_writer.flat_groups(model, config, num_ranks)
         paddings = {

@@ -159,7 +159,7 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
 
 
 def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> RankSlice:
-    """Describe one tensor-parallel rank's files. `every` collects all ranks' storages."""
+    """Read one tensor-parallel rank's files. `every` collects all ranks' storages."""
     sources = Sources() if every is None else Sources(storages=every.storages)
     reading = _ZeroReading(list_step_folder(path, tp_rank), num_ranks, sources)
     with known_structure(path, lambda: _framework(reading)):
@@ -411,7 +411,7 @@ def _sub_group_state(reading: _ZeroReading, inner: RankFile, number: int, length
 
 
 def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
-    """Return a rank's sub-group buffer, read from its own file if it was offloaded to NVMe.
+    """Return a rank's sub-group buffer, from its own file if offloaded to NVMe.
 
     deepspeed/runtime/swap_tensor/optimizer_utils.py: raw elements in `{ds_id}.tensor.swp`, for optimizer states
     `{state}-{ds_id}.tensor.swp`, padded at the end. engine.py copies the folder to `offloaded_tensors/rankNN`.
@@ -456,7 +456,7 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
 
 
 def _check_step(reading: _ZeroReading) -> None:
-    """Raise CorruptError if the optimizer's count matches the folder's name and the model's step does not.
+    """Raise CorruptError if only the optimizer's count matches the folder's name.
 
     DeepSpeed derives the name from the model's step.
     """

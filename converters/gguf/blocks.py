@@ -1,4 +1,4 @@
-"""Values of tensors stored in blocks: computed on reading, with llama.cpp's bits.
+"""Values of tensors stored in blocks, with llama.cpp's bits.
 
 Layouts are ggml's (`ggml-common.h`, `ggml-quants.c`). Q8_0 has a float16 scale and 32 int8 values. MXFP4 has an E8M0
 scale and 16 bytes; byte j has value j in its low half and value j + 16 in its high half.
@@ -22,7 +22,7 @@ from converters.gguf.types import MXFP4, Q8_0, GgmlType
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Types with known values, and the number of elements that are computed at once.
+#: Types with known values, and elements computed at once.
 CHUNKS = {Q8_0: 1 << 22, MXFP4: 1 << 18}
 #: FP4's values, doubled like in ggml. Minus zero is zero.
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -34,7 +34,7 @@ Computed = dict[str, Callable[[], memoryview]]
 
 
 def whole_rows(shape: Shape, size: int) -> Iterator[Box]:
-    """Yield boxes of whole rows, about `size` elements each, that follow each other in row-major order."""
+    """Yield boxes of whole rows, about `size` elements each, in row-major order."""
     *outer, rows, columns = shape if len(shape) > 1 else (1, *shape)
     step = max(1, size // max(1, columns))
     for lead in product(*map(range, outer)):
@@ -44,7 +44,7 @@ def whole_rows(shape: Shape, size: int) -> Iterator[Box]:
 
 
 def plain_tensor(entry: TensorInfo, path: str, *, ones: bool = False) -> tuple[Tensor, Computed]:
-    """Return the tensor with its values in float32, and the functions that compute them.
+    """Return the float32 tensor, and functions that compute it.
 
     With `ones`, all stored numbers are 1: the values are the scales.
     """
@@ -70,7 +70,7 @@ def unknown_tensor(entry: TensorInfo, path: str, error: CkptError) -> tuple[Tens
 
 
 def stored_blocks(entry: TensorInfo, path: str) -> tuple[StoredBlocks, Computed]:
-    """Return a tensor's storage, and the functions that compute its scales."""
+    """Return storage, and functions that compute scales."""
     found = StoredBlocks(entry.type.name, entry.type.nbytes(entry.shape))
     if entry.type not in CHUNKS:
         return found, {}

@@ -20,7 +20,7 @@ from ckpt.plan.tensors import Shape
 from converters.gguf.types import BY_NUMBER, GgmlType
 
 MAGIC = b"GGUF"
-#: Default alignment of tensors in bytes. The key `general.alignment` changes it.
+#: Default in bytes. The key `general.alignment` changes it.
 ALIGNMENT = 32
 VERSIONS = (2, 3)
 #: Limits for memory use, far above any model's needs.
@@ -29,7 +29,7 @@ MAX_TENSORS, MAX_KEYS, MAX_DIMS, MAX_TEXT = 200_000, 100_000, 8, 16 << 20
 MAX_ARRAY = 4096
 _WINDOW = 1 << 20
 
-#: Kinds of values with a fixed size, by number.
+#: Value kinds with a fixed size.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -41,7 +41,7 @@ class Skipped(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor: its type, its shape in torch's order, and its byte range in the file."""
+    """Tensor, with its shape in torch's order and byte range in the file."""
 
     name: str
     type: GgmlType

@@ -1,4 +1,4 @@
-"""Keys that describe a model in GGUF: its hyperparameters, from the config.
+"""Hyperparameters in GGUF, from the config.
 
 Keys and their conditions are those of llama.cpp's converter (`conversion/base.py`, `set_gguf_parameters`, and the
 classes in `conversion/`). Rotary settings without a key are an error.
@@ -13,9 +13,9 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
 
-#: Tensor computed by llama.cpp's converter from the config: factors for rotary frequencies.
+#: Factors for rotary frequencies, computed by llama.cpp's converter.
 ROPE_FACTORS = "rope_freqs.weight"
-#: A key without its architecture's prefix, and how `GGUFWriter` adds it: the method's name after `add_`.
+#: Config keys, and the name of `GGUFWriter`'s method after `add_`.
 _NUMBERS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -24,7 +24,7 @@ _NUMBERS = {
     "num_attention_heads": "head_count",
     "rms_norm_eps": "layer_norm_rms_eps",
 }
-#: Types of rotary embeddings with a key or a tensor of their own, and their settings.
+#: Rotary types with their own key or tensor, and their settings.
 _ROPE = {
     "default": (),
     "linear": ("factor",),
@@ -68,7 +68,7 @@ _RECORDED = {
 
 
 def add_hyperparameters(writer: Any, config: Mapping[str, Any], arch: str, path: str) -> None:
-    """Add the config's hyperparameters to a `gguf.GGUFWriter`. Raise LossError for settings without a key."""
+    """Raise LossError for settings without a key."""
     _check_fixed(config, arch, path)
     for name, method in _NUMBERS.items():
         if name not in config:
@@ -123,7 +123,7 @@ def rounding_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def check_recorded(config: Mapping[str, Any], arch: str, recorded: Mapping[str, Any], path: str) -> None:
-    """Raise CorruptError if the config differs from the hyperparameters recorded in the file."""
+    """Raise CorruptError if the config differs from the file."""
     expected = {key: config.get(name) for key, name in _RECORDED.items()}
     expected["rope.freq_base"] = rope_parameters(config).get("rope_theta")
     if recorded.get(ROPE_FACTORS) and rope_factors(config) is None:
@@ -141,7 +141,7 @@ def check_recorded(config: Mapping[str, Any], arch: str, recorded: Mapping[str, 
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config's rotary settings in transformers 5's form."""
+    """Return rotary settings in transformers 5's form."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "rope_theta" not in found and config.get("rope_theta") is not None:
         found["rope_theta"] = config["rope_theta"]
@@ -174,7 +174,7 @@ def _rope_keys(rope: Mapping[str, Any], path: str) -> Iterator[tuple[str, tuple[
 
 
 def rope_factors(config: Mapping[str, Any]) -> list[float] | None:
-    """Return llama 3's factors for rotary frequencies, or None if the config has another type.
+    """Return llama 3's rotary factors, or None for another type.
 
     Frequencies are rounded to float32 first, like torch's in llama.cpp's converter.
     """

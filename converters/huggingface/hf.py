@@ -83,7 +83,7 @@ class HuggingFace(Format):
         return find_step(path, tag, Steps(lambda folder: bool(_weights(folder))))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a folder's weights. All have the role `weight`, because files don't mark buffers."""
+        """Give all tensors the role `weight`, because files don't mark buffers."""
         folder = path.parent if path.is_file() else path
         folders = tuple(p for p in (request.config, folder) if p is not None)
         config = read_config(folders)
@@ -160,7 +160,7 @@ HF = HuggingFace()
 
 
 def _weights(folder: Path) -> list[str] | str | None:
-    """Return the single file or index, or the names in a set without an index."""
+    """Return the single file, the index, or names without an index."""
     for name in (SINGLE, INDEX):
         if (folder / name).is_file() or (folder / name).is_symlink():
             return name

@@ -3,10 +3,9 @@
 Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_load.py`, `get_peft_model_state_dict`;
 `utils/constants.py`).
 
-The source may be any checkpoint of a PEFT-wrapped model, mostly a sharded one. The output equals
-`get_peft_model_state_dict` on the gathered model, with the names in PEFT's file. The config is the run's own, byte for
-byte, or an equivalent one in a trainer's form (`Checkpoint.adapter_config`), never made up: alpha and the flags are
-stored nowhere else.
+The output equals `get_peft_model_state_dict` on the gathered model. The config is the run's own, byte for byte, or an
+equivalent one in a trainer's form (`Checkpoint.adapter_config`), never made up: alpha and the flags are stored nowhere
+else.
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ from converters.names.adapter_settings import checked_settings
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
-#: mlx-lm's file, with lora_a [in, r] and lora_b [r, out]: PEFT's factors, transposed.
+#: mlx-lm's file. lora_a [in, r] and lora_b [r, out] are PEFT's, transposed.
 MLX = "adapters.safetensors"
 _MLX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[ab])")
-#: Trained in full next to an adapter by LLaVA's scripts, and by the Qwen2-VL scripts based on them. Names are PEFT's in
-#: training.
+#: Trained in full next to an adapter by LLaVA's and Qwen2-VL scripts. Names are PEFT's in training.
 TRAINED_IN_FULL = ("non_lora_trainables.bin", "non_lora_state_dict.bin")
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes wrapped names under FSDP2 with `activation_checkpointing`.
@@ -78,7 +76,7 @@ class Peft(Format):
     namespace = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """Find a folder with an adapter (`tag` names one in it), or the weights file."""
+        """Find an adapter's folder, or its weights file."""
         if path.is_file():
             return path if path.name in (SAFETENSORS, TORCH, MLX) else None
         return find_step(path, tag, Steps(lambda folder: _weights(folder) is not None))
@@ -193,7 +191,7 @@ def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
 
 
 def _trained_in_full(file: Path, known: Mapping[str, Extent]) -> dict[str, Extent]:
-    """Return the tensors under PEFT's file names, without those in `known`.
+    """Return tensors missing from `known`, under PEFT's file names.
 
     Raise CorruptError if a tensor is in both files with other values.
     """

@@ -1,4 +1,4 @@
-"""Offsets of parameters in the distributed optimizer's flat buffers, as stored in `distrib_optim.pt`.
+"""Parameters in the distributed optimizer's flat buffers in `distrib_optim.pt`.
 
 A buffer holds a model chunk's parameters with the same dtype, in reverse model order. It is cut into padded buckets.
 The file has the buckets without padding, and records neither bucket ends nor parameter positions.
@@ -22,7 +22,7 @@ from ckpt.plan.tensors import Extent
 T = TypeVar("T")
 
 ALIGNMENT = 64
-#: Default bucket size in elements: at least the first value, and more for many ranks.
+#: Default bucket size in elements; more for many ranks.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
@@ -63,7 +63,7 @@ def stored_buffer(
 
 
 def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
-    """Return the buffers gathered by a rank. Raise NotFoundError for the form of older versions."""
+    """Return a rank's gathered buffers. Raise NotFoundError for older forms."""
     if not isinstance(state, Mapping):
         raise CorruptError("this is not a distributed optimizer's state", **where, found=type(state).__name__)
     if not state.get("buckets_coalesced"):
@@ -89,7 +89,7 @@ def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
 
 
 def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Iterator[int | None]:
-    """Yield the possible bucket sizes of a chunk, most likely first.
+    """Yield possible bucket sizes, most likely first.
 
     Buckets only overlap communication with the backward pass, and only the first chunk of the first stage has several.
     """

@@ -1,4 +1,4 @@
-"""torchtitan's tensor names, related to the names in the Hub's files.
+"""Relation between torchtitan's names and the Hub's.
 
 Follows torchtitan 0.2.2 and 0.3.0 (`models/*/state_dict_adapter.py`). Some names differ between them: both are read,
 and the newer are written. torchtitan's Llama rotates pairs of neighbours, and transformers rotates halves of a head, so
@@ -23,10 +23,10 @@ from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
 from converters.names.torchtitan_run import check_run
 
-#: Model types whose adapters agree with the table. True if query and key rows are reordered.
+#: Supported model types. True if query and key rows are reordered.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
 
-#: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert.
+#: The Hub's names, with torchtitan's, newest first. `*` is an expert.
 _NAMES = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
@@ -52,7 +52,7 @@ for _part, _w, _dims in (("gate", "w1", "EFD"), ("down", "w2", "EDF"), ("up", "w
         f"mlp.shared_experts.{_part}_proj.weight": f"moe.shared_experts.{_w}.weight",
         f"mlp.experts.*.{_part}_proj.weight": f"moe.routed_experts.inner_experts.{_w}_{_dims} moe.experts.{_w}",
     }
-#: Bias that balances experts during training. Most architectures on the Hub have no place for it.
+#: Bias that balances experts, without a place in most Hub architectures.
 _BALANCE = re.compile(r"layers\.\d+\.moe\.expert_bias(_E)?")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")

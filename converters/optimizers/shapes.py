@@ -1,4 +1,4 @@
-"""Shapes of optimizer states: names of states shaped like their parameter, and the check.
+"""Check of optimizer states' shapes.
 
 Sums of rows and columns (Adafactor, CAME) or means of blocks (Adam-mini) have other names. A parameter with an object
 among its states, such as GaLore's or APOLLO's projection, is trained in another shape.
@@ -22,7 +22,7 @@ from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape, Tensor
 from converters.quantized.states import understood
 
-#: A value per parameter element in every known optimizer, except optimizers with a single number.
+#: States with a value per element, or a single number.
 PER_ELEMENT = frozenset(
     {
         *(MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf"),
@@ -40,7 +40,7 @@ def per_element(states: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def plain_shapes(states: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the shapes of plain tensors, or an empty dict if there is an object among them."""
+    """Return plain tensors' shapes, or an empty dict if there is an object."""
     plain = understood(states)
     if any(isinstance(value, Mapping | Record) for value in plain.values()):
         return {}
@@ -54,7 +54,7 @@ def plain_shapes(states: Mapping[str, Any]) -> dict[str, Shape]:
 def misshapen(
     tensors: Collection[Tensor], parameters: Mapping[str, Shape], names: Mapping[str, Collection[str]]
 ) -> Iterator[Tensor]:
-    """Yield states that lack their parameter's shape, but must have it: by their name, or if most states like them do.
+    """Yield states that must have their parameter's shape: by name, or if most similar states do.
 
     `names` has all state names of each parameter.
     """

@@ -1,4 +1,4 @@
-"""Parser for an optimizer's state dict, which may be spelled in three ways.
+"""Parser for an optimizer's state dict in any spelling.
 
     nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
     flat      {"state.<fqn>.exp_avg": ..., "param_groups.<fqn>.lr": ...}             flatten_optimizer_state_dict=True
@@ -62,7 +62,7 @@ class Optimizer:
     def names(
         self, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
     ) -> dict[Any, str] | None:
-        """Return the fqn of each parameter, or None if it is unknown.
+        """Return fqns, or None if they are unknown.
 
         `given` are the fqns by number, for a single param group. `proof` has the model's shapes in registration order.
         """
@@ -203,7 +203,7 @@ def _shape(states: Mapping[str, Any]) -> Shape | None:
 def read_optimizer(
     content: Any, path: str, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
 ) -> Optimizer | None:
-    """Read a file's optimizer state dict by fqn. None if the names are unknown: see `Optimizer.names`."""
+    """Read a file's optimizer by fqn. None if names are unknown."""
     node: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     is_nested = isinstance(node.get(STATE), Mapping) and isinstance(node.get(GROUPS), list)
     optimizer = take_apart(node, path)

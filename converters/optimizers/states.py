@@ -1,4 +1,4 @@
-"""Optimizer states read so far, by parameter: tensors of any shape, numbers, quantized states, and param groups."""
+"""Optimizer states read so far."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from converters.quantized.states import (
 _UNFINISHED = (
     "FSDP had not gathered this state before the save, so its values are undefined; a sharded state dict has it"
 )
-#: A value per element in every optimizer. Under other names some store a single number.
+#: A value per element in every optimizer.
 _OF_ITS_SHAPE = (MASTER, "exp_avg")
 
 
@@ -57,7 +57,7 @@ class OptimizerStates:
         return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
-        """Add all states. Call `check_shapes` once all parameters are added."""
+        """Add all states. Call `check_shapes` at the end."""
         nested = states.get(NESTED)
         hidden = set(nested) if isinstance(nested, Mapping) else set()
         for name, value in understood(states).items():
@@ -93,7 +93,7 @@ class OptimizerStates:
         self.scalars.setdefault(name, {})[fqn] = value
 
     def agree(self, fqns: Iterable[str], name: str, value: Any, who: str = "ranks", **where: Any) -> None:
-        """Add a number shared by these parameters. Raise CorruptError if it is known with another value.
+        """Add a shared number. Raise CorruptError if another value is known.
 
         `who` names its holders in the error.
         """
@@ -175,7 +175,7 @@ class OptimizerStates:
             self.odd.setdefault(known, (fqn, name, files[0] if files else path))
 
     def left_out(self) -> tuple[str, ...]:
-        """Return a sentence for each state left out, after all are read.
+        """Describe the states left out, after all are read.
 
         Raise CorruptError if its kind was parsed elsewhere: then its parts are damaged.
         """

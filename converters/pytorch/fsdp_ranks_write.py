@@ -1,4 +1,4 @@
-"""Writer of rank files in verl's form, accepted by its own `load_checkpoint`: see `fsdp_ranks`.
+"""Writer of rank files for verl's `load_checkpoint`.
 
     latest_checkpointed_iteration.txt                                  if the step is known
     global_step_N/actor/model_world_size_W_rank_R.pt                   the state dict, a DTensor per parameter
@@ -7,8 +7,8 @@
     global_step_N/actor/fsdp_config.json, huggingface/                 FSDP_version, world_size; config and tokenizer
 
 All parameters are sharded on dim 0 over all ranks (verl's `fsdp_size=-1`). FSDP2's optimizer has DTensors sharded in
-the same way, numbered in param group order. Their names are recorded, too (`param_names`, supported since torch 2.6 and
-carried along by older versions). FSDP1's optimizer has slices of flat parameters.
+the same way, numbered in param group order. Their names are recorded, too (`param_names`, since torch 2.6). FSDP1's
+optimizer has slices of flat parameters.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class _States:
         return {"state": states, "param_groups": groups}
 
     def flat(self, num_ranks: int, rank: int) -> dict[str, Any]:
-        """Return the rank's slice of each flat parameter, by its number."""
+        """Return slices of flat parameters by number."""
         if len(self.groups) != 1:
             raise LossError("flat parameters support only one param group", found=str(len(self.groups)))
         states: dict[int, dict[str, Any]] = {}

@@ -41,7 +41,7 @@ class LocalState:
 
 
 def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> LocalState:
-    """Assemble the ranks' slices, with shapes from either source, both in registration order.
+    """Assemble slices, with shapes from either source, in registration order.
 
     `recorded` are the optimizer's states' shapes, `built` the config's. Raise NotFoundError if a shape is unknown.
     """
@@ -97,7 +97,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
-    """Return the ranks' slices, in order and complete, and the length without padding."""
+    """Return complete slices in order, and the length without padding."""
     found, lengths = [], set()
     for file in files:
         what = "this flat parameter matches no known version of torch"

@@ -35,7 +35,7 @@ from converters.pytorch.facts import TorchFacts
 from converters.pytorch.keys import MODEL_NAMES
 from converters.quantized.stored_states import carried_tensor
 
-#: Loaded entry by entry. Only these entries of other formats are flattened.
+#: Only these entries of other formats are flattened.
 _KNOWN = ("lr_scheduler", "train_state")
 
 
@@ -136,7 +136,7 @@ def _state_number(value: Any) -> Any:
 
 
 def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
-    """Return the training state, and notes on framework objects, which can't be written."""
+    """Return training state, and notes on unwritable framework objects."""
     own, state = checkpoint.facts_of(TorchFacts).is_state_dict, checkpoint.state
     entries = replace(state, extra_state=None).entries()
     if not own and state.step is not None and "train_state" not in entries:

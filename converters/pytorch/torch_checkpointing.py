@@ -44,7 +44,7 @@ from converters.pytorch.dcp import StateDictReading
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf
 from converters.pytorch.rank_parts import Part, local_box, parts_of, placed
 
-#: In an optimizer's state dict with names instead of numbers.
+#: In an optimizer's state dict with names.
 _VERSION = "_optimizer_state_format_version"
 _SUFFIXES = {"TorchSerialization": ".pt", "SafetensorsSerialization": ".safetensors"}
 _MAX_COMPARED = 1 << 20
@@ -269,7 +269,7 @@ def _paths_and_values(node: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def _named(content: Mapping[Path_, Any]) -> dict[Path_, Path_]:
-    """Map paths to paths with parameter names instead of numbers."""
+    """Map paths to paths with parameter names."""
 
     def listed(key: str) -> dict[Path_, list[Any]]:
         return {at: v for at, v in content.items() if at[:1] == (GROUPS,) and at[2:] == (key,) and isinstance(v, list)}
@@ -368,7 +368,7 @@ _DIFFERENT = object()
 
 
 def _shared(values: list[Any]) -> Any:
-    """Return the common value, or all ranks' keys if no key has two values."""
+    """Return the common value, or all ranks' keys without conflicts."""
     first = values[0]
     if all(_is_same(first, one) for one in values[1:]):
         return first

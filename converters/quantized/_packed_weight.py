@@ -1,4 +1,4 @@
-"""Weight to quantize: its plain source, and the computation of its parts."""
+"""Weight to quantize, and its parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PlainWeight:
         return finite_values(self.choice, box, self.computed, self.path)
 
     def row_boxes(self, size: int, step: int = 1) -> list[Box]:
-        """Return boxes of whole rows: `size` elements, and a multiple of `step` rows, each."""
+        """Return boxes of whole rows: `size` elements and a multiple of `step` rows."""
         shape = self.shape
         rows = max(step, size // max(1, shape[-1]) // step * step)
         return [
@@ -108,7 +108,7 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """A box in each part, and a function that computes all boxes' bytes in a row.
+    """A box in each part, and a function that computes all bytes.
 
     `plain` is the box in the plain weight; None means that all rows share the parts. `is_transposed` if the parts' rows
     are its columns. `step` rows share scales.
@@ -123,7 +123,7 @@ class PackedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PackedParts:
-    """Parts of a quantized weight: dtypes and shapes by name template, and blocks that tile them."""
+    """Parts of a quantized weight by name template, and blocks that tile them."""
 
     parts: Mapping[str, tuple[DType, Shape]]
     blocks: tuple[PackedBlock, ...]
@@ -149,7 +149,7 @@ def largest_in(values: NDArray, axis: int) -> NDArray:
 
 
 def largest_in_groups(values: NDArray, size: int) -> NDArray:
-    """Return the largest absolute values in groups along the last dim."""
+    """Return largest absolute values in groups along the last dim."""
     found: NDArray = np.maximum.reduceat(np.abs(values).reshape(-1), np.arange(0, values.size, size))
     return found.reshape(*values.shape[:-1], -1)
 
@@ -184,7 +184,7 @@ def packed_by_rows(
 def _content_of_rows(
     weight: PlainWeight, box: Box, parts: Sequence[PackedPart], compute: Computation, compute_bits: BitComputation
 ) -> memoryview:
-    """Compute all parts' bytes for some rows, in steps that fit the processor's cache."""
+    """Compute all parts' bytes for some rows."""
     *lead, first, _ = box.offsets
     *ones, num_rows, num_columns = box.sizes
     step = max(part.rows for part in parts)

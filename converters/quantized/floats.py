@@ -25,7 +25,7 @@ def e4m3_values() -> NDArray:
 
 @cache
 def e8m0_values() -> NDArray:
-    """Return the powers of two for exponents with bias 127. The last one is NaN."""
+    """Return powers of two for exponents with bias 127. The last one is NaN."""
     with np.errstate(over="ignore"):  # the last one
         values = np.ldexp(np.float32(1), np.arange(256) - E8M0_BIAS, dtype=np.float32)
     values[E8M0_NAN] = np.nan
@@ -50,7 +50,7 @@ def e4m3_bytes(values: NDArray) -> NDArray:
 
 
 def e2m1_codes(values: NDArray) -> NDArray:
-    """Round fp32 `values` to e2m1, to nearest, ties to even. Larger ones become `E2M1_MAX`."""
+    """Round fp32 `values` to nearest, ties to even. Larger ones become `E2M1_MAX`."""
     return _rounded(values, _rounding_table(_E2M1, 0x8))
 
 
@@ -61,7 +61,7 @@ def unsigned_zero_codes(values: NDArray) -> NDArray:
 
 @cache
 def _rounding_table(numbers: tuple[float, ...], sign: int, zero_sign: int | None = None) -> NDArray:
-    """Return the codes for the upper halves of all fp32 numbers. `numbers` are the values of codes from 0 on."""
+    """Return codes for all fp32 numbers' upper halves. `numbers` are the values of codes from 0 on."""
     halves = np.arange(1 << 16, dtype=np.uint32)
     sizes = (np.minimum(halves & np.uint32(0x7FFF), np.uint32(0x7F80)) << np.uint32(16)).view(np.float32)  # no NaN
     middles = np.convolve(np.array(numbers, np.float64), (0.5, 0.5), "valid")
@@ -74,7 +74,7 @@ def _rounding_table(numbers: tuple[float, ...], sign: int, zero_sign: int | None
 
 
 def _rounded(values: NDArray, table: NDArray) -> NDArray:
-    """Look up every number's upper half, with its last bit set if the lower half is not zero: no false ties."""
+    """Look up upper halves, with the last bit set if the lower half is not zero: no false ties."""
     halves = np.ascontiguousarray(values).view("<u2").reshape(*values.shape, 2)
     index = halves[..., 1] | (halves[..., 0] != 0)
     found: NDArray = np.take(table, index)

@@ -1,4 +1,4 @@
-"""Quantized weights in place of plain ones, computed block by block during writing."""
+"""Quantization of plain weights during writing."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _check_plain(checkpoint: Checkpoint) -> None:
 def _suitable(
     checkpoint: Checkpoint, weights: Mapping[str, PlainWeight], quantizer: Quantizer, method: str
 ) -> dict[str, PlainWeight]:
-    """Return the weights to quantize. Fused ones are quantized together, or stay plain together.
+    """Return the weights to quantize. Fused ones stay together.
 
     Raise UsageError if experts would stay plain.
     """
@@ -200,14 +200,14 @@ def _has_whole_blocks(weight: PlainWeight, quantizer: Quantizer) -> bool:
 
 
 def _fused_name(fqn: str) -> str:
-    """Return a name shared by the weights that servers fuse with this one."""
+    """Return a name shared by fused weights."""
     module = fqn.removesuffix(".weight")
     parent, _, leaf = module.rpartition(".")
     return f"{parent}.{next((group[0] for group in _FUSED if leaf in group), leaf)}"
 
 
 def _tensors(fqn: str, packed: PackedParts) -> dict[Key, Tensor]:
-    """Return the tensors. A block's content has the bytes of all of them."""
+    """Return tensors. A block's content has the bytes of all."""
     module = fqn.rpartition(".")[0]
     fragments: list[list[Fragment]] = [[] for _ in packed.parts]
     for number, block in enumerate(packed.blocks):
@@ -228,7 +228,7 @@ def _block_path(fqn: str, packed: PackedParts, number: int) -> str:
 
 
 def _plain_modules(checkpoint: Checkpoint, chosen: Mapping[str, Choice], taken: Iterable[str]) -> list[str]:
-    """Return the modules whose matrices stay plain, with tied ones."""
+    """Return modules with plain matrices, also tied ones."""
     names = chosen.keys() - set(taken)
     matrices = {name for name in names if len(chosen[name].tensor.shape) >= 2}
     matrices |= {alias for alias, owner in checkpoint.ties.items() if owner in matrices or alias in matrices}

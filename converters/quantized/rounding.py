@@ -1,4 +1,4 @@
-"""Rounding errors of quantized weights, in units of their scales, and their bounds."""
+"""Rounding errors of quantized weights, and their bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _FilledWeights(StoredWeights):
 
 @dataclass(frozen=True, slots=True)
 class _RoundedBlock:
-    """Plain values, scales, and the scales with 1.0 in place of stored e4m3 numbers."""
+    """Plain values, scales, and scales with 1.0 as stored e4m3 numbers."""
 
     values: WeightBlock
     scales: WeightBlock
@@ -50,7 +50,7 @@ class _RoundedBlock:
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """Quantized weight to compare with the numbers before rounding. `unbounded` is the reason why no bound holds."""
+    """Quantized weight. `unbounded` says why no bound holds."""
 
     method: str
     rounding: Rounding
@@ -65,7 +65,7 @@ class RoundedWeight:
     def errors(self, plain: Tensor, computed: Computed) -> Iterator[tuple[Region, int, NDArray, NDArray]]:
         """Yield errors in units of the scale, and True for each error beyond the bound.
 
-        They belong to the elements in a region from a position on, in row-major order.
+        They belong to a region's elements from a position on, in row-major order.
         """
         names = plain.dtype.name, self.scale_dtype.name
         epsilons, is_fp16 = (_EPSILONS.get(name, 0.0) for name in names), "float16" in names
@@ -182,7 +182,7 @@ def rounded_blocks(checkpoint: Checkpoint) -> Mapping[str, RoundedWeight]:
 
 
 def _declared_rounding(stored: StoredWeights, quantized: QuantizedWeights, owner: str) -> Rounding:
-    """Return a weight's rounding. Raise UsageError if its schemes declare none, or several."""
+    """Raise UsageError unless schemes declare one rounding."""
     declared = dict.fromkeys(scheme.rounding for scheme in quantized.schemes[owner] if scheme.rounding)
     if len(declared) != 1:
         raise stored.unsupported(owner, found=f"{quantized.title}, whose rounding is not declared")

@@ -1,4 +1,4 @@
-"""Names of pipeline layers and their entries in Megatron-DeepSpeed and GPT-NeoX.
+"""Pipeline layers in Megatron-DeepSpeed and GPT-NeoX.
 
 The names in a layer show its kind, not its number. Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX have
 different numbers of functions, which have no files, before the first transformer layer.
@@ -47,14 +47,14 @@ _TRANSFORMER = {
 _ATTENTION = re.compile(r"(?:self_)?attention\.")
 #: Rotary frequencies, recomputed by every model.
 _RECOMPUTED = re.compile(r"(?:self_)?attention\.rotary_emb\.inv_freq")
-#: Entry names in a transformer layer, in module order, by the rest of the whole-model name.
+#: Entries in module order, by the rest of the whole-model name.
 _ENTRIES = {
     canonical + parameter: f"{module}.{parameter}"
     for module, canonical in _TRANSFORMER.items()
     for parameter in ("weight", "bias")
 }
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
-#: Both libraries' key for tying the embedding and the output layer.
+#: Both libraries' key for the tied embedding.
 _TIE = "embed"
 _TIED = re.compile(r"tied_modules\.(?P<key>[^.]+)\.(?P<rest>.+)")
 _NUMBERED = re.compile(r"(?P<layer>\d+)\.(?P<rest>.+)")
@@ -94,13 +94,13 @@ class Layers:
 
     @classmethod
     def of_model(cls, num_layers: int, *, tied: bool) -> Layers:
-        """Count the layers like Megatron-DeepSpeed: layer 0 is a function."""
+        """Count like Megatron-DeepSpeed: layer 0 is a function."""
         order = [Kind.EMBEDDING, *[Kind.TRANSFORMER] * num_layers, Kind.NORM, *([] if tied else [Kind.OUTPUT])]
         return cls(dict(enumerate(order, 1)))
 
     @classmethod
     def of_neox(cls, num_layers: int, *, tied: bool) -> Layers:
-        """Count the layers like GPT-NeoX: with a function before and after the transformer layers."""
+        """Count like GPT-NeoX: with a function before and after transformer layers."""
         kinds = {0: Kind.EMBEDDING, **dict.fromkeys(range(2, num_layers + 2), Kind.TRANSFORMER)}
         kinds[num_layers + 3] = Kind.NORM
         return cls(kinds if tied else {**kinds, num_layers + 4: Kind.OUTPUT}, neox=True)
@@ -160,7 +160,7 @@ class Layers:
         return tables[kind].get(name) if kind else None
 
     def of_parameter(self, name: str) -> str | None:
-        """Return the whole-model name of a pipeline parameter: `3.mlp...` or `tied_modules.embed...`."""
+        """Return the whole-model name of `3.mlp...` or `tied_modules.embed...`."""
         if match := _TIED.fullmatch(name):
             return _EMBEDDING.get(match["rest"])
         match = _NUMBERED.fullmatch(name)

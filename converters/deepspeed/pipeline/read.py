@@ -1,4 +1,4 @@
-"""Reader for Megatron-DeepSpeed: maps bytes in layer and rank files to parts of tensors."""
+"""Reader for Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _LayerPart:
     layer: int | None = None
 
 
-#: A group's options, and its index among a slice's groups with equal options.
+#: Options, and the index among groups with equal options.
 _GroupKey = tuple[str, int]
 
 
@@ -127,7 +127,7 @@ class PipelineReading:
         )
 
     def _ranks(self, held: _LayerPart) -> range | None:
-        """Return the run's ranks that have a part, by data-parallel rank.
+        """Return ranks with a part, by data-parallel rank.
 
         runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, and the last axis has
         consecutive ranks. The first data-parallel rank writes a layer's file.
@@ -195,7 +195,7 @@ def check_neox(
     tp: int,
     hint: str = "convert it with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py",
 ) -> None:
-    """Raise LossError for GPT-NeoX layouts that differ from Megatron's and don't fit boxes."""
+    """Raise LossError for GPT-NeoX layouts that don't fit boxes."""
     biases = [name for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias") if name in entries]
     if biases and tp > 1:
         raise LossError(
@@ -216,7 +216,7 @@ def check_neox(
 
 
 def read_slices(reading: PipelineReading) -> list[RankFile]:
-    """Return all slices' model files: param shapes and training state, but no weights."""
+    """Return slices' param shapes and training state."""
     folder = reading.folder
     files = [reading.load(folder.slices[number], number) for number in range(len(folder.slices))]
     check_same("step", [(file, file.content.get("global_steps")) for file in files])
@@ -347,7 +347,7 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
 
 
 def stage_sizes(reading: PipelineReading, slices: Sequence[RankFile]) -> list[int] | None:
-    """Return the transformer layers per pipeline stage, or None if layers are missing."""
+    """Count transformer layers per stage. None if layers are missing."""
     transformers = set(reading.layers.transformers)
     stages = slices[:: reading.folder.tp]
     sizes = [len(transformers & {number for _, number in _parameters(file)}) for file in stages]
@@ -397,7 +397,7 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
 
 
 def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
-    """Merge a slice's groups into the overall order. A stage may lack groups between its own."""
+    """Merge a slice's groups. A stage may lack groups between its own."""
     place = 0
     for key in keys:
         if key not in order:

@@ -1,7 +1,6 @@
 """Writer for Megatron-DeepSpeed with any tensor, pipeline and data parallel sizes.
 
-DeepSpeed's pipeline engine loads the output with `load_checkpoint`. Partitions use ZeRO-1's schema, which
-BF16_Optimizer also loads.
+Partitions use ZeRO-1's schema, which BF16_Optimizer also loads.
 
 Format facts: see `converters.deepspeed.pipeline.format`; for stages deepspeed 0.19.8, runtime/utils.py,
 `partition_balanced`.

@@ -1,4 +1,4 @@
-"""Slots of Megatron-Bridge's MultiLoRA, which trains several adapters of one model at once.
+"""Slots of Megatron-Bridge's MultiLoRA: several adapters trained at once.
 
     ....linear_qkv.adapters.1.linear_in.weight     slot 1's first factor: [dim, inputs], a row per rank
     ....linear_qkv.adapters.1.linear_out.weight    its second factor: [outputs, dim], a column per rank
@@ -24,7 +24,7 @@ from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from converters.names.megatron.adapter import OUT
 from converters.names.megatron.facts import AdapterRun
 
-#: Class name, and its module in megatron.bridge.peft.
+#: Module and class in megatron.bridge.peft.
 MULTI, MULTIS_CLASS = "multi_lora", "MultiLoRA"
 _SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.(?=linear_(?:in|out)\.)")
 
@@ -85,7 +85,7 @@ def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> 
 
 
 def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> tuple[Checkpoint, AdapterRun]:
-    """Cut a slot's adapter to its rank. Return it with the run's config for this adapter alone.
+    """Cut an adapter to its rank. Return the run's config for this adapter alone.
 
     Raise UsageError if the rank is not the slot's.
     """

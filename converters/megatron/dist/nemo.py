@@ -4,8 +4,8 @@
     context/    `io.json`, the source of NeMo's Python objects; `model.yaml`, the same for people; the tokenizer
 
 `context` holds NeMo's classes with all arguments. It is copied from a NeMo checkpoint, for example made by
-`llm.import_ckpt`, and checked against the model. NeMo restores a model from such a folder (`RestoreConfig`). It only
-resumes an optimizer together with its trainer's loops, so none is written.
+`llm.import_ckpt`, and checked against the model. NeMo only resumes an optimizer together with its trainer's loops, so
+none is written.
 
 Format facts: nemo_toolkit 2.5.0, nemo/lightning/ckpt_utils.py, io/pl.py, io/mixin.py,
 pytorch/strategies/megatron_strategy.py.

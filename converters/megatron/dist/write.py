@@ -3,8 +3,7 @@
 megatron-core's `dist_checkpointing.load` loads the output at any sizes; only the recorded arguments contain them. The
 optimizer's state is stored as `fully_reshardable`, or as a non-distributed optimizer's if the arguments say so.
 
-An engine requests an extra state for every module that has one. So each gets an empty one: megatron-core's own layers,
-or also Transformer Engine's attention and norms.
+An engine requests an extra state for every module that has one, so each gets an empty one.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, An
 
 
 def content_metadata(keys: KeyWriter) -> dict[str, Any]:
-    """Return the metadata with which megatron-core's loader chooses the keys."""
+    """Return metadata for megatron-core's choice of keys."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return metadata if keys.stacked else metadata | {"non_homogeneous_layers": True}
 
@@ -260,7 +259,7 @@ def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, 
 
 
 def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
-    """Return the ranks' own entries, if the target's ranks have the same places.
+    """Return ranks' entries, if target ranks have the same places.
 
     Random states have one entry per stage and tensor rank, loaded by all data-parallel ranks.
     """

@@ -1,4 +1,4 @@
-"""Tables of encoders: the tensors of one `model_type`, for each of its classes."""
+"""Tables of encoders, for each class of a `model_type`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers under one prefix, counted by a config entry. `needs` is a kind of the class, if not all have them."""
+    """Layers under one prefix, counted by a config entry. `needs` is a kind required of the class."""
 
     prefix: str
     count: tuple[str, ...]
@@ -64,7 +64,7 @@ class Encoder:
     ignored: tuple[str, ...] = (r"(.*\.)?embeddings\.position_ids",)
 
     def saved(self, values: Mapping[str, Any], cls: str) -> Saved | None:
-        """Return the tensors saved by the class `cls`. None if the table does not cover it."""
+        """Return the tensors saved by `cls`. None if the table does not cover it."""
         stated = {name: value for name, value in values.items() if value is not None}
         config = Config({**self.flags, **stated, **dict(_dotted(stated))})
         head = self.heads.get(cls.removeprefix(self.stem)) if cls.startswith(self.stem) else None

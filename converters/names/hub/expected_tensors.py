@@ -1,4 +1,4 @@
-"""Parts in a model's config that are missing from its checkpoint: multi-token prediction, towers, other tensors.
+"""Parts in a model's config that are missing from its checkpoint.
 
 For most models transformers drops the multi-token prediction layers on saving, and an engine never saves a frozen part
 that it does not hold. Writers don't notice, but servers fail.

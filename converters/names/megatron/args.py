@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments for the model in a config.json: parts shared by several tables.
+"""Megatron-LM's arguments shared by several tables.
 
 Megatron-LM core_v0.16.1, megatron/training/arguments.py and argument_utils.py.
 """
@@ -142,7 +142,7 @@ def mrope(config: Config, sections: tuple[int, ...], *, interleaved: bool) -> di
 
 
 def yarn(config: Config, base: float) -> dict[str, Any]:
-    """Return YaRN's positions without latent attention. Raise LossError for another scale of attention."""
+    """Return YaRN's positions. Raise LossError for another scale of attention."""
     rope = config.rope
     scale, usual = rope.get("attention_factor"), 0.1 * log(max(rope.get("factor", 1.0), 1)) + 1
     if scale is not None and not isclose(scale, usual, rel_tol=1e-6):

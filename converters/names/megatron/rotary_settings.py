@@ -18,7 +18,7 @@ from typing import Any
 from converters.names.families.config import rope_type
 
 _ORIGINAL = "original_max_position_embeddings"
-#: YaRN's fields and their defaults. Megatron-LM records the defaults of names that it does not read, too.
+#: YaRN's fields and defaults. Megatron-LM also records defaults of names that it does not read.
 _YARN: Mapping[str, Any] = {
     "rotary_scaling_factor": 1,
     "mscale": 1,
@@ -30,7 +30,7 @@ _YARN: Mapping[str, Any] = {
 }
 #: Entries of `rope_scaling` with another name.
 _IN_SCALING = {"rotary_scaling_factor": "factor", "correction_range_round_to_int": "truncate"}
-#: Factors in `rope_scaling` by its kind, with Megatron-LM's names and defaults.
+#: Factors in `rope_scaling`, with Megatron-LM's names and defaults.
 _FACTORS = {"llama3": ("rope_scaling_factor", 8), "linear": ("rotary_seq_len_interpolation_factor", 1)}
 #: Other settings in `rope_scaling`, with Megatron-LM's names.
 _SCALED = {"rope_theta": "rotary_base", "mrope_section": "mrope_section", "partial_rotary_factor": "rotary_percent"}
@@ -102,7 +102,7 @@ def contradictions(recorded: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _same_settings(recorded: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield a setting's name with its default, which is no statement, and its other names."""
+    """Yield a setting's name, its default, and its other names."""
     scaling, is_latent = recorded.get("rope_scaling"), bool(recorded.get("multi_latent_attention"))
     scaling = scaling if isinstance(scaling, Mapping) else {}
     kind = rope_type(scaling)
@@ -120,7 +120,7 @@ def _same_settings(recorded: Mapping[str, Any]) -> Iterator[tuple[str, Any, tupl
 
 
 def differences(scaling: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield entries of a run's `rope_scaling` that differ from config.json's: name and both values.
+    """Yield entries that differ from config.json's: name and both values.
 
     Missing entries have their defaults.
     """

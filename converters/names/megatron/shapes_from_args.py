@@ -1,8 +1,8 @@
 """Tensors implied by a run's arguments, compared with a checkpoint's tensors.
 
-Every GPTModel with these arguments has them. Further tensors (sinks, more norms, multi-token prediction layers) are
-neither required nor refused. Nothing is implied for models with other kinds of layers, judging by the arguments or the
-tensors' names: derived trainers have layers without any argument.
+Further tensors (sinks, more norms, multi-token prediction layers) are neither required nor refused. Nothing is implied
+for models with other kinds of layers, judging by the arguments or the tensors' names: derived trainers have layers
+without any argument.
 
 Facts: megatron-core 0.16.1 (models/gpt/gpt_layer_specs.py, transformer/attention.py, mlp.py, moe/experts.py,
 moe/shared_experts.py), Megatron-LM, August 2026 (training/arguments.py, `core_transformer_config_from_args`).
@@ -21,7 +21,7 @@ from ckpt.plan.tensors import Shape
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import GATED_ARGS
 
-#: Required: without them nothing is implied.
+#: Required sizes.
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 #: Optional sizes.
 _MAY_LACK = (
@@ -56,7 +56,7 @@ _OTHERS = re.compile(
     r"decoder\.layers\.\d+\.(?:mixer|cross_attention|"
     r"self_attention\.(?!linear_qkv\.|linear_proj\.|[qk]_layernorm\.|core_attention\.))|.*_quantizer\."
 )
-#: May have another number of rows: a reward model's or classifier's head, and norms over all heads.
+#: May have other rows: a reward model's or classifier's head, and norms over all heads.
 _ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*")
 
 
@@ -67,7 +67,7 @@ def check_args(args: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path)
 def check_expected_shapes(
     expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: str, path: Path | None = None
 ) -> None:
-    """Raise CorruptError if an `expected` tensor is missing or has another shape. `who` names the source."""
+    """Raise CorruptError if a tensor is missing or has another shape. `who` names the source."""
     for name, shape in expected.items():
         if shapes.get(name, shape) != shape:
             raise CorruptError(

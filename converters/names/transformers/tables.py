@@ -1,4 +1,4 @@
-"""Differences between in-memory names and the names in the Hub's files, by model type.
+"""Differences between in-memory names and the Hub's, by model type.
 
 A type with a family needs an entry only for differences other than its stacked experts. The entries follow
 `conversion_mapping.py` in transformers 5.23.
@@ -21,7 +21,7 @@ def _words(text: str) -> list[str]:
 
 
 def _experts(inside: str, *hub: str) -> tuple[NameRule, ...]:
-    """Return rules for each expert's matrices, stored in memory as two per layer: `down_proj`, and gate and up."""
+    """Return rules for experts, in memory two tensors per layer: `down_proj`, and gate and up."""
     *parts, down = (f"{inside}.experts.*.{name}.weight" for name in hub)
     joined = "gate_up_proj" if len(parts) > 1 else "up_proj"
     return stacked(f"{inside}.experts.{joined}", *parts), stacked(f"{inside}.experts.down_proj", down)
@@ -41,7 +41,7 @@ _FORGET_GATE = tuple(
 
 
 def _attention(hub: str) -> tuple[NameRule, ...]:
-    """Return rules for the attention of an encoder of images, with its projections under `hub` in files."""
+    """Return rules for an image encoder's attention, with its projections under `hub` in files."""
     words = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
     names = (rename(f"attention.{memory}", f"attention.{hub}.{word}") for memory, word in words.items())
     return (*names, rename("attention.o_proj", "attention.output.dense"))
@@ -52,7 +52,7 @@ def _convolution(inside: str) -> NameRule:
 
 
 def _top_level_rules(*others: str) -> tuple[NameRule, ...]:
-    """Return rules for an inner language model and `others`, all at the top on the Hub."""
+    """Return rules for a language model and `others` at the top on the Hub."""
     return (
         rename("^lm_head", "^language_model.lm_head"),
         rename("^model.language_model", "^language_model.model"),
@@ -72,7 +72,7 @@ _LLAVA = _top_level_rules("vision_tower", "multi_modal_projector")
 _LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
 _OMNI = _inner_model_rules(visual="visual", audio_tower="audio_tower")
 _MLP = (rename("mlp.fc1", "intermediate.dense"), rename("mlp.fc2", "output.dense"))
-#: Text model of a model with images. Its files may name it as a part.
+#: Text model. Its files may name it as a part.
 _WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
 _COSMOS3 = tuple(
     rename(f"self_attn.{memory}", f"self_attn.{hub}")
@@ -227,7 +227,7 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
 #: Names found only in old files, for any model.
 LEGACY = (read_as("LayerNorm.weight", "LayerNorm.gamma"), read_as("LayerNorm.bias", "LayerNorm.beta"))
 
-#: Models without a family, with equal names on both sides.
+#: Without a family, with equal names on both sides.
 UNCHANGED = frozenset(
     _words(
         """
@@ -279,13 +279,13 @@ PARTS: Mapping[str, tuple[NameRule, ...]] = {
     ),
 }
 
-#: Encoders of images with rules for their usual classes and MLPs.
+#: Image encoders with rules for usual classes and MLPs.
 _IMAGES = ("vit", "dinov2", "swin")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _rules_of(model_type: str) -> tuple[NameRule, ...] | None:
-    """Return a model type's rules, with those its family implies. None if it is unknown."""
+    """Return a model type's and its family's rules. None if it is unknown."""
     family = FAMILIES.get(model_type)
     if family is None or family.own_code:
         return RULES.get(model_type, () if model_type in UNCHANGED else None)

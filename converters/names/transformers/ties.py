@@ -1,4 +1,4 @@
-"""Name for a tied tensor with several names in a Hub model's files.
+"""Name for a tied tensor in a Hub model's files.
 
 transformers writes a tied tensor once, under a name that the model class's `_tied_weights_keys` does not list as an
 alias (transformers 5.23, `modeling_utils.py`, `remove_tied_weights_from_state_dict`). Engines record ties in any
@@ -43,7 +43,7 @@ def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Map each recorded owner to its tensor's name in a Hub model's files.
+    """Map recorded owners to names in a Hub model's files.
 
     The owner keeps its name if the model is not from the Hub, or if an alias is stored, too.
     """
@@ -72,7 +72,7 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-    """Map aliases left out of a Hub model's files to their owners, as declared by config and model class.
+    """Map aliases left out of a Hub model's files to their owners.
 
     The files have other names than the class if a text model is a part.
     """
