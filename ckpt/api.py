@@ -124,7 +124,7 @@ def open(
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are used.
+        replica: Rank to read replicas from.
         accept_settings: Recorded settings to ignore, even if the target can't hold them.
         **options: The format's read options. `adapter_slot="1:8:16"` selects a MultiLoRA adapter by slot, rank and
             alpha.
@@ -148,7 +148,7 @@ def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
 
 
 def _warn_if_opened(*sources: tuple[Source, Checkpoint]) -> None:
-    """Warn of skipped newer checkpoints, except in sources that the caller opened."""
+    """Warn of skipped newer checkpoints, unless the caller opened the source."""
     warn_of_skipped(*(checkpoint for source, checkpoint in sources if not isinstance(source, Checkpoint)))
 
 
@@ -166,7 +166,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
 
 
 def _check_replaceable(destination: Path) -> None:
-    """Raise UsageError if `--overwrite` would delete a folder that is no checkpoint, such as a home folder."""
+    """Raise UsageError if `--overwrite` would delete a folder without a checkpoint, such as a home folder."""
     if not is_filled(destination):
         return
     for one in registry.all_formats():
@@ -194,7 +194,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Returned):
-    """A proved plan, ready to run. `source` is the checkpoint to read.
+    """A proved plan, ready to run.
 
     `quantization` has the method and the rounding rule of `--quantize`, for the manifest.
     """
@@ -206,7 +206,7 @@ class Conversion(Returned):
     quantization: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def to_json(self, destination: str | None = None) -> dict[str, Any]:
-        """Return the plan's writes, moves, casts and losses, as printed by `ckpt convert --dry-run --json`."""
+        """Return the report printed by `ckpt convert --dry-run --json`."""
         return self._report | {"destination": destination}
 
     @cached_property
@@ -248,7 +248,7 @@ class Conversion(Returned):
 
     @cached_property
     def views(self) -> Views:
-        """The target's files, readable by offset from several threads without writing them."""
+        """The target's files, readable by offset from several threads."""
         from ckpt.views.files import Views
 
         return Views(self.plan, self.resources.max_memory)
@@ -286,8 +286,7 @@ class Conversion(Returned):
         Args:
             destination: The folder or URL to write to.
             overwrite: Replace a checkpoint at `destination`.
-            restart: Delete the files of an interrupted run first; "stale" deletes only files that can't be continued,
-                which raise an error otherwise.
+            restart: Delete the files of an interrupted run first; "stale" deletes only files that can't be continued.
             progress: Called with the number of new bytes.
             manifest: Write digests to ckpt-manifest.json.
             phase: Called with each phase's name and bytes.
@@ -360,7 +359,7 @@ class Conversion(Returned):
             check_replicas_of(self.plan.checkpoint, keys)
 
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
-        """Raise CkptError, with the exit code for a difference, if `folder` differs from the source."""
+        """Raise CkptError if `folder` differs from the source."""
         from ckpt.compare.compare import check_replicas_of
         from ckpt.compare.output_checks import as_written, changed_files, has_more, is_as_the_source, is_equal
 
@@ -374,7 +373,7 @@ class Conversion(Returned):
         written = OpenCheckpoint.of(open_checkpoint(folder, self.format, unfinished=True))
         report = verify(source, written, cast=bool(self.plan.casts), **how)
         check_replicas_of(written)
-        if has_more(report):  # tensors computed from others have no partner in the source
+        if has_more(report):  # computed tensors have no partner in the source
             for name in self.files:
                 with self.open(name) as view:
                     if not is_equal(view, folder / name):
@@ -419,17 +418,17 @@ def plan(
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are used.
+        replica: Rank to read replicas from.
         accept_settings: Recorded settings to ignore.
         complete_from: A model with the tensors that the run lacks.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
-        quantize: Quantize attention and MLP weights with this method; None writes them plain.
-        like: A quantized model whose quantization is copied.
+        quantize: Quantization method for attention and MLP weights.
+        like: Quantized model with the quantization to copy.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
-        max_memory: Limit for all buffers together, in bytes or as `512MB`.
+        max_memory: Limit for all buffers, in bytes or as `512MB`.
         workers: Number of copying threads; 0 chooses.
         **options: The target format's options, such as `tp=2`, and read options.
     """
@@ -597,17 +596,17 @@ def convert(
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are used.
+        replica: Rank to read replicas from.
         accept_settings: Recorded settings to ignore.
         complete_from: A model with the tensors that the run lacks.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
-        quantize: Quantize attention and MLP weights with this method; None writes them plain.
-        like: A quantized model whose quantization is copied.
+        quantize: Quantization method for attention and MLP weights.
+        like: Quantized model with the quantization to copy.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
-        max_memory: Limit for all buffers together, in bytes or as `512MB`.
+        max_memory: Limit for all buffers, in bytes or as `512MB`.
         workers: Number of copying threads; 0 chooses.
         check: First compare float32 masters with the weights next to them.
         manifest: Write digests to ckpt-manifest.json.
@@ -623,7 +622,7 @@ def convert(
     """
     with listed_once():
         conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
-        conversion.to_json()  # also lists the folders listed while opening the source
+        conversion.to_json()  # also lists the source's folders
     if Watching.of(options).planned is None:
         _warn_if_opened((source, conversion.source))
     how = {**vars(Check.of(options)), **vars(WriteOptions.of(options)), **vars(Processes.of(options))}
@@ -673,7 +672,7 @@ def _check_holds_optimizer(target: Format, option: str) -> None:
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
-    """Return all tensors' digests under Hub names, or under their own names for an unknown model."""
+    """Return digests under Hub names, or an unknown model's own names."""
     from ckpt.compare.digest import digests as digests_as_named
     from ckpt.compare.skipped_content import not_hashed
 
@@ -704,8 +703,8 @@ def mount(
         accept_settings: Recorded settings to ignore.
         dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
         dequantize: Write the plain values of quantized weights.
-        quantize: Quantize attention and MLP weights with this method; None writes them plain.
-        like: A quantized model whose quantization is copied.
+        quantize: Quantization method for attention and MLP weights.
+        like: Quantized model with the quantization to copy.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Number of ranks in a sharded target; None for the source's.
         **options: The target format's options, such as `tp=2`, and read options.
@@ -968,7 +967,7 @@ def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
 def prove_names(path: Path) -> None:
     """Prove that a model folder has its architecture's names and shapes, or that PEFT loads an adapter's names.
 
-    Other folders pass, and so do configs without an architecture. Raise LossError for any difference, UsageError for an
+    Other folders and configs without an architecture pass. Raise LossError for any difference, UsageError for an
     unknown architecture.
     """
     if not path.is_dir():

@@ -5,7 +5,7 @@
 
 It needs torch, transformers, `ckpt`, and DeepSpeed for zero1, zero2 and zero3. `ckpt` makes the newest checkpoint fit.
 You can also start it with srun (train/slurm/simple.sbatch), or alone as one rank. Each rank takes a GPU, with NCCL;
-without GPUs all share the CPU, with gloo.
+without GPUs it uses gloo.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def join() -> torch.device:
-    """Join the process group started by torchrun or srun and return this process's device."""
+    """Join the process group, and return this process's device."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     srun = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
     for name, value in alone.items():
@@ -100,7 +100,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def learning_rate(step: int) -> float:
-    """Return a step's rate: linear warmup and decay. The step alone sets it, so no checkpoint needs to store it."""
+    """Return a step's rate, with linear warmup and decay. No checkpoint needs to store it."""
     return PEAK * min(step / WARMUP, max(0.1, 1 - step / DECAY))
 
 

@@ -1,7 +1,7 @@
 """Journeys of a model through the formats, with digests at every station.
 
-Every command is `ckpt`, in a process of its own. The digests are compared with the generator's (`source`), and the last
-checkpoint with the first by torch and safetensors alone (`benchmarks.equal`). Any difference raises `DifferentError`.
+The digests are compared with the generator's (`source`), and the last checkpoint with the first by torch and
+safetensors alone (`benchmarks.equal`). Any difference raises `DifferentError`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DifferentError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes of Megatron. `options` are further options of `ckpt convert`."""
+    """Megatron's parallel sizes. `options` are further options of `ckpt convert`."""
 
     tp: int = 1
     pp: int = 1
@@ -46,7 +46,7 @@ class Sizes:
     options: tuple[str, ...] = ()
 
     def fitted(self, config: Mapping[str, Any], window: Window) -> Sizes:
-        """Return the sizes for a window: as many stages as divide its layers, as many ranks as divide its experts."""
+        """Return sizes that divide a window's layers and experts."""
         layers = window.stop - window.start
         if layers == num_layers(config) and not window.cut:
             return self
@@ -64,7 +64,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Station:
-    """Format to write, with its options, and the kinds of tensors that it carries."""
+    """A format, its options, and the kinds of tensors it carries."""
 
     format: str
     options: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Journey:
-    """A source, its stations in order, and the kind of `benchmarks.equal` for the last and the first checkpoint."""
+    """A source, its stations, and the kind for `benchmarks.equal`."""
 
     title: str
     source: str
@@ -83,7 +83,7 @@ class Journey:
 
 @dataclass(frozen=True)
 class Stop:
-    """A station of a window: the command, its figures, `ckpt hash`'s figures, and the size on disk."""
+    """A station's command and figures."""
 
     station: Station
     command: tuple[str, ...]
@@ -94,7 +94,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Moved:
-    """A window that came through: tensors by their names in the whole model, and what `benchmarks.equal` printed."""
+    """Tensors by their names in the whole model, and the output of `benchmarks.equal`."""
 
     window: Window
     made: Run
@@ -125,7 +125,7 @@ def journeys(trained: Sizes, other: Sizes, ranks: tuple[int, int]) -> tuple[Jour
 
 
 def travel(journey: Journey, config: Mapping[str, Any], window: Window, folder: Path, ranks: int) -> Moved:
-    """Move one window through all stations. At most the source and two stations are on disk."""
+    """Move a window through all stations. At most the source and two stations are on disk."""
     remove([folder])
     source = folder / "source"
     source.mkdir(parents=True)
@@ -160,7 +160,7 @@ def travel(journey: Journey, config: Mapping[str, Any], window: Window, folder: 
 
 
 def hashes(path: Path, config: Path, kinds: Sequence[str]) -> tuple[Run, Tensors]:
-    """Return what `ckpt hash` prints for these kinds. Masters without weights count as weights in bf16."""
+    """Return the output of `ckpt hash`. Masters without weights count as weights in bf16."""
     run, output = timed(
         f"ckpt hash {path}", [*CKPT, "hash", path, "--config", config, "--dtype", "bf16", "--json", "-q"]
     )
@@ -173,7 +173,6 @@ def hashes(path: Path, config: Path, kinds: Sequence[str]) -> tuple[Run, Tensors
 
 
 def check(where: str, found: Tensors, expected: Tensors) -> None:
-    """Raise DifferentError if a tensor is missing, unexpected or different."""
     if found == expected:
         return
     differing = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
@@ -194,7 +193,7 @@ def _digest(words: Sequence[str], content: str) -> str:
 
 
 def together(moved: Sequence[Moved]) -> Iterator[tuple[str, str, Tensors]]:
-    """Yield each kind's digest of the whole model, like `ckpt hash` of all windows in one checkpoint.
+    """Yield each kind's digest of the whole model.
 
     Raise DifferentError if two windows held different bits under one name.
     """

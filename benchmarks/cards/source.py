@@ -67,7 +67,6 @@ def rounded(values: NDArray) -> NDArray:
 
 
 def empty_model(config: Mapping[str, Any]) -> Any:
-    """Return transformers' model without data."""
     import torch
     import transformers
 
@@ -78,7 +77,7 @@ def empty_model(config: Mapping[str, Any]) -> Any:
 
 
 def shapes(model: Any) -> dict[str, Shape]:
-    """Return the names and shapes in memory, of saved tensors."""
+    """Return the saved tensors' names and shapes in memory."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     unsaved = set(model._keys_to_ignore_on_save or ())
@@ -87,13 +86,13 @@ def shapes(model: Any) -> dict[str, Shape]:
 
 
 def buffers(model: Any) -> dict[str, Shape]:
-    """Return the saved tensors that are no parameters. The Hub has them in fp32, and no optimizer has a master."""
+    """Return the saved buffers. The Hub has them in fp32."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: shape for name, shape in shapes(model).items() if name not in parameters}
 
 
 def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors under the Hub's names, cut as `save_pretrained` cuts them."""
+    """Return the tensors as `save_pretrained` names and cuts them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(tensors)))
@@ -143,7 +142,7 @@ def write_hf(folder: Path, model: Any, window: Window) -> Iterator[Made]:
 
 
 def write_zero3(folder: Path, model: Any, window: Window, ranks: int) -> Iterator[Made]:
-    """Write a step folder: every parameter is cut into one equal slot per rank, with zeros after the last element."""
+    """Write a step folder: every parameter has one equal slot per rank, padded with zeros."""
     import torch
 
     from benchmarks.zero_source import save_rank

@@ -1,4 +1,4 @@
-"""Windows of layers: a large model's layers, some at a time, as smaller models of the same width.
+"""A large model's layers, some at a time, as smaller models of the same width.
 
 Each window is a whole model: it also has the embedding, the last norm and the head, with the same bits every time.
 A cut window has only the first experts of each layer and the first rows of the vocabulary.
@@ -69,7 +69,7 @@ class Window:
         return found
 
     def shape(self, config: Mapping[str, Any], name: str, shape: Shape) -> Shape | None:
-        """Return the shape here of a tensor of the whole model, or None if it is not here."""
+        """Return a tensor's shape in the window, or None if it is outside."""
         layer, expert = _LAYER.search(name), _EXPERT.search(name)
         if layer is not None and not self.start <= int(layer[2]) < self.stop:
             return None
@@ -83,7 +83,7 @@ class Window:
 
     @staticmethod
     def layer(name: str) -> str:
-        """Return the part of a name that all tensors of its layer share, or an empty string outside the layers."""
+        """Return a name's layer, or an empty string."""
         found = _LAYER.search(name)
         return "" if found is None else name[: found.end()]
 
@@ -121,7 +121,7 @@ def num_rows(config: Mapping[str, Any]) -> int:
 
 
 def windows(config: Mapping[str, Any], shapes: Mapping[str, Shape], most: int) -> list[Window]:
-    """Return windows of at most `most` elements each, as few and as even as possible."""
+    """Return few, even windows with at most `most` elements each."""
     layers, outside = num_layers(config), 0
     sizes = [0] * layers
     for name, shape in shapes.items():
@@ -140,7 +140,7 @@ def windows(config: Mapping[str, Any], shapes: Mapping[str, Shape], most: int) -
 
 
 def part(config: Mapping[str, Any], shapes: Mapping[str, Shape], most: int) -> list[Window]:
-    """Return windows of at most `most` elements each that hold each kind of layer once.
+    """Return windows with each kind of layer once, and at most `most` elements.
 
     Two layers or all kinds together are better than one window per kind, then many experts, then all rows.
     """
@@ -172,7 +172,7 @@ def _spans(kinds: list[Any], step: int) -> Iterator[list[Window]]:
 
 
 def _kinds(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[Any]:
-    """Return what tells layers apart: their tensors' names and shapes, and the config's entries."""
+    """Return each layer's names, shapes and config entries."""
     text = config.get("text_config", config)
     held: list[set[Any]] = [{(key, text[key][n]) for key in _LISTS if text.get(key)} for n in range(num_layers(config))]
     for name, shape in shapes.items():

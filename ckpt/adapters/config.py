@@ -38,8 +38,7 @@ _VARIANTS = {
 }
 #: Random or data-based inits that PEFT repeats on loading, and that change the base weights.
 _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
-#: PEFT itself merges these, layer by layer: block-diagonal LoRA, VeLoRA, MonteCLoRA, KaSA, and inits computed from the
-#: base weight.
+#: PEFT itself merges these, layer by layer.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
 #: Inits that subtract the adapter from the base weight.
@@ -127,7 +126,7 @@ class AdapterConfig:
     def peft_release(self) -> tuple[int, ...] | None:
         """PEFT release that saved the adapter, or the next release if PEFT ran from source.
 
-        None if it is not recorded, or if a source version could mean two different layouts.
+        None if unknown, or if a source version could mean two layouts.
         """
         found = re.match(r"(\d+)\.(\d+)\.(\d+)(?P<rest>.*)", str(self.raw.get("peft_version")), re.DOTALL)
         if found is None:
@@ -152,7 +151,7 @@ class AdapterConfig:
         return self.given_layout is not None and any(one != self.given_layout for one in self._recorded_layouts(fqn))
 
     def _recorded_layouts(self, fqn: str) -> Iterator[Columns | None]:
-        """Yield each record's layout, or None for an invalid record."""
+        """Yield each record's layout, None if invalid."""
         for source in (self.raw, _mapping(self.raw.get("auto_mapping"))) if _is_of_unsloth(fqn) else ():
             by_name = _mapping(_mapping(source.get(_LAYOUTS_BY_NAME)).get("parameters"))
             recorded = _mapping(by_name.get(fqn.rpartition(".")[2])).get(_LAYOUT, source.get(_LAYOUT))
@@ -167,7 +166,7 @@ class AdapterConfig:
 
     @property
     def optional_tensors(self) -> dict[str, tuple[str, bool]]:
-        """Config entries for optional tensors in a layer, by kind, with True if the entry is on."""
+        """Config entries for a layer's optional tensors, by kind, with True if on."""
         return {
             names.MAGNITUDE: ("use_dora", self.use_dora),
             names.BIAS: ("lora_bias", bool(self.raw.get("lora_bias"))),
@@ -181,7 +180,7 @@ class AdapterConfig:
         return self.kind == LORA and self.raw.get("init_lora_weights") in _INITS_OF_BASE
 
     def of_pattern(self, values: Mapping[str, Any], key: str, default: Any) -> Any:
-        """Return the value of the first pattern that matches the end of `key` (peft `get_pattern_key`)."""
+        """Return the first matching pattern's value (peft `get_pattern_key`)."""
         key = self.former.get(key, key)
         for pattern, value in values.items():
             try:
@@ -215,7 +214,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def find_config(folders: Iterable[str | Path]) -> Path | None:
-    """Return `adapter_config.json` (or verl's substitute) from the nearest folder that has one."""
+    """Return the nearest `adapter_config.json` or verl's substitute."""
     for folder in map(Path, folders):
         for name in (CONFIG, VERL_META):
             if (folder / name).exists():
@@ -393,7 +392,6 @@ class _Fields:
         return dict(value)
 
     def name(self, name: str) -> str | None:
-        """Return any value as text, like PEFT."""
         value = self.raw.get(name)
         return str(value) if value else None
 

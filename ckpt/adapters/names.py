@@ -43,7 +43,6 @@ _KINDS = (
 )
 #: Names inside a wrapper for the wrapped module, or for its trained copy (LN tuning).
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer|ln_tuning_layers)(?=\.)")
-#: Other methods' tensor names.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
 #: The writer, and a way to PEFT's format.
@@ -64,13 +63,13 @@ _OTHERS = (
         "merge it with diffusers: load_lora_weights, fuse_lora, then save_pretrained(...)",
     ),
 )
-#: Modules with base weights that PEFT also saves (`EMBEDDING_LAYER_NAMES`).
+#: Base weights that PEFT also saves (`EMBEDDING_LAYER_NAMES`).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """Meaning of an adapter's tensor name: a `kind` in `module`.
+    """A `kind` of tensor in `module`.
 
     `rest` is the parameter's name inside a saved module. `adapter` is the adapter's name in training checkpoints.
     """
@@ -105,7 +104,7 @@ def is_adapter(fqns: Iterable[str]) -> bool:
 
 
 def is_others(fqns: Collection[str]) -> bool:
-    """Return True if all of `fqns` are names of other writers' adapters."""
+    """Return True if all names are other writers'."""
     return bool(fqns) and all(any(pattern.fullmatch(fqn) for pattern, _, _ in _OTHERS) for fqn in fqns)
 
 
@@ -130,7 +129,7 @@ def check_is_there(checkpoint: Checkpoint) -> None:
 def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoint:
     """Return a run's `checkpoint` under PEFT's file names: the adapter, and other tensors trained or in `saved`.
 
-    A checkpoint with several adapters is unchanged, because their names would collide.
+    A checkpoint with several adapters is unchanged: their names would collide.
     """
     parsed = {fqn: parse_name(fqn) for fqn, _ in checkpoint.tensors}
     if len({name.adapter for name in parsed.values() if name.adapter is not None}) > 1:
@@ -163,10 +162,7 @@ _OF_EXPERTS = re.compile(r"\.experts\.w\d$")
 
 
 def ranks(checkpoint: Checkpoint, kind: object) -> dict[str, int]:
-    """Return each adapted layer's rank from its factors.
-
-    With all experts in one [experts, rank, in], it is the second dim.
-    """
+    """Return each layer's rank from its factors. In [experts, rank, in], it is the second dim."""
     found = {}
     for fqn, shape in checkpoint.shapes.items():
         name = parse_name(fqn)
@@ -218,7 +214,7 @@ def is_foreign(fqn: str) -> bool:
 
 
 def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | None = None) -> dict[str, Choice]:
-    """Return the tensors that PEFT would save for the adapter, by their names in the file.
+    """Return the tensors that PEFT would save, by name.
 
     From an adapter's own file, all tensors keep their names. Raise LossError if a trained tensor would not be saved.
     """

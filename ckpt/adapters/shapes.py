@@ -1,4 +1,4 @@
-"""Sizes in an adapter's config that its tensors have, too: ranks, blocks, frequencies.
+"""Sizes in both an adapter's config and its tensors.
 
 Facts from peft 0.21.2 (`tuners/*/layer.py`); `tests/lora/test_entry_values.py` compares with live PEFT.
 """
@@ -19,13 +19,13 @@ from ckpt.plan.tensors import Shape
 _Pairs = Iterator[tuple[str, Any, Any]]
 _Pair = Callable[[AdapterConfig, str, Shape], _Pairs]
 
-#: Prefix of the names of a layer's tensors, by kind.
+#: Prefix of tensor names, by kind.
 _PREFIXES = {kind: f"{kind.lower()}_" for kind in KINDS} | {"ADALORA": "lora_", "LOHA": "hada_"}
 _PATTERNS = {"r": "rank_pattern", "n_frequency": "n_frequency_pattern", "block_size": "block_size_pattern"}
 
 
 def _axes(**axes: int) -> _Pair:
-    """Return a reader of entries that are the size of a tensor along these axes."""
+    """Return a reader of entries with sizes along these axes."""
 
     def pairs(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
         for entry, axis in axes.items():
@@ -73,7 +73,7 @@ def _of_miss(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
 
 
 def _of_ia3(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
-    """Yield pairs of IA3, which has a row for inputs and a column for outputs of a linear layer."""
+    """Yield pairs of IA3: a row for a linear layer's inputs, a column for its outputs."""
     if len(shape) == 2 and shape[0] != shape[1] and config.raw.get("feedforward_modules") is not None:
         yield "feedforward_modules", matches(config.raw["feedforward_modules"], module), shape[0] == 1
 
@@ -128,7 +128,7 @@ _ADDED: Mapping[str, Mapping[str, str]] = {
 
 
 def place(kind: str, fqn: str) -> tuple[str, str] | None:
-    """Return the layer and the name of an adapter's tensor, or None. Shared tensors have no layer."""
+    """Return a tensor's layer and name. Shared tensors have no layer."""
     prefix = _PREFIXES.get(kind)
     parts = fqn.removeprefix(PREFIX).split(".")
     at = next((at for at, part in enumerate(parts) if prefix and part.startswith(prefix)), None)
@@ -170,7 +170,7 @@ def _check_added(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) 
 
 
 def check_shares(config: AdapterConfig, shapes: Mapping[str, Shape], sizes: Mapping[str, int], path: str) -> None:
-    """Raise CorruptError if WaveFT's frequencies are not divided among layers by their numbers of weights.
+    """Raise CorruptError if WaveFT's frequencies do not follow the layers' sizes.
 
     See peft 0.21.2 (`tuners/waveft/model.py`).
     """

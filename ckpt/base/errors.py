@@ -71,7 +71,6 @@ class CkptError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle every attribute whatever the constructor takes."""
         return _restored, (type(self), self.args), self.__dict__
 
     def facts(self) -> dict[str, str]:
@@ -86,7 +85,7 @@ class CkptError(Exception):
         return {name: printable(str(value)) for name, value in parts.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the error for `--json`, with null for each unknown fact."""
+        """Return the error for `--json`."""
         facts, hint = self.facts(), None if self.hint is None else printable(self.hint, _MAX_HINT)
         parts = {name: facts.get(name) for name in ("expected", "found")}
         where = {name: facts.get(name) for name in ("file", "rank", "tensor")}
@@ -109,7 +108,7 @@ class CkptError(Exception):
 
 
 def json_error(code: str, what: str, exit: int, **parts: Any) -> dict[str, Any]:
-    """Return the JSON form of an error, always with the same keys in the same order."""
+    """Return an error's JSON form. Its keys are always the same."""
     nothing = {"where": {"file": None, "rank": None, "tensor": None}, "expected": None, "found": None, "hint": None}
     return {"code": code, "what": what, **nothing, **parts, "exit": exit}
 
@@ -126,7 +125,7 @@ class UsageError(CkptError):
 
 
 class SeveralRunsError(UsageError):
-    """Several run folders in one folder. `runs` lists them by name."""
+    """Several runs in one folder. `runs` lists them by name."""
 
     code = "several-runs"
 
@@ -137,7 +136,7 @@ class SeveralRunsError(UsageError):
 
 
 class UnknownArchitectureError(UsageError):
-    """No table or library knows the model's tensors."""
+    """No table or library knows the tensors."""
 
     code = "unknown-architecture"
 
@@ -159,13 +158,11 @@ class SourceGoneError(CorruptError):
 
 
 class IncompleteError(CorruptError):
-    """A checkpoint that is still being written, or whose run was killed."""
-
     code = "incomplete"
 
 
 class NeverWholeError(IncompleteError):
-    """The trainer saves no complete training state. A complete model or adapter lies in the same folder."""
+    """A complete model or adapter lies in the same folder."""
 
     code = "never-whole"
 
@@ -200,7 +197,7 @@ class StorageError(CkptError):
 def printable(text: str, limit: int = 400) -> str:
     """Return `text` with escaped control characters and at most `limit` characters.
 
-    Names come from other people's files. They must not move the cursor, colour the terminal or fill the screen.
+    Names from files must not move the cursor, colour the terminal or fill the screen.
     """
     text = shown(text)
     if len(text) > limit:

@@ -1,6 +1,6 @@
 """Distance between two tensors: relative error, cosine, largest change.
 
-Both sides are read in blocks and summed in float64. NaN and infinity are counted and left out of the sums.
+Sums are float64. NaN and infinity are counted and left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Distance from A to B for one tensor, or for several taken together.
+    """Distance from A to B for one tensor or several.
 
     `num_changed` counts elements with other bits, or with another number or sign if the dtypes differ. `num_beyond`
     counts numbers beyond the tolerance, `not_finite` NaN and infinity in A and in B. `squares` are the sums of squares
@@ -127,7 +127,6 @@ def can_measure(a: DType, b: DType) -> bool:
 
 
 def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
-    """Return the change between two blocks of bits."""
     num_different = int(np.count_nonzero(a != b)) if a_dtype == b_dtype else None
     is_same = num_different == 0
     x = numbers(a, a_dtype)
@@ -174,7 +173,7 @@ def _square(x: NDArray) -> float:
 
 
 def _finite(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, int, tuple[int, int]]:
-    """Return both with 0 for NaN and infinity, the number of differing places among them, and the count per side."""
+    """Return both with 0 for NaN and infinity, and their numbers: differing ones, and per side."""
     odd_x, odd_y = ~np.isfinite(x), ~np.isfinite(y)
     odd = odd_x | odd_y
     num_different = int(np.count_nonzero(odd & (x != y) & ~(np.isnan(x) & np.isnan(y))))

@@ -1,7 +1,6 @@
-"""Comparison of two descriptions of one tensor, element by element, on raw bits.
+"""Comparison of two descriptions of one tensor, on raw bits.
 
-Both sides are read through fixed-size buffers. Equal means equal bits: a NaN only equals the same payload, and -0.0
-differs from 0.0. Bits become numbers only to describe a difference.
+Equal means equal bits: a NaN only equals the same payload, and -0.0 differs from 0.0.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class Reader(AbstractContextManager["Reader"]):
         return self._held[first : first + size] if 0 <= first <= first + size <= len(self._held) else None
 
     def fetch(self, path: str, offset: int, size: int) -> memoryview:
-        """Return bytes from a store without copying or caching."""
+        """Return bytes from a store, uncached."""
         remote = remote_object(self._files.descriptor(path))
         content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
         if len(content) < size:
@@ -393,7 +392,7 @@ def numbers(bits: NDArray, dtype: DType) -> NDArray | None:
 
 
 def value(bits: NDArray, dtype: DType) -> Value | None:
-    """Return the only element as a Python number, as text if JSON has no such number, or None if unknown."""
+    """Return the only element as a Python number, text if not finite, or None if unknown."""
     array = numbers(bits, dtype)
     if array is None:
         return None
@@ -430,10 +429,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
 
 
 def check_masters(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError if a weight is not its rounded fp32 master.
-
-    Swapped rank partitions, or ones from another step, cannot pass.
-    """
+    """Raise CorruptError if a weight is not its rounded fp32 master."""
     with Reader(computed=checkpoint.computed) as reader:
         for master in checkpoint.with_role(MASTER):
             weight = checkpoint.get(master.fqn, WEIGHT)

@@ -71,7 +71,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Digests(Returned):
-    """Digests of a checkpoint's tensors, by kind, name and role. `not_hashed` lists content without a digest."""
+    """Digests by kind, name and role. `not_hashed` lists content without a digest."""
 
     tensors: tuple[TensorDigest, ...]
     not_hashed: tuple[str, ...] = field(default=(), compare=False)
@@ -166,7 +166,7 @@ def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
 
 
 def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
-    """Yield optimizer states with one number. The value is hashed, not the bytes: formats store 4 or 4.0."""
+    """Yield one-number optimizer states by value: formats store 4 or 4.0."""
     stored = {fqn for fqn, _ in checkpoint.tensors}
     for role, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
@@ -241,7 +241,7 @@ def _remote_span(tensor: Tensor) -> Span | None:
 
 
 def _together(a: Span, b: Span) -> Span | None:
-    """Return the range over both and their gap, if one request fetches all."""
+    """Return the common range, if one request fetches it."""
     gap, size = b[1] - (a[1] + a[2]), b[1] + b[2] - a[1]
     return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
 

@@ -1,7 +1,7 @@
 """Comparison of two checkpoints: matching tensors, and bit equality.
 
-Tensors are paired by fqn and role, independent of the formats. If one side has no place for a role at all (optimizer
-states in a weights folder), it is listed as not compared, and never counts as equal.
+Tensors are paired by fqn and role, independent of the formats. If one side has no place for a role (optimizer states in
+a weights folder), it is listed as not compared, and never counts as equal.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """Tensors on one side with one role that were not compared, and the reason."""
+    """Tensors with one role that were not compared, and the reason."""
 
     side: str
     role: str
@@ -107,7 +107,7 @@ class Report(Returned):
 
     @property
     def equal(self) -> bool:
-        """True if at least one tensor was compared and everything compared is equal."""
+        """True if at least one tensor was compared and all are equal."""
         return self.num_compared > 0 and all(result.status == EQUAL for result in self.results)
 
     @property
@@ -245,7 +245,7 @@ def walk(
 
 
 def _with_part_names(a: Checkpoint, b: Checkpoint, results: Sequence[Result]) -> list[Result]:
-    """Add the quantized weight to each part on one side only."""
+    """Add the quantized weight's name to its unpaired parts."""
     sides, found = {ONLY_A: a, ONLY_B: b}, list(results)
     for status in {one.status for one in results} & sides.keys():
         owners = services.quantization.quantized_weights(sides[status]).owners
@@ -391,7 +391,7 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
 
 
 def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
-    """Return the tensors that represent the parameter or buffer on each side.
+    """Return each side's tensor for the parameter or buffer.
 
     A weight is paired with a weight, a master with a master. If one side lacks the partner or the weights' dtypes
     differ, a weight is paired with the other side's master.
@@ -635,7 +635,6 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def more_lines(count: int) -> Iterator[str]:
-    """Say how many results are not listed, if any."""
     if count > 0:
         yield f"... and {count} more; -v lists them all"
 

@@ -332,7 +332,7 @@ def _is_text(name: str) -> bool:
 
 
 def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Planned, int]]]:
-    """Return the header of a file with `tensors`, and each tensor with its offset in the file.
+    """Return the header, and each tensor with its offset in the file.
 
     The bytes equal `safetensors.torch.save_file` (0.8.0) with one metadata key. That writer's order of several keys is
     random; here they are sorted.

@@ -20,7 +20,7 @@ from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile
 
 _SHOWN = 16
-#: Minimum storage size for telling two ranks apart, and the bytes to compare.
+#: Minimum storage size, and the bytes to compare.
 _TELLING, _LOOKED_AT = 64, 1 << 20
 #: Folder name inside a zip that was saved to a stream without a name.
 _STREAM = "archive"
@@ -45,7 +45,7 @@ class RankFile:
 
 @dataclass
 class Sources:
-    """Files read so far, and a cache of pickles: many ranks may write the same one."""
+    """Files read so far, and their pickles: ranks may write the same one."""
 
     by_path: dict[str, SourceFile] = field(default_factory=dict)
     alike: Pickles = field(default_factory=Pickles, repr=False)
@@ -92,7 +92,6 @@ class Sources:
         """Raise CorruptError if one of `files` (by rank) is a copy of another, by all tensors' checksums.
 
         Equal elements are only noted if the files record different writers, in the zip's folder name or in `writers`.
-        Files with one constant value, such as zeros, get no note.
         """
         first: dict[int, tuple[int, str]] = {}
         for rank, path in files:

@@ -65,7 +65,7 @@ def parse_index(
 
 
 def is_shard_set(names: Iterable[str]) -> bool:
-    """Return True if all names are shards of one model. Missing shards are reported later."""
+    """Return True if all names are one model's shards, maybe incomplete."""
     found = [SHARD.fullmatch(name) for name in names]
     return None not in found and len({(one["stem"], one["count"], one["suffix"]) for one in found if one}) == 1
 
@@ -158,7 +158,7 @@ def weight_files(
 ) -> tuple[list[TargetFile], dict[str, str]]:
     """Return files with at most `max_size` bytes of data, and each tensor's file name.
 
-    A larger tensor gets its own file. A single file is named `stem`; several are numbered.
+    A single file is named `stem`; several are numbered.
     """
     planned = {name: Planned(name, choice.dtype, choice.tensor.shape) for name, choice in chosen.items()}
     packed = shards(planned.values(), lambda one: one.nbytes, max_size)
@@ -175,7 +175,7 @@ def weight_files(
 
 
 def model_weights(chosen: Mapping[str, Choice], max_size: int, stem: str = "model", **totals: int) -> list[TargetFile]:
-    """Return one file named `stem`, or shards and an index with the total size and `totals`."""
+    """Return one file named `stem`, or shards and an index with `totals`."""
     files, weight_map = weight_files(chosen, stem, {"format": "pt"}, max_size)
     if len(files) == 1:
         return files

@@ -153,7 +153,7 @@ def _joined(spans: Spans) -> Spans:
 
 
 def _windows(spans: Spans, buffer_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows (first, end) to write together: adjacent small ones within `WINDOW`, and each other row alone."""
+    """Yield the rows (first, end) to write together: adjacent small ones within `WINDOW`."""
     half = min(WINDOW, buffer_size) // 2
     size = spans.numel * spans.target_dtype.itemsize
     is_small = spans.numel * _itemsize(spans) <= (
@@ -302,9 +302,9 @@ def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
 
 
 def _row_batches(copies: Iterable[Copy]) -> Generator[CopyBatch, None, list[Copy]]:
-    """Yield batches of copies that together fill whole rows. Return the other copies.
+    """Yield batches of copies that together fill whole rows, for example in a row-parallel weight.
 
-    Examples are a row-parallel weight (each rank has some columns) and gate and up in turns, element by element.
+    Return the other copies.
     """
     rows: dict[int, list[Copy]] = defaultdict(list)
     others: list[Copy] = []
@@ -334,7 +334,6 @@ def _row_batches(copies: Iterable[Copy]) -> Generator[CopyBatch, None, list[Copy
 
 
 def _squeezed(copy: Copy) -> Copy:
-    """Return the copy without dims of size 1."""
     dims = [dim for dim, size in enumerate(copy.target.shape) if size > 1]
     source, target = (
         extent._replace(shape=tuple(extent.shape[d] for d in dims), strides=tuple(extent.strides[d] for d in dims))
@@ -356,7 +355,7 @@ class _Slab:
 
 
 def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
-    """Return a buffer for copies that fill a range despite gaps, or None."""
+    """Return a buffer for copies that fill a range despite gaps."""
     if all(copy.target.is_contiguous for copy in copies):
         return None
     start, stop = min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies)

@@ -1,7 +1,6 @@
 """Staging, fsync, rename and path confinement. Only this module creates, renames or removes files.
 
-Output is written to a hidden folder next to the destination, and renamed once every byte is on disk. So the destination
-is always either unchanged or complete.
+Output is written to a hidden folder next to the destination, and renamed once every byte is on disk.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _storage_error(error: OSError, path: str | os.PathLike[str] | None, hint: st
 
 
 class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
-    """Cache of one thread's open source files. The least recently used one is closed first."""
+    """LRU cache of one thread's open source files."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
@@ -161,8 +160,7 @@ class Staging:
     """A staging folder next to its destination. Call `commit` at the end.
 
     Without `commit`, the destination is unchanged and the folder is removed on exit, unless `keep` was called. Files
-    from a stopped process remain until `clear` or `keep_only`; call one of them before writing. A folder in use by a
-    running process is refused.
+    from a stopped process remain until `clear` or `keep_only`; call one before writing. A folder in use is refused.
     """
 
     def __init__(
@@ -241,8 +239,7 @@ class Staging:
     def create(self, name: str, size: int) -> FileIO:
         """Open `name` for reading and writing, created with `size` zero bytes, or reused after `keep_only` or `share`.
 
-        The result is a FileIO, created in C without a Python `opener`, so that Ctrl-C can't leave an open descriptor
-        behind.
+        FileIO opens it in C, so that Ctrl-C can't leave an open descriptor.
         """
         path = confined(self.path, name)
         with _writing(self.destination / name):
@@ -371,7 +368,7 @@ class Staging:
             os.close(previous)
 
     def _settle_interrupted_swap(self) -> None:
-        """Finish or undo an interrupted swap by two renames."""
+        """Finish or undo an interrupted swap."""
         if not self._old.exists():
             return
         lock = self._lock_folder(self._old)
@@ -385,14 +382,14 @@ class Staging:
 
 
 class SharedStaging:
-    """The staging folder in a process that only writes to files created by another one."""
+    """Staging folder in a process that writes another one's files."""
 
     def __init__(self, destination: Path) -> None:
         self.destination = Path(os.path.abspath(destination))
         self.path = staging_folder(self.destination)
 
     def create(self, name: str, size: int) -> FileIO:
-        """Open an existing file. Raise StorageError if its size is not `size`: the processes see different files."""
+        """Open an existing file. Raise StorageError if its size is not `size`."""
         with _writing(self.destination / name):
             file = FileIO(confined(self.path, name), "r+")
             if os.fstat(file.fileno()).st_size != size:
@@ -407,7 +404,7 @@ def staging_folder(destination: Path) -> Path:
 
 
 def destination_of(staging: Path) -> Path:
-    """Return the destination of a staging folder or of a replaced destination's temporary folder."""
+    """Return the destination of a staging folder or a swapped one."""
     name = staging.name.removeprefix(".").removesuffix(_STAGED).removesuffix(REPLACED)
     return staging.with_name(name)
 

@@ -1,6 +1,6 @@
-"""Journal of a conversion: the written pieces of each file with their digests, one per line.
+"""Journal of a conversion: each file's written pieces with their digests, one per line.
 
-Each process has one in the staging folder. A later run reads every piece again and compares the digest.
+A later run reads every piece again and compares the digest.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _command() -> str:
 
 @contextlib.contextmanager
 def without_journals(folder: Path, size: int) -> Iterator[None]:
-    """Remove `size` processes' journals from a complete conversion. Restore them if it is not moved."""
+    """Remove the journals from a complete conversion. Restore them if it is not moved."""
     before, journals = os.stat(folder), {}
     try:
         for path in (_place(folder, rank) for rank in range(size)):
@@ -141,7 +141,7 @@ def _open_existing(path: str, flags: int) -> int:
 
 
 def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
-    """Return the digests recorded for the conversion with the header `expected`.
+    """Return the digests recorded for the header `expected`.
 
     Raise CorruptError if a source file has changed or a journal is malformed, UsageError if it was a different
     conversion.
@@ -242,7 +242,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:
-    """Return the claimed pieces that have the claimed digests. All buffers together have `memory` bytes."""
+    """Return the pieces with the claimed digests. All buffers together have `memory` bytes."""
     found: Digests = {}
     todo = [
         (name, wanted)

@@ -1,4 +1,4 @@
-"""Execution of a plan. Work follows the target's order."""
+"""Execution of a plan, in the target's order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def execute(
     group: Alone | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Write the plan's files and move them to `destination` once they are complete and durable.
+    """Write the files, and move them to `destination` once they are durable.
 
     Callbacks: `check` runs before the first byte is written and may raise. `progress` gets numbers of bytes written.
     `phase` gets the name of each phase, and its bytes if known. `describe` gets the filled folder (still syncing) with
@@ -92,7 +92,7 @@ def execute(
         workers = Workers(resources, progress, hashed=journal.add, num_here=num_here)
 
         def last() -> list[Output]:
-            """Write the files that need all digests, after every process has closed its own files."""
+            """Write the files that need all digests."""
             if not is_first:
                 return []
             found = group.gather(workers.digests())
@@ -122,7 +122,7 @@ def execute(
 
 @contextlib.contextmanager
 def _keeping(staging: Staging | None) -> Iterator[None]:
-    """Keep finished work if the conversion is stopped, and note its folder.
+    """Keep finished work if the conversion is stopped.
 
     Keep nothing if the source is damaged or the request is wrong. Keep finished work if the source is only unavailable,
     or the destination appeared in the meantime.
@@ -172,7 +172,7 @@ def _prepare(
 
 
 def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: Callable[[str], None]) -> Digests:
-    """Return the pieces that a stopped conversion claims to have written. Clear them if it can't be continued."""
+    """Return the pieces written by a stopped conversion, or clear them."""
     if not is_filled(staging.path):
         return {}
     claimed, why = Digests(), ""
@@ -243,7 +243,7 @@ def _submit(part: Share, plan: Plan, staging: Staging | SharedStaging, workers: 
 
 
 def _run_in_turn(iterators: Iterable[Iterator[None]], number: int) -> None:
-    """Step through the first `number` iterators in turn. A finished one is replaced by the next."""
+    """Step through `number` iterators in turn. The next one replaces a finished one."""
     end = object()
     waiting = iter(iterators)
     running = deque(islice(waiting, number))

@@ -1,4 +1,4 @@
-"""Threads of a run: some fill target files, others sync and hash filled ones."""
+"""Threads that fill, sync and hash target files."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _NUM_WORKERS = 8
 #: Minimum range size for read-ahead advice.
 _ASKED = 64 << 10
 
-#: Threads that only wait for fsync. A journalling filesystem commits for all waiting threads at once: for 150 files of
-#: 4 MB, ext4 took 0.3 s with 8 threads and 1.2 s with one.
+#: Threads that only wait for fsync. For 150 files of 4 MB, ext4 took 0.3 s with 8 threads and 1.2 s with one.
 _NUM_SYNCERS = 8
 MAX_UNFINISHED = 64  # open target files
 
@@ -78,7 +77,7 @@ class Resources:
         return size
 
     def peak_buffers(self, plan: Plan) -> int:
-        """Return an upper bound for the bytes in all buffers while `plan` runs."""
+        """Return an upper bound in bytes."""
         one = _COMPUTING * plan.largest_computed
         computing = min(self.num_workers * one, max(self.max_memory, one))
         hashing = min(CHUNK, self.buffer_size) * self.num_hashers
@@ -87,7 +86,7 @@ class Resources:
 
 
 class Output:
-    """A target file filled by several threads, then synced and hashed. The last user closes it."""
+    """A target file filled by several threads. The last user closes it."""
 
     def __init__(self, file: FileIO, part: Share) -> None:
         self.descriptor = file.fileno()
@@ -133,7 +132,7 @@ class Output:
         return np.searchsorted(self._starts, offsets, side="right") - 1
 
     def release(self, uses: int = 1) -> bool:
-        """Release some uses. The last release closes the file and returns True."""
+        """Release some uses. Return True if it closes the file."""
         with self._lock:
             self._uses -= uses
             last = not self._uses
@@ -154,7 +153,7 @@ _HashJob = tuple[Output, list[Piece] | None]
 
 
 class Workers:
-    """Copying threads around a bounded queue, and threads that sync and hash filled files.
+    """Threads that copy, sync and hash.
 
     `num_here` processes share the processor and the disk. The caller gets the first error from any thread.
     """
@@ -339,7 +338,7 @@ class Workers:
         self._leave()
 
     def digests(self) -> tuple[dict[str, dict[Piece, str]], dict[str, tuple[int, str]]]:
-        """Return the digests of filled pieces by file, and each file's size with the digest of its other bytes."""
+        """Return each file's digests of filled pieces, and its size with the digest of its other bytes."""
         return self._pieces, self._rests
 
     def _release(self, output: Output, uses: int = 1) -> None:
@@ -369,7 +368,7 @@ class Workers:
 
 
 def _start_writeback(descriptor: int, start: int, stop: int) -> None:
-    """Ask for a write now, so that the final fsync has little left to do."""
+    """Start writing early, so that the final fsync has little left to do."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 

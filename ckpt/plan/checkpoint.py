@@ -63,13 +63,13 @@ class OneElement:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """A run's state apart from its parameters' tensors. A field is None if nothing is recorded.
+    """A run's state apart from its parameters' tensors.
 
     Entries without a field are in `private`. Another engine's writer reports them as left out. A field for a file's
     entry has the entry's name.
     """
 
-    #: Optimizer steps taken, including steps skipped after an overflow.
+    #: Optimizer steps, including steps skipped after an overflow.
     step: int | None = None
     param_groups: tuple[ParamGroup, ...] = ()
     #: One-number optimizer states, by state and fqn. States other than `step` are `OneElement` if stored as a tensor.
@@ -107,7 +107,7 @@ class TrainingState:
     extra_state: Mapping[str, Any] | None = None
     #: By entry (`rng_state`) and by the format's name for the rank.
     per_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Entries that only one engine understands, by engine and name.
+    #: By engine and name.
     private: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -293,7 +293,7 @@ class Checkpoint:
     facts: Any = None
 
     def facts_of(self, family: type[Facts]) -> Facts:
-        """Return the facts of this family, or empty ones from another family's reader."""
+        """Return this family's facts, or empty ones."""
         return self.facts if isinstance(self.facts, family) else family()
 
     def holds(self, names: Iterable[str]) -> bool:
@@ -309,7 +309,7 @@ class Checkpoint:
 
     @property
     def run_folders(self) -> tuple[str, ...]:
-        """The `folders` with the run's own files, without another run's folder given for the config."""
+        """The `folders` without another run's folder given for the config."""
         if self.given.config is None:
             return self.folders
         path, given = Path(self.path), Path(self.given.config)
@@ -332,12 +332,12 @@ class Checkpoint:
 
     @property
     def optimizer_states(self) -> tuple[str, ...]:
-        """Names of the optimizer states, sorted: `exp_avg`, `momentum_buffer`, ..."""
+        """Sorted names of the optimizer states."""
         roles = {role for _, role in self.tensors}.difference(MODEL_ROLES)
         return tuple(sorted(roles | set(self.state.scalars)))
 
     def with_plain_states(self) -> Checkpoint:
-        """Return this checkpoint with optimizer states dequantized to fp32, like torchao and bitsandbytes do it."""
+        """Return this checkpoint with optimizer states dequantized to fp32, like torchao and bitsandbytes."""
         counts = Counter(self.quantized.methods.values())
         notes = [
             f"{pluralize(count, 'optimizer state')} dequantized from {method} to float32"
@@ -367,7 +367,7 @@ class Layout:
     """The user's choices for a writer: `Layout(dtype=FLOAT32)`, or with the format's options `Layout(tp=2, pp=4)`.
 
     `dtype` None keeps the model's own. `max_shard_size` is in bytes. `world_size` None keeps the source's number of
-    ranks. `quantize` None writes plain weights. `options` holds the format's options by name; None values are dropped.
+    ranks. `options` holds the format's options by name; None values are dropped.
     """
 
     dtype: DType | None
@@ -390,7 +390,7 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def read(self, declaration: type[Options]) -> Options:
-        """Return the requested options in the format's dataclass. Other options are ignored."""
+        """Return the format's options as its dataclass, without others."""
         return read_options(declaration, self.options)
 
     def of_files(self) -> dict[str, Any]:
@@ -456,10 +456,7 @@ class Target:
 
 
 class Format(Protocol):
-    """A checkpoint format. A subclass is one module in `converters/` and one line in the registry.
-
-    A format overrides only the differences from the defaults here.
-    """
+    """A checkpoint format. A subclass is one module in `converters/` and one line in the registry."""
 
     name: str
     title: str
@@ -494,8 +491,8 @@ class Format(Protocol):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Return the checkpoint of this format at `path`, or the latest in its record. None if there is none.
 
-        This is cheap: names and small files only. If they fit several formats in a family, each returns the folder, and
-        `read` identifies it. Raise CorruptError if a record contradicts the folder.
+        Read names and small files only. If they fit several formats in a family, each returns the folder, and `read`
+        identifies it. Raise CorruptError if a record contradicts the folder.
         """
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:

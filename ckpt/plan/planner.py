@@ -84,7 +84,6 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Total size of the target files in bytes."""
         return sum(file.size for file in self.target.files)
 
     @property
@@ -93,7 +92,7 @@ class Plan:
         return self.span_bytes + self.buffered_bytes
 
     def spans(self, file: TargetFile) -> tuple[Spans, ...]:
-        """Return the contiguous copies from files to `file`: one `Spans` per pair of dtypes."""
+        """Return the contiguous copies to `file`: one `Spans` per pair of dtypes."""
         return self._spans.get(file.name, ())
 
     def slots(self, file: TargetFile) -> Sequence[Slot]:
@@ -117,7 +116,7 @@ class Plan:
     def computed_copies(
         self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
     ) -> dict[str, list[Copy]]:
-        """Return copies of computed content to `wanted` slots, by name in `Checkpoint.computed`."""
+        """Return copies of computed content, by name in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
             for copy in (copy for slot in filter(wanted, self.slots(file)) for copy in self.slot_copies(slot)):
@@ -324,7 +323,7 @@ def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> boo
 
 
 def _check_file_cover(file: TargetFile) -> None:
-    """Check that one literal or slot gives each byte. A failure is a bug in the writer."""
+    """Check that one literal or slot gives each byte."""
     spans = [(offset, offset + len(data)) for offset, data in file.literals]
     spans += [(offset, offset + length) for offset, length in file.zeros]
     strided, outside = 0, False
@@ -345,7 +344,7 @@ def _check_file_cover(file: TargetFile) -> None:
 def _prove_nothing_is_lost(
     checkpoint: Checkpoint, target: Target, regions: Mapping[Key, Iterable[Region]], carries_optimizer: bool
 ) -> None:
-    """Raise LossError unless everything in the source is placed, or left out with a reason for the user.
+    """Raise LossError unless everything in the source is placed or left out with a reason.
 
     Only slots count: zeros and literals prove nothing.
     """
@@ -366,7 +365,7 @@ def _prove_nothing_is_lost(
 
 
 def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return `checkpoint` with replicated tensors taken from `rank`, without a comparison."""
+    """Return `checkpoint` with replicated tensors taken from `rank`."""
 
     def chosen(tensor: Tensor) -> Tensor:
         for source in (tensor.source, *tensor.replicas, *tensor.rank_copies):
@@ -379,7 +378,6 @@ def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 
 
 def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """Return the tensor index of the element at `position` in `region`."""
     if isinstance(region, FlatRange):
         position += region.start
         region = whole(shape)

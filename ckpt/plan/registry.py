@@ -132,7 +132,7 @@ def store_declarations() -> list[Any]:
 
 
 def declared_options() -> dict[type, list[str]]:
-    """Return the dataclasses with formats' own options, each with the names of its formats."""
+    """Return dataclasses with options, each with its formats' names."""
     found: dict[type, list[str]] = {}
     for name, where in _registered(OPTIONS, "ckpt.format_options").items():
         for declaration in where.split():
@@ -166,10 +166,7 @@ def check_layout(format: Format, layout: Layout) -> None:
 
 
 def check_options(format: str, requested: Mapping[str, Any], command: str = "convert") -> None:
-    """Raise UsageError if `format` does not declare a given option or allow its value.
-
-    `command` is the command whose help lists the options.
-    """
+    """Raise UsageError if `format` does not declare a given option or allow its value."""
     declared = declared_options()
     of_owner = {owner: {one.name: one for one in options_of(owner) if not one.is_for_reading} for owner in declared}
     known = dict(ChainMap(*(of_owner[owner] for owner, formats in declared.items() if format in formats)))

@@ -1,8 +1,7 @@
 """Invertible relations between two namespaces for the same tensors.
 
 A link says that a box in one tensor equals a box in another, dim by dim. Renaming, stacking, splitting, interleaving
-and transposing all have this form. A relation is declared once and inverted mechanically, with one proof that nothing
-is left over on either side.
+and transposing all have this form.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Relation:
 
     @classmethod
     def renaming(cls, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> Relation:
-        """Return a relation that renames tensors (old to new name in `names`)."""
+        """Return a relation that renames tensors from old to new."""
         links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
         return cls(links, {link.a: shapes[link.a] for link in links}, {link.b: shapes[link.a] for link in links})
 
@@ -161,7 +160,7 @@ def _check_side(
     padding: Mapping[str, tuple[Box, ...]],
     copies: Mapping[str, str],
 ) -> None:
-    """Prove that links and padding tile every tensor, and that copies belong to linked tensors."""
+    """Prove that links and padding tile every tensor, and copies have linked owners."""
     for name in [*placed, *padding, *copies, *copies.values()]:
         if name not in shapes:
             raise LossError("the name mapping names a missing tensor", fqn=name)
@@ -269,8 +268,7 @@ def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]
 def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Checkpoint:
     """Return `checkpoint` under the names of the relation's `b` side.
 
-    Every role is translated: a relation for a weight holds for its master and optimizer states. Raise LossError if the
-    relation has no place for a tensor.
+    Translate every role. Raise LossError if the relation has no place for a tensor.
     """
     relation.check()
     into: dict[str, list[Link]] = {name: [] for name in relation.b_shapes}

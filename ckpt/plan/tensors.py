@@ -92,7 +92,7 @@ def stepped(offsets: Shape, sizes: Shape, steps: Shape) -> Box:
 
 
 def _intersect_steps(one: Box, other: Box) -> Box | None:
-    """Intersect dim by dim. Two arithmetic progressions intersect in a third."""
+    """Intersect dim by dim."""
     offsets, sizes, steps = [], [], []
     dims = zip(one.offsets, one.sizes, one.all_steps, other.offsets, other.sizes, other.all_steps, strict=True)
     for a, n, s, b, m, t in dims:
@@ -177,7 +177,7 @@ def flat_range(box: Box, shape: Shape) -> FlatRange | None:
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Yield the flat range `start:stop` as disjoint boxes, in row-major order.
 
-    There are at most 2*ndim - 1: a ragged head and tail per dim around one block of whole rows.
+    Each dim has a ragged head and tail around one block of whole rows.
     """
     if start >= stop:
         return
@@ -257,7 +257,7 @@ class Extent(NamedTuple):
         return is_contiguous(self.shape, self.strides)
 
     def narrow(self, box: Box) -> Extent:
-        """Return the part inside `box`, given in the array's coordinates."""
+        """Return the part inside `box`."""
         skip = sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
         strides = self.strides
         if box.steps:
@@ -300,14 +300,14 @@ def run_fragments(runs: Iterable[Run]) -> Iterator[Fragment]:
 
 
 class Source(Protocol):
-    """A rule that produces a tensor's fragments on demand. With 1,024 ranks, explicit lists would be too large."""
+    """A rule that produces fragments on demand. With 1,024 ranks, lists would be too large."""
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Yield fragments that tile the tensor, flat ones in ascending order."""
 
 
 class Rule(Source, Protocol):
-    """A source that can locate a part of a tensor without listing every fragment.
+    """A source that can locate a part without listing every fragment.
 
     It must agree with its own `fragments`: a plan uses one or the other.
     """
@@ -317,7 +317,6 @@ class Rule(Source, Protocol):
 
 
 def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
-    """Return `Rule.runs` for any source."""
     if hasattr(source, "runs"):
         return cast(Rule, source).runs(shape, start, stop)
     found: list[Run] = []
@@ -334,7 +333,7 @@ def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run
 
 
 class Alike(Source, Protocol):
-    """A source that can compare its partition with another source's."""
+    """A source with a comparable partition."""
 
     def cut(self, shape: Shape) -> Hashable:
         """Return a key, equal if two sources in a checkpoint have the same regions and padding on the same ranks."""
@@ -349,7 +348,7 @@ class Padded(Protocol):
     """A source whose format stores padding after the tensor's elements."""
 
     def padding(self, shape: Shape) -> Iterator[Fragment]:
-        """Yield the padding as flat ranges after the last element. Its content has no meaning."""
+        """Yield the padding as flat ranges after the last element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,13 +416,13 @@ class Tensor:
         return Tensor(fqn, self.role, self.dtype, self.shape, self.source, self.native, self.replicas, self.rank_copies)
 
     def rank_local(self) -> Tensor:
-        """Return the first rank's values. Other ranks' values may differ."""
+        """Return the first rank's values."""
         return replace(self, replicas=(), rank_copies=self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Common part of two descriptions of a tensor."""
+    """Common part of two descriptions."""
 
     region: Region
     a: Extent

@@ -1,7 +1,7 @@
 """Communication between the processes of one command.
 
-A thread in each process exchanges gathered values, progress and errors a few times a second. So every process soon
-learns about a failure anywhere, and none waits for a dead one.
+A thread in each process exchanges values, progress and errors a few times a second, so that no process waits for a dead
+one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Alone:
         return [value]
 
     def count_all_ranks(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """Wrap `progress` so that the first process's `progress` counts all processes."""
+        """Let the first process's `progress` count all processes."""
         return progress
 
 
@@ -61,7 +61,7 @@ class ProcessGroup(Alone):
         self._values: list[deque[str]] = [deque() for _ in range(self.size)]
         self._left = [False] * self.size  # ranks that are finished
         self._outgoing: list[str] = []
-        self._failure: BaseException | None = None  # this process's own, still to be sent
+        self._failure: BaseException | None = None  # still to be sent
         self._error: BaseException | None = None  # any process's error
         self._is_lost = False  # True if a process has died
         self._is_leaving = False
@@ -124,7 +124,7 @@ class ProcessGroup(Alone):
             raise self._error
 
     def _exchange(self) -> None:
-        """Exchange messages until all processes leave or one fails. Runs in the thread."""
+        """Exchange messages until all processes leave or one fails."""
         while True:
             self._wake.wait(_INTERVAL)
             with self._changed:
@@ -168,7 +168,7 @@ class ProcessGroup(Alone):
 
 
 def check_alike(given: Mapping[str, str], group: Alone) -> None:
-    """Raise UsageError in a process with other options than the first one."""
+    """Raise UsageError if options differ from the first process's."""
     first = group.gather(given if group.rank == 0 else {})[0]
     for name in {**first, **given}:
         if given.get(name) != first.get(name):
@@ -196,7 +196,6 @@ def _named(error: BaseException, rank: int, size: int) -> BaseException:
     return found
 
 
-#: The processes that a launcher started for this command.
 JOINED: ContextVar[ProcessGroup | None] = ContextVar("JOINED", default=None)
 
 

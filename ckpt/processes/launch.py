@@ -1,4 +1,4 @@
-"""Detection of processes started by torchrun, srun or mpirun, and their meeting."""
+"""Detection and meeting of processes started by torchrun, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _first_host(nodes: str) -> str:
 
 
 def silence_all_but_one() -> None:
-    """Silence all processes except the first: they print the same text."""
+    """Silence all processes except the first."""
     start = launch()
     if start is not None and start.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -93,7 +93,7 @@ def silence_all_but_one() -> None:
 
 @contextlib.contextmanager
 def joined(start: Launch | None) -> Iterator[Alone]:
-    """Join the processes that were started with this one. An error inside one process is raised in all of them.
+    """Join the processes started with this one. An error in one process is raised in all.
 
     Raise UsageError if the address is missing, or torch under torchrun; StorageError if not all processes come.
     """
@@ -115,7 +115,6 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 
 
 def _join(start: Launch, stack: contextlib.ExitStack) -> Transport:
-    """Meet the other processes. `stack` leaves them."""
     alone = f"to use one process, start it without {' and '.join(start.variables)}"
     for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
         if number > last:

@@ -1,4 +1,4 @@
-"""Sockets between processes: a star around the first one, which listens until all have come."""
+"""Sockets between processes: a star around the first one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Sockets:
-    """Connections to `peers` by rank: to all from the first process, and to the first from any other."""
+    """The first process is connected to all `peers`, any other to the first."""
 
     def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
         self.rank, self.size, self._peers = rank, size, peers
@@ -197,7 +197,7 @@ def _connection(greeting: bytes, address: str, port: int, end: float) -> socket.
 
 
 def _gathered(listener: socket.socket, size: int, job: str, end: float) -> dict[int, socket.socket]:
-    """Return the connections by rank once all have come. Otherwise send the reason to all who came."""
+    """Return the connections by rank once all have come, otherwise send the reason."""
     peers: dict[int, socket.socket] = {}
     try:
         with selectors.DefaultSelector() as selector:
@@ -225,7 +225,7 @@ def _gathered(listener: socket.socket, size: int, job: str, end: float) -> dict[
 
 
 def _greeted(listener: socket.socket, size: int, job: str, peers: dict[int, socket.socket]) -> int | None:
-    """Add one connection to `peers` and return its rank. Close a connection that isn't from these processes."""
+    """Add a connection to `peers` and return its rank. Close a foreign one."""
     peer, _ = listener.accept()
     try:
         _check_user(peer)

@@ -97,7 +97,7 @@ def open_model(path: Path, *, tag: str | None = None, config: str | None = None)
 def open_accepted(
     path: Path, want: Want, *, tag: str | None, config: str | None, options: Mapping[str, Any] | None
 ) -> Checkpoint | None:
-    """Return the checkpoint that `open` chooses among the ones accepted by `want`, or None."""
+    """Return the checkpoint that `open` chooses among accepted ones."""
     formats = sorted((one for one in registry.all_formats() if one.reads), key=lambda one: one.name != want.prefers)
     return _opened(path, formats, tag, config, want, options=options)
 
@@ -198,7 +198,7 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def holds_optimizer(file: Path) -> bool:
-    """Return True for an optimizer, even if no format reads this file."""
+    """Return True for an optimizer, even if no format reads it."""
     from ckpt.containers.torchfile.read import read
     from ckpt.containers.torchfile.tree import children, is_branch
 
@@ -273,7 +273,6 @@ def _opens(path: Path, format: str, tag: str) -> bool:
 
 
 def _step_named(path: Path, tag: str | None) -> Path:
-    """Return the step for `tag`, without a tag the newest one."""
     run = run_at(path)
     steps = run.steps if tag is None else run.tagged(tag)
     return steps[0].path if steps else path if tag is None else confined(path, tag)
@@ -362,10 +361,7 @@ def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
 
 
 def _with_folders_around(path: Path) -> Path:
-    """Return the full path for `.`, `..` and a part of the step in the working directory.
-
-    Readers look at the names of the folders around a step.
-    """
+    """Return the full path for `.` and `..`: readers look at the names of the folders around a step."""
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))
     parent = Path(os.path.realpath(path.parent)) if path.parent.name in ("", "..") else path.parent

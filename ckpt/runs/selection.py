@@ -1,7 +1,7 @@
 """Choice of a folder's checkpoint: its own, the recorded step, or the newest complete step.
 
-Every command and every Python function uses this choice. Steps are compared by number, never by file time. If no number
-decides, an error lists the candidates and the user chooses with `--tag`.
+Steps are compared by number, never by file time. If no number decides, an error lists the candidates and the user
+chooses with `--tag`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _Skipped = dict[Step, CkptError | None]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Requirement for a checkpoint: `holds` is the test, and `what` its name in messages.
+    """Requirement: `holds` is the test, `what` its name in messages.
 
     With `is_newest`, a newer step wins over the folder's own checkpoint. With `prefers` (a format), that format is
     tried first, and then the first other format that finds a checkpoint decides.
@@ -73,8 +73,6 @@ ANY = Want()
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Choice among a folder's checkpoints."""
-
     formats: Sequence[Format]
     request: ReadRequest
     want: Want = ANY
@@ -165,7 +163,7 @@ class Chooser:
         return None, skipped
 
     def _newer_last(self, run: Run, number: int, found: Checkpoint) -> Checkpoint:
-        """Return the checkpoint in a step called `last` if it is newer than `found` with the given `number`."""
+        """Return the checkpoint in a step called `last` if it is newer than `found`."""
         for place in run.last:
             try:
                 last = self._open_step(place)
@@ -232,7 +230,7 @@ class Chooser:
                 raise several_models(run.path, free, with_tag=True)
 
     def _rivals(self, run: Run, own: Checkpoint) -> list[Step]:
-        """Return the steps to prefer over `own`: newer ones, and equal ones if only they have HF Trainer's record."""
+        """Return the steps newer than `own`, and equal ones if only they have HF Trainer's record."""
         place, number = Path(own.path), _number(run, own)
         steps = [step for step in run.steps if not place.is_relative_to(step.path)]
         if number is None:
@@ -301,7 +299,7 @@ class Chooser:
         return _skip_note(run, step.path, error)
 
     def _hint_at_another(self, error: CkptError, run: Run) -> None:
-        """Add a hint: another usable step, or the reason why none is usable."""
+        """Add a hint: another usable step, or the reason if there is none."""
         damaged = run.holder(Path(error.path)) if error.path is not None else None
         at = run.steps.index(damaged) if damaged is not None else -1
         older, newer = run.steps[at + 1 :], run.steps[: max(at, 0)]
@@ -343,10 +341,7 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
 
 
 def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) -> bool:
-    """Return True if a checkpoint is only a tensor file with an unusual name, next to steps or parts of one.
-
-    Readers accept any tensor file as a model, so a value head next to a step would count as one.
-    """
+    """Return True for a lone tensor file with an unusual name, such as a value head next to a step."""
     folder = Path(checkpoint.path)
     if checkpoint.optimizer_states:
         return False

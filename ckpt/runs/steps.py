@@ -1,4 +1,4 @@
-"""Run folders: a trainer's files and folders around its checkpoints."""
+"""Run folders: files and folders around checkpoints."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Run:
     last: tuple[Path, ...] = ()
 
     def name(self, place: Path) -> str:
-        """Return a place's name relative to the run. For a step, `--tag` accepts it."""
+        """Return a place's name relative to the run, for `--tag`."""
         return str(place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
 
     def holder(self, place: Path) -> Step | None:
@@ -105,7 +105,7 @@ class Run:
         return [*named, *(step.path for text in said for step in self.tagged(text))]
 
     def copies(self, step: Step) -> list[str]:
-        """Return the names of moving averages saved next to a step."""
+        """Return names of moving averages next to a step."""
         stem = re.sub(r"\.(?:ckpt|pt|pth|pth\.tar)$", "", step.path.name)
         found = re.compile(rf"{re.escape(stem)}[-_.]ema(?:\.\w+)?", re.IGNORECASE)
         return [self.name(step.path.with_name(name)) for name in entries_in(step.path.parent) if found.fullmatch(name)]
@@ -266,7 +266,7 @@ def step_mismatch(place: Path, step: int | None) -> str | None:
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
-    """Return the name of Megatron's last file in a step if it is missing. Megatron loads no such step."""
+    """Return the name of Megatron's last file in a step if it is missing."""
     is_megatrons = (step / MEGATRONS_COMMON).is_file() or (has_own_names and has_megatrons_keys(step))
     if not is_megatrons or not (step / _OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
         return None
@@ -274,6 +274,6 @@ def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
 
 
 def has_megatrons_keys(step: Path) -> bool:
-    """Search a folder's first DCP keys: other trainers use DCP too."""
+    """Search the first DCP keys."""
     path = step / _OF_DCP
     return path.is_file() and _MEGATRONS_KEYS.search(read_file(path, _MAX_METADATA)) is not None

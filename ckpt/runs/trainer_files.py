@@ -52,7 +52,7 @@ class Companions:
 def model_files(
     checkpoint: Checkpoint, dtype: DType | None, written: Mapping[DType, int] | None = None, *, plain: bool = False
 ) -> tuple[list[TargetFile], list[str]]:
-    """Return the files that every target has next to a model (config, tokenizer and so on), and notes on the config.
+    """Return the files next to any model (config, tokenizer, ...), and notes.
 
     A config gets the most frequent dtype in `written`, by default the model's own or `dtype`. `plain` is True if
     nothing quantized is written. Raise CorruptError for a config that is not JSON.
@@ -132,7 +132,7 @@ def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
 def trainer_folder(checkpoint: Checkpoint) -> Path | None:
     """Return the HF Trainer or Accelerate step folder that contains a run's checkpoint.
 
-    None without an optimizer: a trainer would continue from its step as if the states existed.
+    None without an optimizer: a trainer would continue without its states.
     """
     if not checkpoint.optimizer_states and not checkpoint.state.param_groups:
         return None

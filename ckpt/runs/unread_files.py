@@ -1,7 +1,7 @@
 """Files in or next to a checkpoint's folder that no reader opened, judged by name and first bytes.
 
-A subfolder without any opened file is reported as a whole if its files look like training state. In the folders around
-a checkpoint, tensor files are reported, but not other steps, other models and run files.
+A subfolder without any opened file is reported as a whole if its files look like training state. Around a checkpoint,
+only tensor files are reported.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ListedName:
 
 
 def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
-    """Return the files and folders that no reader opened and that may matter.
+    """Return unopened files and folders that may matter.
 
     Names next to the checkpoint's folder begin with `../`.
     """
@@ -110,7 +110,7 @@ def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
 
 
 def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[UnreadFile]:
-    """Yield folders with tensor files among `entries`, except steps and folders in `known`."""
+    """Yield folders with tensor files, except steps and `known` ones."""
     for name in (entry.name for entry in entries if entry.size is None):
         if name in known or name.startswith(".") or is_step(root / name):
             continue
@@ -124,7 +124,7 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
 
 
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
-    """Yield tensor files in the folders around `root`, nearest first. A run's other models are not part of the step."""
+    """Yield tensor files in the folders around `root`, nearest first."""
     opened = {file.path for file in checkpoint.files}
     for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
         if folder == root or not root.is_relative_to(folder) or not folder.is_dir():
@@ -217,7 +217,7 @@ def owner_in_run(name: str, is_weights: bool) -> str | None:
 
 
 def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[str]:
-    """Return the user's lines, from the JSON form. A long list is cut."""
+    """Return the user's lines, from the JSON form."""
     if not verbose and len(found) > 1:
         names = [one["name"] for one in found]
         more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
@@ -288,10 +288,7 @@ def _ends_in(folder: Path, name: str) -> bytes:
 
 
 def _ends(path: Path) -> bytes:
-    """Return a file's first bytes, and for a zip also its last ones with the record names.
-
-    Return no bytes for an unreadable file: it is still reported.
-    """
+    """Return a file's first bytes, and for a zip also its last ones with the record names."""
     try:
         with open_stream(path) as file:
             start = file.read(_HEAD)

@@ -368,7 +368,7 @@ def _filesystem(scheme: str, url: str) -> Any:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Silently release the objects in an error's frames: half-made ones may fail in their destructors."""
+    """Release an error's frames silently: half-made objects may fail in their destructors."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         error.__traceback__ = None
@@ -377,7 +377,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 class _Fsspec:
-    """A store supported by fsspec. It has no conditional reads, so each read checks the object again."""
+    """A store without conditional reads, so each read checks the object again."""
 
     def __init__(self, scheme: str, root: str) -> None:
         import fsspec

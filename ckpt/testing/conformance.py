@@ -51,7 +51,7 @@ class Declaration:
     #: The sample's container, if it is not the framework's default.
     container: str = ""
     marks: tuple[pytest.MarkDecorator, ...] = ()
-    #: Patterns for files with a head that detection must read, even if they are large.
+    #: Patterns for large files with a head that detection must read.
     reads_head: tuple[str, ...] = ()
     #: True if vital files end in tensor data: only a comparison shows damage there.
     is_unchecked_data: bool = False
@@ -127,7 +127,7 @@ class Conformance:
 
     @pytest.fixture
     def opened(self) -> Iterator[list[str]]:
-        """Yield all opened paths, in order and with repetitions."""
+        """Yield all opened paths."""
         global _OPENED
         _OPENED = []
         yield _OPENED

@@ -108,7 +108,7 @@ class LazyTensor:
 
 
 class OpenCheckpoint(Checkpoint):
-    """A checkpoint with readable tensors, as returned by `ckpt.open`. It works like a dict from names to tensors.
+    """A checkpoint with readable tensors. It works like a dict.
 
     Its keys are the names of parameters and buffers. Lookup also accepts tied names, and `(fqn, role)` pairs for
     optimizer states, but iteration and `len` skip them.
@@ -138,7 +138,7 @@ class OpenCheckpoint(Checkpoint):
         return LazyTensor(tensor, self.computed)
 
     def get(self, fqn: str, role: str | None = None) -> Any:
-        """Return the tensor `fqn`, or its description in `role`. None if it is missing."""
+        """Return the tensor, or its description in `role`. None if it is missing."""
         if role is not None:
             return super().get(fqn, role)
         with suppress(KeyError):

@@ -1,4 +1,4 @@
-"""Keys that torch's `dcp.load` requests for models and optimizers, and their meaning.
+"""Keys that torch's `dcp.load` requests.
 
 torch's planner flattens the results of `get_model_state_dict` and `get_optimizer_state_dict` (2.13,
 `distributed/checkpoint/default_planner.py` and `state_dict.py`):
@@ -25,7 +25,7 @@ _PARAMS = "params"
 
 @dataclass(frozen=True)
 class StateKeys:
-    """Keys that can be requested from a checkpoint in one namespace.
+    """Keys in one namespace.
 
     `leaves` maps each key to a `SourceTensor` or a plain value, and `paths` to its place in a nested state dict. `find`
     and `value` handle param groups, because the caller's groups may differ.
@@ -63,7 +63,7 @@ class StateKeys:
         if not group.isdigit() or group in self.group_of:
             return self._group_option(option, [group], key)
         members = requested.get(f"{self.groups_at}{group}.{_PARAMS}")
-        if not isinstance(members, list):  # the caller is unknown, for example if everything is loaded
+        if not isinstance(members, list):  # the caller is unknown
             return self.leaves[key]
         return members if option == _PARAMS else self._group_option(option, members, key)
 
@@ -82,7 +82,7 @@ class StateKeys:
         return self.checkpoint.ties.get(fqn, fqn)
 
     def aliases_with_states(self, requested: Iterable[str]) -> list[str]:
-        """Return tied parameters with requested states of their own: the requesting model has no such tie."""
+        """Return tied parameters with requested states of their own."""
         keys = set(requested)
         states = self.groups_at.replace("param_groups.", "state.")
         return [fqn for fqn in self.checkpoint.ties if any(key.startswith(f"{states}{fqn}.") for key in keys)]
@@ -118,7 +118,6 @@ class StateKeys:
         return values[0] if values else None
 
     def left(self, requested: Iterable[str]) -> str:
-        """Describe unrequested content, or return an empty string."""
         requested = set(requested)
         taken = {
             leaf.key[0] for key in requested if isinstance(leaf := self.find(key), SourceTensor) and _is_parameter(leaf)

@@ -3,8 +3,8 @@
     dcp.load({"model": model, "optimizer": optimizer}, storage_reader=ckpt.StorageReader("outputs"))
 
 It offers the content that `ckpt convert auto dcp` would write, with the names of torch's own functions, nested or
-flattened (2.13, `distributed/checkpoint/state_dict.py`). Each rank reads only its own shards' bytes, and a sample of
-everything to check that all ranks opened the same checkpoint.
+flattened (2.13, `distributed/checkpoint/state_dict.py`). Each rank reads its own shards, and a sample of everything to
+check that all ranks opened the same checkpoint.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank to take replicated tensors from.
+        replica: Rank to read replicas from.
         model: The model's key in the state dict.
         optimizer: The optimizer's key in the state dict.
     """
@@ -127,7 +127,6 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read parts directly into tensors in CPU memory."""
         assert self._keys is not None
         with _RankReading(self._keys, planner) as reading:
             for item in plan.items:
@@ -236,7 +235,7 @@ class _Contents:
 
 
 class _Described(dict[str, Any]):
-    """`Metadata.state_dict_metadata` with the first namespace's keys. Lookup also accepts the other namespaces."""
+    """`Metadata.state_dict_metadata` with the first namespace's keys. Lookup also accepts others."""
 
     def __init__(self, contents: _Contents) -> None:
         super().__init__((key, _description(leaf)) for key, leaf in contents.first.leaves.items())
@@ -257,7 +256,7 @@ class _Described(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's message to the first."""
+    """Message to the first rank."""
 
     name: str
     contents: str
@@ -266,7 +265,7 @@ class _Share:
 
 
 def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return a label and a digest, equal for equal contents, even in copies on several nodes."""
+    """Return a label and a digest, equal for copies on several nodes."""
     name = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
     has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
     return name, sample_digest(checkpoint) if has_others else ""
@@ -300,7 +299,7 @@ class _Sources(OpenFiles):
 
 
 class _RankReading:
-    """One rank's part of a load. At its end, it checks that no file was replaced."""
+    """One rank's part of a load."""
 
     def __init__(self, keys: StateKeys, planner: LoadPlanner) -> None:
         self.bytes_read = 0

@@ -204,7 +204,7 @@ class ZeroEngine(DeepSpeedEngine):
         return tensors, facts
 
     def _gather_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return every master and optimizer state, from the ranks' pieces.
+        """Return every master and optimizer state.
 
         safe_get_full_* are not exact enough for the truth. Below stage 3 they add pieces to zeros, so -0.0 becomes 0.0.
         They also use the masters' dtype for every state.
@@ -247,7 +247,7 @@ _MOMENTUM = "momentum_buffer"
 
 
 def state_names(engine: Any) -> list[str]:
-    """Return optimizer states shaped like their parameters; these are sharded."""
+    """Return the sharded optimizer states: they are shaped like their parameters."""
     # All ranks must gather in one order, and load_universal leaves a set's order.
     return sorted(
         {
@@ -260,7 +260,7 @@ def state_names(engine: Any) -> list[str]:
 
 
 def relink(optimizer: Any) -> None:
-    """Repair DeepSpeed's map to master and state fragments (see docs/training.md)."""
+    """Repair DeepSpeed's map to fragments (see docs/training.md)."""
     if getattr(optimizer, "round_robin_gradients", False):
         with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
             optimizer._link_all_hp_params()
@@ -284,10 +284,7 @@ def adam_step(engine: Any) -> int | None:
 
 
 def decide_on_fp16(config: Config | None = None) -> None:
-    """Allow fp16 for a run in fp16, or reset to DeepSpeed's answer.
-
-    DeepSpeed rejects fp16 on most CPUs, although torch computes it on all of them.
-    """
+    """Allow fp16 for a run in fp16: DeepSpeed rejects it on most CPUs."""
     accelerator = get_accelerator()
     for name in ("is_fp16_supported", "supported_dtypes"):
         vars(accelerator).pop(name, None)

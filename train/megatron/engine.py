@@ -335,7 +335,6 @@ def _inputs(batches: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Return the output and the last stage's loss function."""
     input_ids, inputs = _inputs(batches)
     # The last token has no target.
     labels = input_ids.roll(-1, 1)
@@ -350,7 +349,7 @@ def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _logits_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Return the output, and a function that gathers all tensor-parallel ranks' logits."""
+    """Return the output, and a function that gathers the logits."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     _, inputs = _inputs(batches)

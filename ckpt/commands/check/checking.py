@@ -1,4 +1,4 @@
-"""Completeness checks for `ckpt check`, and for the list of a run's checkpoints.
+"""Completeness checks for `ckpt check` and run lists.
 
 A checkpoint is whole if its format's reader can open it, every tensor's parts cover it exactly once, names and shapes
 match the model's config, no file is missing, empty or truncated, and no unread file looks like training state.
@@ -96,7 +96,7 @@ _DEEPSPEED_STEP = re.compile(r"global_step\d+")
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One checkpoint with its problems. `path` is relative to the checked path.
+    """A checkpoint's problems. `path` is relative to the checked path.
 
     `format` is None if the checkpoint can't be read. `usable` names the readable part if files are missing. Unread
     files and tensors that only the config expects come last in `problems`: alone, they leave the checkpoint whole.
@@ -147,7 +147,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckReport(Returned):
-    """All checkpoints in a folder, newest first, and the folder's own problems."""
+    """A folder's checkpoints, newest first, and its own problems."""
 
     verdict: ClassVar[str] = ".whole"
 
@@ -268,14 +268,13 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
 def checkpoints_of(path: Path) -> list[Path]:
     """Return the checkpoints in a run folder, newest first.
 
-    `path` itself comes first if it is a checkpoint or has no steps. Raise SeveralRunsError for a folder of several
-    runs.
+    `path` itself comes first if it is a checkpoint or has no steps. Raise SeveralRunsError for several runs.
     """
     return _run_of(path)[1]
 
 
 def _run_of(path: Path) -> tuple[Path, list[Path]]:
-    """Return the run folder at `path`, or the only run below it, and its checkpoints."""
+    """Return the run at or below `path`, and its checkpoints."""
     if models_of(path):
         return path, [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
@@ -529,7 +528,7 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _mixed_save_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield problems if the folder's name gives another step, or if model and optimizer count different steps."""
+    """Yield problems if folder name, model and optimizer disagree on the step."""
     if what := different_steps(checkpoint):
         yield Problem(LACKING, "optimizer", f"{what} The optimizer may have been reset")
     if told := step_mismatch(Path(checkpoint.path), checkpoint.state.step):
@@ -585,10 +584,7 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield problems for missing tensors.
-
-    A trainer may leave out frozen or unused parts, but from_pretrained needs all.
-    """
+    """Yield problems for missing tensors: from_pretrained needs all."""
     parts, tensors = services.expected.missing_content(checkpoint)
     is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
     if tensors and is_model:
@@ -626,10 +622,7 @@ def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Check
 
 
 def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
-    """Yield a problem if the trainer's last file is missing.
-
-    HF Trainer's file counts only if the run's other steps have it.
-    """
+    """Yield a problem if the trainer's last file is missing, HF Trainer's only if other steps have it."""
     if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
     if (other := one_with_state(place)) is not None:

@@ -1,4 +1,4 @@
-"""Bytes that the forward pass saves for the backward pass, per layer and in total.
+"""Bytes saved for the backward pass.
 
 Counts follow Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4): every
 tensor that autograd saves, once. Attention is fused, unless eager attention is requested.
@@ -34,7 +34,7 @@ _IN_USE = 2
 class Activations:
     """Peak bytes, with all activations kept and with every layer checkpointed.
 
-    `host` counts the checkpointed inputs in host memory.
+    `host` counts inputs in host memory.
     """
 
     kept: int

@@ -15,9 +15,9 @@ included. They count the rank with the most memory:
 * Offload: `offload_optimizer` and `offload_param`, to device cpu or (stage 3) nvme. ZeRO-Infinity has buffers in host
   memory, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py. FSDP's CPUOffload and CPUOffloadPolicy move
   parameters, gradients and states together.
-* fsdp1, fsdp2: torch.distributed.fsdp, one unit per layer and one for the rest, which stays gathered between forward
-  and backward. FSDP2 shards dim 0 of each parameter into equal chunks. FSDP1 shards a unit's flat parameter, which
-  aligns parameters to 16 bytes.
+* fsdp1, fsdp2: torch.distributed.fsdp, one unit per layer and one for the rest, gathered from forward to backward.
+  FSDP2 shards dim 0 of each parameter into equal chunks. FSDP1 shards a unit's flat parameter, which aligns parameters
+  to 16 bytes.
 * megatron: megatron-core 0.16, tensor and pipeline parallel, float32 gradients, distributed optimizer
   (distributed/param_and_grad_buffer.py: parameters start at multiples of 64, buffers end at a multiple of 128 and of
   the data parallel size).
@@ -49,12 +49,11 @@ _NF4_TABLES = (16 + 256 + 1) * _FP32
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the GPU with the highest use.
+    """Bytes on the fullest GPU.
 
-    `gathered` counts temporary whole copies of sharded or cast tensors. `late` buffers for communication peak at the
-    end of the backward pass, when few activations are left. `step` is for the optimizer's step, without activations.
-    `activations` is None for unknown layers. `host` counts one rank's host memory without activations, `nvme` its data
-    on disks.
+    `gathered` counts temporary whole copies of sharded or cast tensors. `late` buffers peak at the end of the backward
+    pass, when few activations are left. `step` is for the optimizer's step, without activations. `activations` is None
+    for unknown layers. `host` counts one rank's host memory without activations, `nvme` its data on disks.
     """
 
     parameters: int
@@ -74,7 +73,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.masters
 
     def total(self, *, checkpointing: bool) -> int:
-        """Return the peak: in the backward pass with earlier micro batches' gradients, or in the optimizer's step."""
+        """Return the peak, in the backward pass or the optimizer's step."""
         backward = 0
         if self.activations is not None:
             backward = self.activations.checkpointed if checkpointing else self.activations.kept

@@ -1,4 +1,4 @@
-"""Table for `ckpt estimate`: rows by strategy, and a suggestion."""
+"""Table for `ckpt estimate`."""
 
 from __future__ import annotations
 
@@ -69,10 +69,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class EstimateRow:
-    """A row of the table. `options` holds parallel sizes and LoRA, by option name.
-
-    `stages` counts each pipeline stage's layers.
-    """
+    """`options` holds parallel sizes and LoRA, by option name. `stages` counts each pipeline stage's layers."""
 
     strategy: str
     memory: Memory
@@ -172,7 +169,7 @@ def size(
     pp: int | None = None,
     ep: int | None = None,
 ) -> Sizing:
-    """Estimate every strategy, or the given ones. Without `tp`, `pp` or `ep`, try several sizes for Megatron."""
+    """Estimate strategies. Without `tp`, `pp` or `ep`, try several sizes for Megatron."""
     rows = []
     for strategy in strategies or _default(subject, setup):
         if strategy == MEGATRON:
@@ -262,8 +259,7 @@ def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
 def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
     """Suggest the simplest strategies that fit, or more GPUs.
 
-    Activation checkpointing comes second, then offloading with LoRA as the alternative, then Megatron, another
-    framework.
+    Activation checkpointing comes second, then offloading or LoRA, then Megatron.
     """
     mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
     data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)

@@ -1,4 +1,4 @@
-"""Overview of a checkpoint: identity, contents and size on disk, without reading tensor data.
+"""Overview of a checkpoint without tensor data.
 
 Names and values come from untrusted files: output is escaped and limited, and pickled objects never give their own
 text.
@@ -130,7 +130,7 @@ def _per_parameter(nbytes: int, parameters: int | None) -> float | None:
 def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
     """Return the sizes of the parallel axes `tp`, `pp`, `ep`, `cp` and `dp`, or None if they are not recorded.
 
-    ZeRO's axis is always `dp`, whatever the ranks' mesh was.
+    ZeRO's axis is always `dp`.
     """
     args, world_size = checkpoint.state.args or {}, checkpoint.world_size
     found = {axis: size for axis, name in AXES.items() if type(size := args.get(name)) is int and size > 0}
@@ -237,7 +237,6 @@ def _half(checkpoint: Checkpoint) -> list[str]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
-    """Note quantized states: they are smaller in the files."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
         states = f"{pluralize(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
         yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"

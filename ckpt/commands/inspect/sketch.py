@@ -1,7 +1,7 @@
-"""Drawing of a tensor: slices as patches of a rectangle, with their ranks, even if the tensor is damaged.
+"""Drawing of a tensor: slices as patches of a rectangle.
 
 Elements run from left to right in row-major order, so along the first dim. If another dim is sharded, as in a
-row-parallel layer, it runs from top to bottom. So each slice has its true form and share.
+row-parallel layer, it runs from top to bottom.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """Drawing of one tensor.
-
-    `across` and `down` name the horizontal and vertical dims. `down` is empty if no other dim is sharded. `bands`
-    counts slices from top to bottom.
-    """
+    """`across` and `down` name the horizontal and vertical dims. `bands` counts slices from top to bottom."""
 
     patches: tuple[Patch, ...]
     across: str
@@ -177,7 +173,7 @@ def _place(region: Region, shape: Shape) -> Region:
 
 
 def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:
-    """Note copies with different slices: stripes can't show them."""
+    """Note copies with different slices."""
     drawn = {_place(part.region, shape) for part in parts}
     for number, copy in enumerate(copies, 2):
         others = [part.holder for part in copy if _place(part.region, shape) not in drawn]

@@ -13,7 +13,7 @@ These choices decide the bits:
   delta to the weight's dtype, then the sum.
 - DoRA divides in fp32 and rounds once. Its norm uses the same views as in PEFT.
 
-Every function may reuse its weight's memory, and returns the merged weight in the same dtype.
+Every function may reuse its weight's memory, and keeps its dtype.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ def merge_attention(
 ) -> torch.Tensor:
     """Merge `a` [r, in] and `b` [out, r] into a projection of `nn.MultiheadAttention`.
 
-    PEFT adds the delta to the output projection twice: in the attention layer, and in the `Linear` around the
-    projection. Training does the same.
+    PEFT adds the delta to the output projection twice, in training too.
     """
     weight += _linear_delta(a, b, scaling, False).to(weight.dtype)
     return merge_linear(weight, a, b, None, scaling=scaling, transposed=False) if is_output else weight
@@ -191,7 +190,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor
 def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
     """Compute `weight += (product * scaling).to(dtype)` as torch does: add in the wider dtype, round once.
 
-    Work on a few rows at a time, so they stay in the processor's cache.
+    A few rows at a time stay in the processor's cache.
     """
     wider = torch.promote_types(weight.dtype, dtype)
     for part, rows in zip(weight.split(_rows_at_once(weight)), product.split(_rows_at_once(weight)), strict=True):
@@ -210,7 +209,7 @@ def _rows_at_once(weight: torch.Tensor) -> int:
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:
-    """Return a 16-bit factor in fp32. The delta is rounded to the factor's dtype later."""
+    """Return a 16-bit factor in fp32."""
     return factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
 
 

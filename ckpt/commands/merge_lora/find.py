@@ -97,10 +97,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: its config, its source, and its tensors under PEFT's file names.
-
-    `others` holds a combined adapter's other checkpoints.
-    """
+    """Tensors have PEFT's file names. `others` holds a combined adapter's other checkpoints."""
 
     path: str
     folder: Path
@@ -164,7 +161,6 @@ def open_adapter(
 
 
 def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Use the `given` PEFT release unless another one is recorded."""
     if given is None:
         return raw, ()
     if peft_rules.release_of({"peft_version": given}) is None:
@@ -175,7 +171,7 @@ def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[st
 
 
 def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:
-    """Add its base's config if the adapter's names need one."""
+    """Add the base's config if the adapter's names need one."""
     if checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
         return checkpoint
     if base is None:
@@ -246,7 +242,7 @@ def _empty_tensors(checkpoint: Checkpoint) -> list[str]:
 
 
 def own_base(adapter: Adapter) -> Checkpoint | None:
-    """Return the adapter's own checkpoint's base, or None if it is missing or incomplete."""
+    """Return the base in the adapter's own checkpoint, if complete."""
     checkpoint = adapter.checkpoint
     if checkpoint.is_adapter:
         return None
@@ -266,7 +262,7 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
 
 
 def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, config: str | None = None) -> Checkpoint:
-    """Return the base at `where`, from the adapter's own checkpoint, or from its config's record.
+    """Return the base at `where`, from the adapter's checkpoint or its record.
 
     Raise UsageError if `where` is known to differ from the recorded model, unless `accept`.
     """

@@ -35,7 +35,7 @@ _ELSEWHERE = (
 LINEAR, CONV1D = "Linear", "Conv1D"
 #: Computed by PEFT from the base.
 _PROJECTION = ".adamss_newB"
-#: Another processor or bf16 stays below. Another base or other random numbers change everything.
+#: Another processor or bf16 stays below.
 _TOLERANCE = 0.02
 PEFT_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
@@ -120,9 +120,8 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
 def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], path: str) -> None:
     """Raise LossError if the factors in `state` belong to other rows than PEFT's tensors in `made`.
 
-    AdaMSS's factors belong to groups of rows. No file records them: PEFT finds them again with scikit-learn when it
-    loads an adapter, and continues if they differ from training. The saved projection and the group sizes show a
-    difference.
+    AdaMSS's factors belong to groups of rows. No file records them: PEFT finds them again with scikit-learn, and
+    continues if they differ. The saved projection and the group sizes show a difference.
     """
     for fqn, tensor in made.items():
         saved = state.get(fqn)
@@ -161,7 +160,7 @@ def updates(
 
 @dataclass(eq=False)
 class _PeftLayer:
-    """A layer that PEFT merges once for all parameters. `kept` holds merged parameters until they are used."""
+    """A layer. `kept` holds merged parameters until they are used."""
 
     adapter: Adapter
     module: str

@@ -60,7 +60,7 @@ _ROWS = "vocab_size"
 _TIE = "tie_word_embeddings"
 #: In PEFT's copies of a module, if the vocabulary was resized.
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
-#: To try if the adapter in the run folder does not fit.
+#: Tried if the run folder's adapter does not fit.
 _MAX_STEPS = 8
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -100,7 +100,7 @@ def plan(
     *,
     as_peft: bool = False,
 ) -> Merge:
-    """Plan the conversion of `base`, with `adapters` merged into it one after the other, to a Hugging Face folder.
+    """Plan the conversion of `base`, with `adapters` merged in order, to a Hugging Face folder.
 
     `base` may have any format. `as_peft` keeps tied weights tied, as PEFT does. Raise LossError if an adapter does not
     fit the base, UsageError if a merge is unsupported or torch is missing.
@@ -166,17 +166,14 @@ def is_merged(tensor: Tensor) -> bool:
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
-    """Add the adapters' files, to detect changes and protect them from the output."""
+    """Add the adapters' files, to protect them and detect changes."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
 
 
 def _identity(adapters: Sequence[Adapter]) -> str:
-    """Digest everything besides the source files that decides a merge's bits.
-
-    An interrupted merge continues only if the digest in its journal is the same.
-    """
+    """Digest everything besides the source files that decides a merge's bits, for its journal."""
     from xxhash import xxh3_128
 
     packages = ("torch", "peft", "transformers", "scikit-learn")
@@ -198,7 +195,7 @@ def _installed(package: str) -> str | None:
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
-    """Stack the adapter if it adapts single experts and the base has only stacked experts."""
+    """Stack an adapter for single experts if the base has only stacked ones."""
     modules = {parse_name(fqn).module for fqn in adapter.factors} if adapter.config.kind == LORA else set()
     if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
         return adapter
@@ -236,7 +233,7 @@ class _Merge:
         return next((rows for part in config_parts(self.base.config) if (rows := part.get(_ROWS))), None)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config` with the merge's tied embeddings and vocabulary size."""
+        """Return `config` with the new ties and vocabulary size."""
         changed = {**config, **self.entries}
         if self.untied:
             changed = services.ties.untied_config(changed, self.untied) or {**changed, _TIE: False}
@@ -307,7 +304,7 @@ class _Merge:
         self.targets.extend(targets.notes(adapter.config, layers, adapted))
 
     def _check_saved(self, adapter: Adapter) -> None:
-        """Raise CorruptError if the adapter lacks a fully trained module, in one layer or in all."""
+        """Raise CorruptError if the adapter lacks a fully trained module."""
         if not (adapter.config.saved and adapter.checkpoint.is_adapter) or _ties_copies(adapter.config):
             return
         parsed = [parse_name(fqn) for fqn in adapter.factors]
@@ -532,7 +529,7 @@ class _Merge:
         return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
 
     def _is_tied_duplicate(self, module: str, modules: Iterable[str]) -> bool:
-        """Return True if another module in `modules` is tied to this one and makes the same change."""
+        """Return True if a tied module makes the same change."""
         owner = self._owner(f"{module}.weight")
         return owner != f"{module}.weight" and owner.removesuffix(".weight") in modules
 
@@ -559,7 +556,7 @@ class _Merge:
         self.noted.untied |= self.untied
 
     def _replace(self, adapter: Adapter, fqn: str, target: str, factor: Factor) -> None:
-        """Replace a fully trained parameter (`modules_to_save`, biases), or one saved with the adapter."""
+        """Replace a fully trained or saved parameter."""
         owner = self._owner(target)
         if owner not in self.chosen:
             raise _misfit(
@@ -989,7 +986,7 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
 
 
 def _is_saved_base_weight(fqn: str) -> bool:
-    """Return True for a base weight saved with the adapter, as PEFT does for embeddings."""
+    """Return True for an embedding saved with the adapter."""
     return ".base_layer." in fqn
 
 
@@ -1062,7 +1059,7 @@ def _is_tokenizer(name: str) -> bool:
 
 
 def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
-    """Use the adapter's tokenizer, if any: the model was trained with it."""
+    """Use the adapter's tokenizer if there is one."""
     found = {name: content for name, content in companions([adapter.folder]).items() if _is_tokenizer(name)}
     if "tokenizer_config.json" not in found:
         return target

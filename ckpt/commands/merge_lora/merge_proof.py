@@ -1,7 +1,7 @@
 """Comparison of a merged model with its base and adapters: `ckpt verify BASE MERGED --adapter A`.
 
-Every tensor is computed again and compared bit by bit. If nothing was merged, it has the base's bits. If additions ran
-in another order, the difference is a small part of the adapter's change.
+Every tensor is computed again and compared. If additions ran in another order, the difference is a small part of the
+adapter's change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A tensor of the merged model that differs from the expected merge.
+    """A tensor that differs from the expected merge.
 
     `is_target`: an adapter changes the tensor. `is_base`: the tensor still has the base's bits. `off`: distance from
     the expected tensor, relative to the adapter's change.
@@ -167,7 +167,7 @@ def verify_merge(
     Args:
         base: The base model, in any format.
         merged: The merged model, in any format.
-        adapters: Adapters: folders, checkpoints or Hub ids in the cache.
+        adapters: Folders, checkpoints or cached Hub ids.
         expert_layout: Who packed stacked experts: `peft` or `unsloth`.
         peft_version: PEFT release that trained the adapter, if none is recorded.
         accept_settings: Recorded settings to ignore.
@@ -240,7 +240,7 @@ def verify_merge(
 
 
 def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> tuple[Merge, bool]:
-    """Plan the merge as trained, or PEFT's merge if no model can have the trained ties. True for PEFT's."""
+    """Plan the merge as trained, or PEFT's (True) if no model can have the trained ties."""
     try:
         return plan(adapters, base, layout), False
     except LossError:

@@ -72,7 +72,7 @@ def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any])
     layout = Layout(cast, parse_size(merged.max_shard_size), names=merged.names)
     made = plan(found, model, layout, Resources(workers=workers), as_peft=merged.as_peft)
     made = replace(made, opened=tuple(opened), combined=tuple(found))
-    made.to_json()  # also lists the folders listed while opening the base
+    made.to_json()  # also lists the base's folders
     return made
 
 
@@ -94,7 +94,7 @@ def merge_lora(
     Raises LossError if the merge would leave out trained weights in an adapter's folder, such as a value head.
 
     Args:
-        adapters: Adapters: PEFT folders, run folders (the newest adapter), sharded checkpoints, Hub ids in the cache.
+        adapters: PEFT folders, run folders (the newest adapter), sharded checkpoints, cached Hub ids.
         output: The folder or URL to write to.
         describe: Returns more files for the written folder: their content by name.
         base: The model to merge into, in any format; None for the recorded one.
@@ -103,7 +103,7 @@ def merge_lora(
         accept_base: Merge into a base that the adapter does not name.
         expert_layout: Who packed stacked experts, if it is not recorded: `peft`, or `unsloth` before 2026.9.6.
         peft_version: PEFT release that trained the adapter, if none is recorded.
-        accept_settings: Unknown settings of the adapter or its run, to ignore.
+        accept_settings: Unknown settings to ignore.
         ignore_files: Files next to the adapter to leave out.
         adapter_weights: Weights for combining the adapters into one.
         combination: PEFT's `combination_type`.

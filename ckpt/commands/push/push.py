@@ -2,8 +2,6 @@
 
 huggingface_hub skips files that the Hub already has, so an interrupted push can be repeated. After the upload, the
 Hub's checksums are compared with the local files: sha256 for large files, git's blob sha1 for others.
-
-`HF_ENDPOINT` and `HF_TOKEN` work as in that library.
 """
 
 from __future__ import annotations
@@ -254,7 +252,7 @@ def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
 
 
 def _preferring_loader(name: str, stay: list[str], ours: list[str]) -> str | None:
-    """Return the loader that prefers the set `name`, with the files `stay`, to the sets `ours`, or None."""
+    """Return the loader that prefers the set `name` to the sets `ours`."""
     if not ours or (name in ours and not any(file.endswith(".json") for file in stay)):
         return None  # the index selects the shards
     for loader, order in _ORDERS.items():
@@ -432,7 +430,7 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 
 @contextmanager
 def _translated(again: str, to: Push) -> Iterator[None]:
-    """Turn huggingface_hub's errors into our own, with a hint to continue. Ctrl-C gets the hint too."""
+    """Turn errors into our own, with a hint to continue. Ctrl-C gets the hint too."""
     try:
         with _request_timeouts():
             yield

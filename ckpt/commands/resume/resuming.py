@@ -124,8 +124,8 @@ def resume(
 
     The folder is the newest complete checkpoint with an optimizer, in `path` or its steps. A converted copy goes into a
     hidden folder next to `path` (`.NAME.ckpt-resume`). The next call uses the copy again, or continues an interrupted
-    conversion. It deletes copies of older steps, and copies whose source changed or is gone. A used copy is first
-    compared with its manifest: every bit up to 4 GB, only the sizes and non-tensor data if it is larger.
+    conversion. It deletes copies of older steps, and copies with a changed or missing source. A used copy is first
+    compared with its manifest: every bit up to 4 GB, otherwise only the sizes and non-tensor data.
 
     `format` and `world_size` are detected: from torch.distributed, from the environment of torchrun, deepspeed, srun,
     mpirun and accelerate, and from HF Trainer's DeepSpeed config. The fallback is the source's own.
@@ -150,7 +150,7 @@ def resume(
         missing_ok: Return None if `path` is missing or holds no tensor files and no record of a step. A damaged or
             unknown checkpoint still raises an error.
         say: Called with each line about the progress, in the first process.
-        **options: Options of the format, such as Megatron's `tp=2`.
+        **options: The format's options, such as Megatron's `tp=2`.
     """
     if scheme_of(path) is not None:
         hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"
@@ -262,7 +262,7 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
 
 
 def _check_same_files(path: Path, group: Alone) -> None:
-    """Raise the same StorageError everywhere if some processes lack files."""
+    """Raise StorageError everywhere if some processes lack files."""
     found = [file for file in files_below(path) if file.is_file()] if path.is_dir() else []
     below = [str(file.relative_to(path)) for file in found]
     seen = [(host, frozenset(names)) for host, names in group.gather((socket.gethostname(), below))]
@@ -289,7 +289,7 @@ def _check_same_files(path: Path, group: Alone) -> None:
 
 
 def _check_seen_by_all(found: _Way, group: Alone) -> None:
-    """Raise StorageError if a node lacks the folder or a file. The first process of each node checks."""
+    """Raise StorageError if a node lacks the folder or a file."""
     hosts = group.gather(socket.gethostname())
     looks = hosts.index(hosts[group.rank]) == group.rank
     lacking = group.gather([file for file in (found.place, *found.files) if looks and not os.path.exists(file)])

@@ -1,7 +1,7 @@
 """Search for a run's rank that died or stalled, with its stack.
 
-docs/operations.md defines dead, frozen and stuck ranks. One stuck rank makes all ranks stuck: the guilty one is outside
-a collective while others wait in it, or is behind them.
+docs/operations.md defines dead, frozen and stuck ranks. One stuck rank makes all ranks stuck: it is outside a
+collective while others wait in it, or is behind them.
 """
 
 from __future__ import annotations
@@ -58,15 +58,13 @@ class Finding:
 
 @dataclass
 class RankFacts:
-    """Facts about a rank, and the times when its beat and its place last changed."""
-
     facts: dict[str, Any]
     beat: float
     moved: float
 
 
 class Watcher:
-    """Reader of a run's heartbeats. Times are this machine's, as other clocks may differ."""
+    """Reader of a run's heartbeats. Times are this machine's."""
 
     def __init__(self, run: Path, silent: float, stuck: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.silent, self.stuck, self.clock = run / FOLDER, silent, stuck, clock
@@ -111,7 +109,7 @@ class Watcher:
         return []
 
     def _suspects(self, stuck: list[RankFacts], patience: float) -> list[tuple[RankFacts, str]]:
-        """Return the ranks that do not wait for others, or else all ranks behind, with their dumps."""
+        """Return the ranks that do not wait for others, or else all ranks behind."""
         dumps = self._dumps(stuck, patience)
         with_dumps = [(seen, dumps.get(seen.facts["rank"], "")) for seen in stuck]
         first = min(seen.facts["step"] for seen in stuck)

@@ -1,4 +1,4 @@
-"""DCP's `.metadata`: the tensors, their chunks, and each chunk's place in the data files.
+"""DCP's `.metadata`: the tensors and their chunks' places.
 
 Facts from torch's `distributed/checkpoint/metadata.py` and `filesystem.py` (2.1, 2.3 and 2.13). The file is a plain
 pickle with a `Metadata` object:
@@ -101,7 +101,7 @@ class Metadata:
     """Content of one or several metadata files. Values and tensors are numbered from 0.
 
     For each number, `keys` holds its key, `steps` its path, and `rows` its item's row (-1 for a tensor). `order` lists
-    all numbers in state dict order if known. `is_nested` is True if paths are recorded.
+    all numbers in state dict order if known.
     """
 
     path: str
@@ -137,7 +137,7 @@ class Metadata:
 
 
 def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
-    """Return the metadata in a checkpoint folder: its `.metadata`, or the ranks' merged files.
+    """Return a folder's metadata: its `.metadata`, or the ranks' merged files.
 
     `classes` are allowed for the metadata object. Raise UnsafeError if the pickle names a forbidden object or a path
     leaves the folder, CorruptError if the metadata contradicts itself, NotFoundError if a feature is not supported.
@@ -210,8 +210,6 @@ def _add_chunks(mine: TensorEntry | None, other: TensorEntry | None, path: str, 
 
 
 class _Parser:
-    """Converter from untrusted pickled objects to `Metadata`."""
-
     def __init__(self, folder: Path, path: str) -> None:
         self.folder = folder
         self.path = path
@@ -358,7 +356,7 @@ class _Parser:
                     f"{pluralize(len(shape), 'dim')}",
                     f"{pluralize(len(sizes), 'dim')}",
                 )
-            if 0 in shape and 0 not in sizes:  # the plan checks all other tensors; an empty one needs no check
+            if 0 in shape and 0 not in sizes:  # the plan checks all other tensors
                 self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
             if 0 in sizes:  # an empty part from FSDP2
                 continue
@@ -440,7 +438,7 @@ class _Parser:
 
 
 class _Numbers:
-    """Index from text to list position, sorted because a dict of a million texts takes four times as long."""
+    """Index from text to list position, sorted because a large dict takes four times as long."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         """Raise IrregularError for a duplicate key."""

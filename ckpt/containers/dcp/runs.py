@@ -87,7 +87,7 @@ class Columns(NamedTuple):
 
 
 class IrregularError(Exception):
-    """Signal to read this pickle without `Runs`. Only says that Python did not write it."""
+    """Signal to read this pickle without `Runs`."""
 
 
 def unframed(path: str) -> bytes:
@@ -104,7 +104,7 @@ def unframed(path: str) -> bytes:
 
 
 class Runs:
-    """Reader for the regular runs in one pickle. Places are in columns."""
+    """Reader for one pickle's regular runs."""
 
     def __init__(self) -> None:
         self.fqns: list[str] = []
@@ -251,7 +251,7 @@ class Runs:
         return True
 
     def _cached_results(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
-        """Return the cached results, and the number of memo entries of each."""
+        """Return the results and their numbers of memo entries."""
         if _are_alike(codes):
             value, count = self._values[codes[0]]
             return [value] * len(codes), count
@@ -273,7 +273,7 @@ class Runs:
 
 
 class _Memo(dict[int, Any]):
-    """A machine's memo. Most texts are never referenced and stay in columns until a lookup."""
+    """A machine's memo. Texts stay in columns until a lookup."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []

@@ -1,4 +1,4 @@
-"""Content of a new DCP checkpoint: data files with items, and `.metadata` with each item's place.
+"""Content of a new DCP checkpoint.
 
 Modelled on torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
 optimizer state. Tensors are cut along dim 0 like FSDP2 (`torch.chunk`). Uncut items (values, scalars, buffers) go to
@@ -37,9 +37,9 @@ _VALUE_BYTES = 64  # assumed value size when balancing the ranks
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A source tensor to cut among the ranks, or to give to one rank if not `cut`.
+    """A source tensor, given to one rank if not `cut`.
 
-    `part` returns the content for a box if it differs from the tensor's plain elements.
+    `part` returns the content for a box if it is not the plain elements.
     """
 
     key: Key
@@ -200,7 +200,7 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, root: Any, only: FromSource | None) -> TargetFile:
-        """Lay out an item. `only` is its content if that is a single source range."""
+        """Lay out an item. `only` is its content if it is a single source range."""
         kind: _Kind
         if only is None:
             root = pickled(root)

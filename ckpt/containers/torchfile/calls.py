@@ -1,4 +1,4 @@
-"""Replacements for the functions that a pickle calls: inert values for Python, numpy and torch.
+"""Replacements for the functions that a pickle calls.
 
 The torch functions follow torch 2.13's `_utils.py`, `_tensor.py`, `serialization.py` and `storage.py`.
 """

@@ -1,7 +1,7 @@
 """Pickle machine without imports.
 
-A global is looked up in a table by its exact (module, name), never imported. A call runs our function. It returns a
-plain value, a `Record` or a `StoredTensor`. Any other global is refused.
+A global is looked up in a table by its exact (module, name). A call runs our function. It returns a plain value, a
+`Record` or a `StoredTensor`. Any other global is refused.
 
 For any bytes, the machine returns or raises a `CkptError`. Its memory is linear in the pickle's length. The result is a
 tree for simple recursive code: at most `MAX_DEPTH` deep, without cycles except through a `Record`, and not much larger
@@ -57,7 +57,6 @@ _FREE_CONTAINERS, _CONTAINER = 1 << 16, 4
 _KEYS = frozenset((str, int, float, bool, type(None), bytes, complex, DType, Record, Global, frozenset, range))
 _KEYS |= {PurePosixPath, PureWindowsPath, *TIMES.values()}
 
-#: Errors from operations on a senseless pickle.
 _MEANT_AS_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, MalformedError)
 
 
@@ -239,7 +238,7 @@ class Machine:
         return made
 
     def check_unlisted(self) -> None:
-        """Refuse a tensor inside an object with a class outside the table: its meaning is unknown."""
+        """Refuse a tensor inside an object with a class outside the table."""
         waiting: list[tuple[Record, Any]] = [(one, one) for one in self.unlisted.values()]
         seen: set[int] = set()
         while waiting:

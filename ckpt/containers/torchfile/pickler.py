@@ -3,8 +3,7 @@
 Without arguments, NEWOBJ creates a `Record` (`__new__`, never `__init__`). With arguments, REDUCE does (enums,
 functions, namedtuples, `torch.device`). Then BUILD sets the state.
 
-A repeated object (by identity), text or size is written once. The same value gives the same bytes in every process,
-because sets are sorted.
+A repeated object (by identity), text or size is written once. Sets are sorted, so every process writes the same bytes.
 
 Opcodes follow Python 3.13's `pickle.py`. Tensors follow torch 2.13's `_tensor.py`, `_utils.py`, `nn/parameter.py` and
 `serialization.py`. `torch.load(weights_only=True)` accepts every opcode and name in protocol 2 output, if it accepts
@@ -46,7 +45,7 @@ class StreamedDict:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor in the file. `key` names its storage with `numel` elements of `dtype`."""
+    """`key` names the storage with `numel` elements of `dtype`."""
 
     dtype: DType
     key: str

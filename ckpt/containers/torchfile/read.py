@@ -1,7 +1,6 @@
 """Reader for `torch.save` files. It needs no torch and reads no tensor data.
 
-Since torch 1.6, the container is an uncompressed zip archive. All records are in one folder with the file's name (or
-`archive`):
+Since torch 1.6, the container is an uncompressed zip archive. Its only folder has the file's name (or `archive`):
 
     data.pkl                the objects, with a persistent id for each storage
     byteorder               `little` or `big`; missing before torch 2.1, meaning little
@@ -42,7 +41,7 @@ from ckpt.move.source import opened, read_at
 
 #: About five million records.
 MAX_DIRECTORY = 1 << 29
-#: A legacy file's pickles have no recorded length: they are read in growing steps.
+#: A legacy file's pickles are read in growing steps: their length is unknown.
 MAX_LEGACY_PICKLE = 1 << 26
 
 
@@ -383,7 +382,7 @@ def _refuse_program(region: _Region) -> NoReturn:
 
 
 def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
-    """Raise an error if the local header contradicts the directory."""
+    """Check the local header against the directory."""
     raw_name = entry.name.encode()
     header = region.read(entry.header, _LOCAL_SIZE + len(raw_name))
     signature, flags, method, crc32, packed, size, name_size, extra_size = _local_fields(header)
@@ -433,7 +432,7 @@ def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
 
 
 class _Archive:
-    """Records of one zip archive, located on demand."""
+    """A zip archive's records, located on demand."""
 
     def __init__(self, region: _Region, entries: dict[str, _ZipEntry]) -> None:
         self.region = region
@@ -451,7 +450,7 @@ class _Archive:
         return found
 
     def content(self, name: str, limit: int) -> bytes:
-        """Check the bytes against their CRC-32."""
+        """Check the CRC-32."""
         record = self.locate(name)
         if record.size > limit:
             most, found = f"at most {show_size(limit)}", show_size(record.size)
@@ -523,7 +522,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
 
 
 def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> Any:
-    """Return an equal pickle's root if all storages have the same places, otherwise None."""
+    """Return an equal pickle's root if all storages have the same places."""
     if parsed is None or parsed.table is not region.table or parsed.start != region.start:
         return None
     for key, storage in parsed.storages.items():

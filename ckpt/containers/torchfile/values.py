@@ -1,4 +1,4 @@
-"""Values that result from reading a pickle without imports, and limits for reading.
+"""Values from a pickle read without imports, and limits.
 
 torch's tensors and parameters      StoredTensor: the position of the elements, never the elements
 storages on their own               Storage
@@ -75,10 +75,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Global:
-    """An inert class or function named by a pickle: a table entry.
+    """An inert class or function in the table.
 
-    `build` returns the result of a call. It is None if files only contain the name. `fields` names the positional
-    arguments of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name.
+    `build` returns the result of a call, None if files only contain the name. `fields` names the positional arguments
+    of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name.
     """
 
     module: str
@@ -122,7 +122,7 @@ class Record:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Attributes by name: named positional arguments, keyword arguments, `__dict__` and slots."""
+        """Attributes by name, also from arguments and slots."""
         found: dict[str, Any] = dict(zip(self.fields, self.args, strict=False))
         found.update(self.kwargs or {})
         # State with slots: (`__dict__` or None, slots). A namedtuple-like state has names.
@@ -179,7 +179,7 @@ class Array:
         self.fill(shape, dtype, data, bool(fortran), spend)
 
     def fill(self, shape: Any, dtype: Any, data: Any, fortran: bool, spend: Callable[[int], None]) -> Array:
-        """Take the elements, check their number against `shape`, and return the array. `spend` counts copied bytes."""
+        """Take the elements and check their number. `spend` counts copied bytes."""
         text, itemsize = _dtype_text(dtype)
         if type(shape) is int:
             shape = (shape,)

@@ -1,7 +1,6 @@
 """Files for torch.load, laid out without tensor data: headers now, elements when the plan runs.
 
-Known bytes (zip headers, `data.pkl`, the directory) become literals. Tensor elements become slots, filled by
-`ckpt.move.run`.
+Known bytes become literals. Tensor elements become slots, filled by `ckpt.move.run`.
 
     torch_file("model.pt", {"model": {"w": NewTensor(FLOAT32, (2, 3), (FromSource(("w", "weight"), whole((2, 3))),))}})
 
@@ -76,7 +75,7 @@ Part = FromSource | Bytes | Zeros
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
-    """A storage shared by several tensors, tiled by the parts in `fill`."""
+    """A shared storage, tiled by the parts in `fill`."""
 
     dtype: DType
     numel: int
@@ -88,7 +87,7 @@ class NewTensor:
     """A tensor to write.
 
     It has either its own storage, tiled by `fill` in row-major order, or a view of `storage` with `offset` and
-    `strides` (in elements; None: contiguous). The same NewTensor at two places in the tree is one tensor after loading.
+    `strides` (in elements; None: contiguous). One NewTensor at two places in the tree is one tensor after loading.
     """
 
     dtype: DType
@@ -145,7 +144,7 @@ def with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pickled:
-    """A pickled tree shared by several files, and its storages by number."""
+    """A tree shared by several files, and its storages by number."""
 
     data: bytes
     storages: Sequence[NewStorage]
@@ -266,7 +265,7 @@ class _Layout:
         self.count += 1
 
     def finish(self, size: int, crc32: int) -> None:
-        """Use 64 bits if the size or the header's offset needs them."""
+        """Use 64 bits if needed."""
         if not size:
             return
         wide = size >= _FULL32 or self.header >= _FULL32
@@ -334,7 +333,7 @@ def _known_crc32(storage: NewStorage) -> int:
 
 
 def _check_view(tensor: NewTensor, storage: NewStorage, strides: tuple[int, ...]) -> None:
-    """Assert that a view fits its storage. A failure is a bug in the writer."""
+    """Assert that a view fits its storage."""
     reach = Extent("", tensor.offset * tensor.dtype.itemsize, tensor.dtype, tensor.shape, strides).end
     assert tensor.dtype == storage.dtype, f"a view of {tensor.dtype} in a storage of {storage.dtype}"
     assert 0 in tensor.shape or reach <= storage.numel * storage.dtype.itemsize, "a view ends outside its storage"
