@@ -1,4 +1,4 @@
-"""Bitwise comparison of two conversions, read by torch and safetensors, never by ckpt.
+"""Bitwise comparison of two conversions, without ckpt.
 
     python -m benchmarks.equal KIND OURS THEIRS
 

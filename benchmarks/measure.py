@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """Command, with the paths that it writes. These are removed before each run.
+    """A command. The paths that it writes are removed before each run.
 
     `cold` folders are dropped from the page cache before the start.
     """
@@ -71,7 +71,7 @@ def parallel_copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...]
 
 
 def written_to_disk(name: str, num_bytes: int, path: Path) -> Case:
-    """Measure the disk's raw rate, past the page cache."""
+    """Measure the disk's raw rate."""
     count = -(-num_bytes // (8 << 20))
     flags = ["bs=8M", f"count={count}", "oflag=direct", "conv=fsync", "status=none"]
     return Case(name, ["dd", "if=/dev/zero", f"of={path}", *flags], (path,))
@@ -101,7 +101,7 @@ def run(case: Case, filler: Path | None = None) -> Run:
 
 
 def timed(name: str, command: Sequence[str | Path]) -> tuple[Run, str]:
-    """Run the command, and return its figures and its standard output."""
+    """Return the command's figures and its standard output."""
     start = time.perf_counter()
     with (
         tempfile.TemporaryFile() as said,
@@ -156,7 +156,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Drop the folder's files from the page cache. They must be on disk already."""
+    """Drop the folder's synced files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -302,7 +302,7 @@ def _model(written: _Folder, run: Run) -> None:
 
 
 def _buffer(written: _Folder, name: str, vp: int, numels: list[int], ranks: list[int], limit: int | None) -> None:
-    """Write buckets in reverse parameter order, each split evenly over data-parallel ranks."""
+    """Write buckets in reverse parameter order, split over data-parallel ranks."""
     buckets: list[list[tuple[int, int]]] = [[]]
     at = 0
     for numel in reversed(numels):
@@ -330,7 +330,7 @@ def _cut(places: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[i
 
 
 def _rest(written: _Folder, run: Run) -> None:
-    """Write param groups for each buffer's ranks, random states, and the common state."""
+    """Write param groups, random states, and the common state."""
     for number, of_stage in enumerate((run.tp, EP)):
         for group in range(run.pp * of_stage):
             name = f"chained_{number}.optimizer.distributed.dp_group_idx_{group}"

@@ -1,4 +1,4 @@
-"""Shared parts of all sections: sources made once, a scratch folder, and the table with its goals.
+"""Shared parts of all sections.
 
 A section is a module in `benchmarks` with a function `measure(bench: Bench) -> Table`, listed in `__main__.SECTIONS`.
 """

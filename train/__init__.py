@@ -2,9 +2,9 @@
 
     python -m train --ranks 4 --strategy zero3 --model llama --steps 4 --output outputs
 
-trains a tiny model with the real framework and saves it through the framework's own call. With `--truth` it also
-gathers every tensor through the engine's API into a safetensors file. A correct converter reproduces this file bit for
-bit, so nothing here imports converter code.
+trains a tiny model and saves it through the framework's own call. With `--truth` it also gathers every tensor through
+the engine's API into a safetensors file. A correct converter reproduces this file bit for bit, so nothing here imports
+converter code.
 
 `run(Config(...))` trains from Python. It may be called many times in one process group.
 """

@@ -1,4 +1,4 @@
-"""Run configuration: a frozen dataclass, and its command line."""
+"""Run configuration, and its command line."""
 
 import argparse
 import dataclasses
@@ -260,7 +260,7 @@ def parse_options(options: argparse.Namespace) -> Config:
 
 
 def read_jobs(path: Path) -> list[Config]:
-    """Read JSON lines: lists with command line words or objects with options."""
+    """Read JSON lines with command line words or options."""
     jobs = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():

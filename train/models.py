@@ -1,7 +1,7 @@
 """Tiny models with awkward shapes.
 
-Few sizes divide by 2, 3 or 4, so every kind of sharding has to pad. All weights are random, even if a framework sets
-them to zero or one, so a misplaced slice is always noticed.
+Few sizes divide by 2, 3 or 4, so every kind of sharding has to pad. All weights are random, so a misplaced slice is
+always noticed.
 """
 
 import re
@@ -158,7 +158,7 @@ def _freeze(model: nn.Module, pattern: str) -> None:
 
 
 class Toy(nn.Module):
-    """Plain module outside the Hub, with every shape and dtype that breaks naive code."""
+    """Plain module with every shape and dtype that breaks naive code."""
 
     seen: torch.Tensor
     mask: torch.Tensor

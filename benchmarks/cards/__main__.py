@@ -92,7 +92,7 @@ def _journeys(model: Model) -> tuple[Journey, Journey]:
 
 
 def shapes_of(model: Model, folder: Path) -> dict[str, Shape]:
-    """Return the names and shapes of all tensors on the Hub, from transformers."""
+    """Return all tensors' shapes on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / f"{model.name}.json"
     config.write_text(json.dumps(model.config))

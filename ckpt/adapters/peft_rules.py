@@ -65,10 +65,10 @@ def release_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 def with_explicit_patterns(
     raw: Mapping[str, Any], path: str | PathLike[str], ranks: Mapping[str, int], *, option: str = ""
 ) -> Mapping[str, Any]:
-    """Return `raw` with patterns that every release reads like the one that wrote them.
+    """Return `raw` with patterns that every release reads alike.
 
     `ranks` holds the adapted layers' ranks, from their factors. Raise UsageError if the release is unknown and the
-    rules differ for these layers. `option` is the command's option for it.
+    rules differ for these layers.
     """
     alpha, patterns = _ALPHAS.get(str(raw.get("peft_type"))), [raw.get(entry) for entry in _PATTERNS]
     if alpha is None or not any(patterns) or not all(one is None or isinstance(one, Mapping) for one in patterns):

@@ -1,4 +1,4 @@
-"""Layers that an adapter's config names, compared with the layers of its tensors.
+"""An adapter's layers by config and by tensors.
 
 Source: peft 0.21.2 (`tuners/tuners_utils.py`, `check_target_module_exists`). PEFT warns about layers that it can't
 adapt, and ignores tensors of layers that it has not adapted.

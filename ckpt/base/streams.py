@@ -1,4 +1,4 @@
-"""Standard streams that may be closed or full: commands still finish, and no message lands in an output file."""
+"""Standard streams that may be closed or full."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def flush_output() -> str | None:
 
 
 def code_of_reader() -> int | None:
-    """Return the exit code if the reader of our output has left (SIGPIPE), otherwise None.
+    """Return the exit code if our output's reader has left (SIGPIPE).
 
     The code is 0 if the command's result is its files: they are complete before anything is printed.
     """

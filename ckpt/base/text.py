@@ -1,4 +1,4 @@
-"""Text helpers: counts, URLs, suggestions, tables."""
+"""Text helpers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scheme_of(where: object) -> str | None:
 
 
 class Brief(str):
-    """A sentence with a short form, printed unless the user asks for details. An empty short form prints nothing."""
+    """A sentence with a short form, printed unless the user asks for details."""
 
     short: str
 

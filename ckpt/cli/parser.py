@@ -65,7 +65,7 @@ def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(function: Function, command: Command) -> Function:
-    """Turn ckpt's errors into a message on stderr and an exit code, without a traceback for users' mistakes."""
+    """Turn ckpt's errors into a message on stderr and an exit code."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class TypedCommand(_Help, TyperCommand):
 
 
 class CommandGroup(_Help, TyperGroup):
-    """All commands. Only the running command gets formats' options: the others stay fast."""
+    """Only the running command gets formats' options: the others stay fast."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
@@ -288,8 +288,8 @@ def with_options(
 ) -> Callable[..., Any]:
     """Return `function` with an option for each group field and each format option.
 
-    A group arrives as one object. `owners` maps each dataclass to its formats. Format options in `kinds` arrive in the
-    argument `options`, if the user sets them. Raise UsageError if two options have the same name.
+    `owners` maps each dataclass to its formats. Format options in `kinds` arrive in the argument `options`, if the user
+    sets them. Raise UsageError if two options have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters, groups = split_groups(function)

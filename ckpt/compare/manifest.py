@@ -1,4 +1,4 @@
-"""`ckpt-manifest.json`: digests of a conversion's output, for checking the folder later.
+"""`ckpt-manifest.json`: digests of a conversion's output.
 
 It holds each file's size and xxh3-128 digests for its pieces: one for each tensor's bytes, and one for all other bytes
 (headers, pickles, padding). If every tensor is contiguous, like in safetensors, it also holds the logical digests
@@ -290,7 +290,7 @@ def _read(folder: Path, name: str) -> Checkpoint:
 def _hash_files(
     folder: Path, files: dict[str, FileDigest], progress: Progress | None, elements: bool
 ) -> dict[str, FileDigest]:
-    """Hash the pieces and, in each file, the bytes outside them. Without `elements`, hash only the latter."""
+    """Hash the pieces and, in each file, the bytes outside them, or only the latter."""
     found: dict[str, dict[Piece, str]] = {name: {} for name in files}
     rests: dict[str, str] = {}
     todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces) if elements or job is None]

@@ -102,7 +102,7 @@ class RunReport(Returned):
 
 
 def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
-    """Compare two checkpoints' training states, but not their tensors.
+    """Compare two checkpoints' training states.
 
     Raise the errors of `ckpt.containers.torchfile.read` if a run file is damaged.
     """

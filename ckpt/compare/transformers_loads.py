@@ -30,7 +30,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token
 
 @dataclass(frozen=True, repr=False)
 class Loading(Returned):
-    """Result of loading a folder: `problems` by part, and the parts checked."""
+    """Result: `problems` by part, and the parts checked."""
 
     verdict: ClassVar[str] = ".good"
 

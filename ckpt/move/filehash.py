@@ -1,4 +1,4 @@
-"""File digests by piece: one for each tensor's bytes, one for the rest. They show where a file has changed."""
+"""File digests by piece, to show where a file has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares of a plan's remaining work, by process: target files in pieces, balanced by bytes."""
+"""Shares of a plan's remaining work, by process."""
 
 from __future__ import annotations
 

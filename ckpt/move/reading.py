@@ -1,4 +1,4 @@
-"""Reads of a file range, an extent, or a tensor's box into memory, in raw bits."""
+"""Reads into memory, in raw bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening source files and reading ranges: the interface for every container."""
+"""Opening of source files, and reads of ranges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Remote(Protocol):
 
 
 class Stores(Protocol):
-    """Lookup of stand-in files for objects in a store (`ckpt.stores.placeholder_files`)."""
+    """Lookup of stand-in files (`ckpt.stores.placeholder_files`)."""
 
     def is_standin(self, path: str) -> bool: ...
     def in_use(self) -> bool: ...
@@ -57,7 +57,7 @@ _stores: Stores = _NoStores()
 
 
 def ask(stores: Stores) -> None:
-    """Look up stand-ins in `stores` from now on. `ckpt.stores` calls this on import."""
+    """Look up stand-ins in `stores` from now on."""
     global _stores
     _stores = stores
 

@@ -1,4 +1,4 @@
-"""Worker threads for a fixed list of jobs, or for a queue that is still being filled."""
+"""Worker threads for a list or a queue of jobs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Written = TypeVar("Written", bound="Converted")
 
 
 class _DryRunError(Exception):
-    """A function was stopped after planning, before it writes anything."""
+    """Signal to stop after planning."""
 
 
 def terminal_width() -> int | None:
@@ -62,7 +62,7 @@ def carry_out(
     outcome: Outcome,
     show: Callable[[Planned], None],
 ) -> Written | None:
-    """Call `convert`, a function that plans and writes, and report its progress and result on stderr.
+    """Call `convert`, and report its progress and result on stderr.
 
     A dry run stops the function after planning, prints the plan, and returns None.
     """

@@ -1,4 +1,4 @@
-"""SVG drawing: rectangles, texts, colours and stripes.
+"""SVG drawing.
 
 Names come from untrusted files: text is bounded, and escaped for the terminal and for XML.
 """

@@ -66,7 +66,7 @@ class Option:
 
 
 def option(help: str, *, default: Any = None, **more: Any) -> Any:
-    """Declare a field in a format's options: its help text, and other attributes of `Option`."""
+    """Declare a field in a format's options."""
     return field(default=default, metadata={"help": help, **more})
 
 

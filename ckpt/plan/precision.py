@@ -65,7 +65,7 @@ def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, C
 
 
 def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:
-    """Return the number of elements in floating parameters (no buffers), by written dtype."""
+    """Return the number of elements in floating parameters, by written dtype."""
     counts: dict[DType, int] = {}
     for choice in chosen:
         if choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:

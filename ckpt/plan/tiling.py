@@ -68,7 +68,7 @@ def faults_of(tensor: Tensor) -> Iterator[TilingFault]:
 
 
 def copy_faults(tensor: Tensor, source: Source, copy: int = 1) -> Iterator[TilingFault]:
-    """Yield every fault in one copy of a tensor, misfits first."""
+    """Yield faults in one copy, misfits first."""
     fragments = list(source.fragments(tensor.shape))
     for fragment in fragments:
         if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:

@@ -1,4 +1,4 @@
-"""Transports for messages between processes, and the one of torch.distributed."""
+"""Transports for messages between processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Transport(Protocol):
 
 
 class Torch:
-    """All processes in torch.distributed, connected by gloo to keep messages off the GPUs.
+    """torch.distributed's processes, connected by gloo to keep messages off the GPUs.
 
     `store` is torch.distributed's, used to find dead processes.
     """

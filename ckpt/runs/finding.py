@@ -1,4 +1,4 @@
-"""Search for a format's checkpoint: the folder itself, or the step named by a tag or by the format's record."""
+"""Search for a format's checkpoint."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class Steps:
     of_record: Callable[[str], Sequence[str]] = _recorded_folders
     #: True if the engine loads no step without a record.
     needs_record: bool = False
-    #: True if only this format has the record. A record without a valid step is then damaged, unless the folder may
-    #: belong to another format.
+    #: True if only this format has the record. A record without a valid step is then damaged.
     owns_record: bool = False
     may_be_others: Callable[[Path], bool] = _never
     #: From file names, if possible.

@@ -1,4 +1,4 @@
-"""Hub repository names, and a repository's small files from the local cache or the Hub."""
+"""Hub repository names and small files."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def holds_model(checkpoint: Checkpoint) -> bool:
 
 
 def lost_weights(path: Path) -> CkptError | None:
-    """Return the error if the files belong to a checkpoint with missing weights, or None.
+    """Return the error if the files' checkpoint lacks weights.
 
     HF Trainer writes weights before its record of a step, and PEFT before an adapter's config.
     """
@@ -83,7 +83,7 @@ def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
 
 
 def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
-    """Yield places with the model for `path`: around a file, in a folder, and next to an optimizer's folder.
+    """Yield places with the model for `path`.
 
     A step inside another one, like `checkpoint-2/global_step2`, has the model's file next to it. Other steps hold other
     models.

@@ -1,4 +1,4 @@
-"""Files from two saves in one folder: a model and an optimizer with different step counts.
+"""A model and an optimizer from two saves.
 
 An optimizer ahead of the model proves it. An optimizer behind the model may have been restarted, if only weights were
 loaded. Then the fp32 masters still round to the model's weights. HF Trainer also counts steps skipped after an

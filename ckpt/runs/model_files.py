@@ -1,4 +1,4 @@
-"""Files next to a model's weights, copied byte for byte, except `config.json` with its dtype corrected."""
+"""Files next to a model's weights, copied except for `config.json`'s dtype."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def with_quantization(config: Mapping[str, Any], of: Mapping[str, Any]) -> Mappi
 
 
 def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[str, Any]:
-    """Return a sub-config with the main dtype in place of a dtype that no weight has."""
+    """Return a sub-config with the main dtype in place of unused ones."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -53,7 +53,7 @@ def free_tags(run: Path) -> list[Path]:
 
 
 def save_around(place: Path) -> Path:
-    """Return the folder of the save around the model at `place`, or `place` itself."""
+    """Return the save's folder around `place`, or `place` itself."""
     is_one = bool((_FILE if place.is_file() else _FOLDER).fullmatch(place.name))
     return place.parent if is_one and place in models_of(place.parent).values() else place
 
@@ -79,7 +79,7 @@ def missing_models(save: Path) -> list[str]:
 
 
 def _numbered_as(name: str, number: int, first: str) -> str:
-    """Return `name` with this model's number. `first` is the text for number 0."""
+    """Return `name` with a number. `first` is the text for number 0."""
     return re.sub(r"_\d+(?=$|\.|_rank)", f"_{number}" if number else first, name, count=1)
 
 

@@ -41,7 +41,7 @@ def default_output(path: Path, target: str) -> Path:
 
 
 def next_to_run(path: Path, *suffix: str) -> Path:
-    """Return a place next to the run, named after `path` and `suffix`. It is relative if `path` is."""
+    """Return a place next to the run, relative if `path` is."""
     absolute = Path(os.path.abspath(path))
     if not absolute.name:
         raise UsageError("the input has no name for an output folder", path=path, hint="give one with -o")
@@ -54,7 +54,7 @@ def next_to_run(path: Path, *suffix: str) -> Path:
 
 
 def run_root(path: Path) -> Path:
-    """Return the outermost folder around the absolute `path` that belongs to a trainer, or `path` itself."""
+    """Return a trainer's outermost folder around the absolute `path`, or `path` itself."""
     root = path
     for folder in (path, *path.parents[:_LEVELS]):
         if folder.name and _is_part_of_run(folder):
@@ -65,7 +65,7 @@ def run_root(path: Path) -> Path:
 
 
 def _is_part_of_run(path: Path) -> bool:
-    """Return True if the parent folder holds steps, a record, or half a step."""
+    """Return True if the parent folder belongs to a run."""
     if _is_step_name(path) or any(_sibling_steps(path)) or any((path.parent / name).is_file() for name in RECORDS):
         return True
     return is_named_like_state(path.name) and is_checkpoint(path.parent)

@@ -29,7 +29,7 @@ _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with its run's compute dtype, or with a note if the record can't be read."""
+    """Return `checkpoint` with its run's compute dtype, or a note."""
     try:
         recorded = _recorded_dtype(checkpoint) if _keeps_float32(checkpoint) else None
     except (CorruptError, NotFoundError, UnsafeError) as error:

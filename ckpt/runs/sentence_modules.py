@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: a model in the root, and further modules in subfolders.
+"""Folders of sentence-transformers.
 
 `modules.json` lists them (sentence-transformers 6, `base/model.py`). In training, module N's tensor names begin with
 `N.`. A module's weights are in `model.safetensors`, or in `pytorch_model.bin` (`base/modules/module.py`).

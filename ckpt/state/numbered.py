@@ -1,4 +1,4 @@
-"""Names for numbered optimizer states without names, found by order and proven by shapes.
+"""Names for numbered optimizer states, proven by shapes.
 
 An optimizer numbers its parameters by group, then by the order in the model (torch/optim/optimizer.py, `state_dict`).
 Three groupings are known: one group; with weight decay before without, chosen by name like HF Trainer (transformers

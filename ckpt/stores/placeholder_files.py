@@ -1,4 +1,4 @@
-"""Stand-in files for objects in a store: they have names and sizes, and their bytes are fetched.
+"""Stand-in files for objects in a store.
 
 They are in a temporary folder that ends with the process. `ckpt.move.source` opens a stand-in with the flag `STANDIN`.
 Any other open would read a hole of zeros, so an audit hook forbids it in Python.
@@ -66,7 +66,6 @@ def _has_user(scheme: str | None, root: str) -> bool:
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the object's URL for a stand-in, or None."""
     text = os.fspath(path)
     if not is_standin(text):
         return None

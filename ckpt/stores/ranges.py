@@ -1,4 +1,4 @@
-"""Ranges of an object in a store: large ones are fetched on demand, small ones in cached pages.
+"""Ranges of an object in a store. Small ones are cached in pages.
 
 Sequential reads are fetched ahead in the background, in growing windows.
 """
@@ -37,7 +37,7 @@ class Ranges:
         self._num_pages = -(-size // _PAGE)
 
     def read_into(self, offset: int, *buffers: memoryview) -> int:
-        """Fill `buffers` in order. Return the number of available bytes."""
+        """Fill `buffers`. Return the number of available bytes."""
         done = 0
         for part in self.parts(offset, offset + sum(map(len, buffers))):
             buffers = _scatter(part, buffers)
@@ -57,7 +57,7 @@ class Ranges:
                 start += len(part)
 
     def _parts(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes from `start` to `stop`, or only the first of them."""
+        """Return the bytes, or only the first of them."""
         if stop - start >= DIRECT:
             cuts = [*range(start, stop, _PART), stop]
             ahead = [_pool(os.getpid()).submit(self._fetch, *cut) for cut in pairwise(cuts[1:])]

@@ -1,4 +1,4 @@
-"""Uploads of a target to a store: files are sent in parts while they are computed, and loaders' entry files last.
+"""Uploads of a target to a store in parts, while they are computed. Loaders' entry files are last.
 
 If anything fails, the sent objects are removed.
 """
@@ -37,7 +37,7 @@ _AHEAD = 3  # parts per file
 _CLAIM = ".ckpt-uploading"  # exists while a process writes
 _MAX_PARTS = 9000  # S3's limit is 10,000
 
-#: They tell a loader that the checkpoint exists, so they are sent last.
+#: They tell a loader that the checkpoint exists.
 LAST_FILES = re.compile(
     r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
 )
@@ -149,7 +149,7 @@ def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[Targe
 
 
 def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
-    """Create stand-ins, so that files can be read before the upload ends."""
+    """Create stand-ins to read before the upload ends."""
 
     def fetch(name: str, start: int, stop: int) -> memoryview:
         buffer = memoryview(bytearray(stop - start))
@@ -226,7 +226,6 @@ class _Sending:
     def _chunks(
         self, file: TargetFile, size: int, digest: _Digest | None, *, is_counted: bool = True
     ) -> Iterator[memoryview]:
-        """Yield a target file's bytes, computed ahead."""
         starts = iter(range(0, file.size, size))
         ahead = deque(self._computing.submit(self._compute, file, start, size) for start in islice(starts, _AHEAD))
         while ahead:
@@ -268,8 +267,6 @@ class _Sending:
 
 
 class _Digest:
-    """Digest of a file whose bytes arrive in order."""
-
     def __init__(self, pieces: Sequence[Piece], size: int) -> None:
         self._size = size
         self._pieces = iter(pieces)

@@ -33,9 +33,9 @@ class TrainerCallback(_Base):  # type: ignore[misc]
     Conversions go to `OUTPUT_DIR-TO/checkpoint-N`, next to the run folder. The pushed repository's main branch becomes
     the newest checkpoint. `options` are checked at once.
 
-    Training does not wait: the first rank queues each checkpoint, and the work runs one process at a time. Only the end
-    of training waits for the queue. A failure is a warning in the log `ckpt.training` and stops nothing, for example if
-    `save_total_limit` has already removed the checkpoint.
+    The first rank queues each checkpoint, and the work runs one process at a time. Only the end of training waits for
+    the queue. A failure is a warning in the log `ckpt.training` and stops nothing, for example if `save_total_limit`
+    has already removed the checkpoint.
 
     Args:
         check: Test each checkpoint for completeness.
@@ -81,14 +81,14 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         self._worker: threading.Thread | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record a saved checkpoint. Trainer calls this in each rank that has saved."""
+        """Record a saved checkpoint, in each rank that has saved."""
         if state.is_world_process_zero:
             name, run = f"checkpoint-{state.global_step}", Path(args.output_dir)
             output = Path(self._output or f"{os.path.normpath(run)}-{self._asked['to']}") / name
             self._saved.append(AfterSave(str(run / name), str(output), **self._asked))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Queue the recorded checkpoints: this rank has heard from all ranks since they saved."""
+        """Queue the recorded checkpoints: all ranks have saved by now."""
         self._hand_over()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -5,8 +5,8 @@
     OUTPUT/heartbeats/rank-R.dump     stacks of all threads, written on SIGUSR2 or a request
     OUTPUT/heartbeats/request         touched by a watcher to get dumps from ranks on other machines
 
-A thread beats, so a rank keeps beating while it waits for others; its stack shows the wait. If a process is stopped or
-C code holds its interpreter, the beats end.
+A thread beats, also while the rank waits for others. If a process is stopped or C code holds its interpreter, the beats
+end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DONE = "done"
 
 class Heart:
     def __init__(self, output: Path, rank: int, world_size: int, every: float, started: float) -> None:
-        """Set up the beats: `every` is in seconds, and `started` is equal on all ranks and new at each start."""
+        """`every` is in seconds. `started` is equal on all ranks and new at each start."""
         self.folder, self.rank, self.every = output / FOLDER, rank, every
         self._main = threading.main_thread().ident or 0
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Target files computed on read instead of written, with the same bytes."""
+"""Target files computed on read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SLOTS = 256  # with cached copies
 
 
 class Views:
-    """Files of a plan's target, readable in any range and from several threads.
+    """A target's files, readable from several threads.
 
     Computed tensors are cached up to `max_memory` bytes, and the latest one always.
     """
@@ -79,7 +79,7 @@ class Views:
 
 
 class _Window:
-    """A range of a target file to fill, with margins for elements that cross its borders."""
+    """A range to fill, with margins for elements across its borders."""
 
     def __init__(self, start: int, size: int) -> None:
         self.start, self.stop = start, start + size

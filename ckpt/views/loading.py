@@ -32,8 +32,7 @@ def load_into(
 
     Names follow the model's state dict. If the checkpoint has other names (the Hub's, Megatron's), its config relates
     them. A parameter takes the stored weight in its own dtype, otherwise the float32 master, rounded to nearest even if
-    the parameter is narrower. Only one tensor is in memory at a time. Return the model's names missing in the
-    checkpoint; they keep their values.
+    the parameter is narrower. Only one tensor is in memory at a time. Return missing names; they keep their values.
 
     Raise UsageError for a sharded model or one without memory (meta), LossError if names, shapes or kinds of dtype do
     not match, and the errors of `ckpt.open`.

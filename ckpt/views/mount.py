@@ -1,7 +1,4 @@
-"""`ckpt mount`: a checkpoint as a read-only folder in another format, computed on read.
-
-mfusepy is the maintained library for FUSE's path-based interface, with libfuse 2 or 3.
-"""
+"""`ckpt mount`: a checkpoint as a read-only folder in another format, computed on read."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Conversion(Protocol):
 
 
 class Mount(AbstractContextManager[Path]):
-    """A checkpoint to show as a folder: during a `with` block, or with `serve`."""
+    """A virtual folder, during a `with` block or with `serve`."""
 
     def __init__(self, conversion: Conversion, view: Path | None, words: Sequence[str]) -> None:
         self.conversion = conversion

@@ -32,7 +32,7 @@ from train.engine import Engine
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
 
-# FSDP1 warns about its successors in every rank and for every state dict.
+# FSDP1 warns about its successors.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
 # FSDP1 has nothing to shard on a single rank.
@@ -161,7 +161,7 @@ class NativeEngine(Engine):
 def gather(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[str], buffers: list[str]
 ) -> tuple[dict[str, torch.Tensor], int | None]:
-    """Gather the truth's tensors through torch's full state dicts, and return them with Adam's step."""
+    """Return tensors from torch's full state dicts, and Adam's step."""
     options = StateDictOptions(full_state_dict=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     tensors = {f"weight/{name}": state[name] for name in parameters}

@@ -1,4 +1,4 @@
-"""Saving and loading of runs under torch's own strategies.
+"""Files of torch's own strategies.
 
     --save dcp    step-N/{.metadata, __R_0.distcp}   torch.distributed.checkpoint.save
     --save full   step-N/model.pt                    rank 0's torch.save of the gathered state

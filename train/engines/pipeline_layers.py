@@ -24,7 +24,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt_neox")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Model sizes, and this rank's position. `group` is the tensor-parallel process group."""
+    """`group` is the tensor-parallel process group."""
 
     hidden: int
     ffn: int
@@ -88,7 +88,7 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
 
 
 def _parameter(name: str, shape: tuple[int, ...], how: str, of: Sizes) -> nn.Parameter:
-    """Return this rank's shard of a random tensor, with its Place as an attribute for the truth."""
+    """Return this rank's shard of a random tensor, with its Place as an attribute."""
     generator = torch.Generator().manual_seed(of.seed + zlib.crc32(name.encode()))
     full = 0.05 * torch.randn(shape, generator=generator)
     if "norm" in name and name.endswith("weight"):

@@ -1,6 +1,6 @@
 """Patches to run megatron-core 0.16.1 without a GPU, Transformer Engine or Apex.
 
-docs/training.md lists the patches with reasons.
+docs/training.md lists the patches.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def on_this_machine() -> Iterator[None]:
 
 
 def numbered_device() -> contextlib.AbstractContextManager[Any]:
-    """Give the current device a number, because Megatron-FSDP puts it into a name at startup."""
+    """Give the current device a number: Megatron-FSDP needs it for a name."""
     if _has_gpu():
         return contextlib.nullcontext()
     return mock.patch.object(torch.cuda, "current_device", lambda: 0)
@@ -98,7 +98,7 @@ class _CenteredRMSNorm(torch.nn.RMSNorm):
 
 
 def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Sum over a group. A group of one returns the tensor itself, not a view."""
+    """Sum over a group. A group of one returns the tensor itself."""
 
     def reduced(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         return tensor if group is not None and group.size() == 1 else reduce(tensor, group=group)

@@ -129,7 +129,6 @@ def _load_torch(engine: Any, folder: Path) -> None:
 
 
 def _load_rest(engine: Any, state: dict[str, Any]) -> None:
-    """Load the scheduler, the data position and any random states."""
     for one in engine.optimizer.chained_optimizers:
         for values in one.optimizer.state.values():
             if "step" in values:  # loading leaves one tensor for all; torch's Adam would step it for each
@@ -166,7 +165,7 @@ def _sharded_state(engine: Any, metadata: dict[str, Any], optimizer: bool, loadi
 
 
 def _sharded_random_state() -> Any:
-    """Return the random states, one object per pipeline and tensor rank, with experts also per data rank."""
+    """Return an object per pipeline and tensor rank, with experts also per data rank."""
     sizes = [mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()]
     ranks = [mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()]
     copy = mpu.get_data_parallel_rank(with_context_parallel=True)
@@ -192,7 +191,7 @@ def _save_torch_dist(engine: Any, folder: Path) -> None:
 
 
 def _warn_of_shifted_states(engine: Any) -> None:
-    """Warn if megatron-core saves wrong optimizer states, because the truth then contradicts the checkpoint.
+    """Warn if megatron-core saves wrong optimizer states.
 
     Up to 0.19.0 sharded_param_state_fully_reshardable uses positions with the padding between buckets to index tensors
     without padding. States from the second bucket on are shifted.

@@ -54,7 +54,6 @@ class Operations:
         self.heart.__exit__(*reason)
 
     def steps_to_take(self, done: int) -> int:
-        """Print a note if --until leaves 0."""
         config = self.config
         if config.until and config.until <= done:
             _say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
@@ -68,7 +67,6 @@ class Operations:
         self.heart.enter(phase, self.engine.step if self.engine else self.heart.facts["step"])
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
-        """Take up the record of a resumed checkpoint."""
         self.engine = engine
         if resumed:
             self._take_up(Path(*resumed))
@@ -98,7 +96,7 @@ class Operations:
         return batch
 
     def after_step(self, loss: float, own_loss: float) -> None:
-        """Log a step and check it for a spike. `loss` is the mean over all ranks."""
+        """`loss` is the mean over all ranks."""
         seconds = time.perf_counter() - self.line.pop("begin")
         mine = torch.tensor([seconds, _peak_memory(), own_loss], dtype=torch.float64, device=launch.device())
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]

@@ -37,7 +37,7 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers in the state dict. Other buffers are recomputed and never saved."""
+    """Return the buffers in the state dict."""
     persistent = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
@@ -63,7 +63,7 @@ def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]
 
 
 def record(engine: Engine, config: Config, tag: str) -> None:
-    """Write truth and logits files. All ranks call it together."""
+    """Write truth and logits files, on all ranks."""
     tensors, facts = engine.gather()
     # Far beyond any training step.
     input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())

@@ -47,7 +47,7 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
 
 
 def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
-    """Return a rank's rows for each part of a hybrid's packed layers, in the order its forward pass cuts them."""
+    """Return a rank's rows for each part of a hybrid's packed layers."""
     module, _, rest = name.rpartition(".in_proj.") if ".in_proj." in name else name.rpartition(".conv1d.")
     if rest not in ("weight", "bias"):
         return ()
@@ -160,7 +160,7 @@ def leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any]]:
-    """Yield each parameter, its master in the inner optimizer, the master's first element, and the inner optimizer."""
+    """Yield each parameter, its master, the master's first element, and the inner optimizer."""
     inner = optimizer.optimizer
     if hasattr(optimizer, "gbuf_ranges"):  # DistributedOptimizer
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
@@ -199,7 +199,7 @@ def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[s
 
 
 def named_groups(optimizer: Any, names: dict[torch.Tensor, str]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return every param group with the names stepped on this rank."""
+    """Return every param group with this rank's names."""
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for one in leaves(optimizer):
         held = {id(master): names[parameter] for parameter, master, _, _ in _optimizer_tensors(one)}

@@ -1,4 +1,4 @@
-"""Completeness of files, one by one and as sets, to find interrupted saves."""
+"""Completeness of files, one by one and as sets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with a file or a set of files. `exit_code` comes from the underlying error, or is 0."""
+    """A problem with files. `exit_code` comes from the underlying error, or is 0."""
 
     kind: str
     where: str
@@ -85,7 +85,7 @@ def size_of(files: Iterable[Path]) -> int:
 
 
 def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -> Iterator[Problem]:
-    """Yield problems with `files` below `root`, alone and as sets. Files in `sound` are not read."""
+    """Yield problems with `files` below `root`. Files in `sound` are not read."""
     by_folder: dict[Path, set[str]] = {}
     for path in files:
         by_folder.setdefault(path.parent, set()).add(path.name)

@@ -90,7 +90,7 @@ class Values:
         return self.single in {0, bits.sign if bits and not bits.nan_is_minus_zero else 0}
 
     def scan(self, block: NDArray, start: int) -> None:
-        """Add elements, as unsigned bits, from number `start` on."""
+        """Add unsigned bits, from element `start` on."""
         bits = FLOATS.get(self.dtype.name)
         found = _not_finite(block, bits) if bits is not None else None
         value = -1 if self.single == -1 else _single(block, bits)
@@ -216,7 +216,7 @@ def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
 
 
 def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent, int]]:
-    """Return contiguous runs in files, or nothing if the tensor is computed or strided."""
+    """Return contiguous runs in files. A computed or strided tensor has none."""
     found = [(start, stop, extent, at) for start, stop, extent, at, _ in tensor.runs() or ()]
     return [] if any(extent.path in checkpoint.computed for _, _, extent, _ in found) else found
 

@@ -58,7 +58,7 @@ class Cleaned(Returned):
         return f"<{printable(self.path)}: {self._summary()}>"
 
     def remove(self) -> Cleaned:
-        """Delete and return the removable leftovers, except folders that another process is writing to."""
+        """Delete and return the removable leftovers, except ones in use."""
         return _removed(self)
 
     @property
@@ -187,7 +187,7 @@ def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str
 
 
 def _conversions(run: Path) -> Iterator[Leftover]:
-    """Yield conversions that a newer one with the same target replaces."""
+    """Yield conversions replaced by a newer one."""
     neighbours = [place for place in folders_in(run.parent) if place.name.startswith(f"{run.name}-")]
     places = [*neighbours, *(inner for place in neighbours for inner in folders_in(place))]
     series: dict[str, list[tuple[Step, Path]]] = {}
@@ -209,7 +209,7 @@ def _conversions(run: Path) -> Iterator[Leftover]:
 
 
 def _converted_step(run: Path, place: Path) -> tuple[Step, str] | None:
-    """Return the step in a conversion's name and the rest of the name, or None.
+    """Return the step in a conversion's name, and the rest.
 
     Default outputs are `run-checkpoint-4-hf`, and the callback's `run-hf/checkpoint-4`.
     """

@@ -51,7 +51,7 @@ _8BIT_BLOCK, _8BIT_LEAST = 256, 4096
 
 @dataclass(frozen=True, slots=True)
 class ZeroOptions:
-    """DeepSpeed's `zero_optimization` options for buffer sizes, in elements, with its defaults.
+    """DeepSpeed's `zero_optimization` options, in elements, with its defaults.
 
     The last four need device nvme (runtime/zero/offload_config.py).
     """
@@ -115,7 +115,6 @@ class Setup:
         return ceil(self.batch * self.length / self.context_parallel)
 
     def state_bytes(self, numel: int, itemsize: int) -> int:
-        """Use `itemsize` per element unless states are 8-bit."""
         states = OPTIMIZER_STATES[self.optimizer]
         if not self.optimizer.endswith("_8bit"):
             return states * itemsize * numel

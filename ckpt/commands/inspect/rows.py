@@ -29,9 +29,9 @@ _COARSE_COLUMNS, _COARSE_BANDS = 96, 16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tensors drawn as one: they differ only in their roles and in numbers in their names.
+    """Tensors drawn as one.
 
-    `name` shows all numbers in braces. `roles` holds pairs of role and dtype. If `is_grid`, the row has one cell per
+    `name` shows their numbers in braces. `roles` holds pairs of role and dtype. If `is_grid`, the row has one cell per
     tensor.
     """
 
@@ -64,7 +64,7 @@ class Picture:
 
 
 def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, only: Only = "all") -> Picture:
-    """Return the picture for the tensors in `only`. `padding` holds padded boxes by name."""
+    """Return the picture. `padding` holds padded boxes by name."""
     if padding is None:
         padding = padding_of(checkpoint)
     wanted = selected_tensors(checkpoint, only)
@@ -123,7 +123,7 @@ def _relative(path: str, folder: str) -> str:
 
 
 def _fold(sketches: Iterable[tuple[Tensor, Sketch]]) -> list[Row]:
-    """Put tensors into one row if they look the same and their names differ only in numbers."""
+    """Put equal-looking tensors into one row if only numbers in their names differ."""
     by_fqn: dict[str, dict[tuple[Shape, Sketch], list[Tensor]]] = {}
     for tensor, sketch in sketches:
         by_fqn.setdefault(tensor.fqn, {}).setdefault((tensor.shape, sketch), []).append(tensor)

@@ -179,7 +179,7 @@ def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_
 
 
 def _draw_numbered(canvas: Canvas, picture: Picture) -> None:
-    """Draw each holder's number in its colour, below a column for its bytes unless all sizes are equal."""
+    """Draw each holder's number in its colour, below a column for its bytes."""
     holders, sizes = list(picture.holders), picture.holders
     shown = holders[: len(COLOURS)]
     width = (canvas.width - 2 * MARGIN) / _PER_LINE

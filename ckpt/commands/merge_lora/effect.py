@@ -30,7 +30,7 @@ _COMPARED = 1 << 14  # sampled values per weight
 class Update:
     """A change to one weight by `adapter`, for `target`: a layer or a parameter.
 
-    `is_nothing` is called if the target did not change. It returns True if there was nothing to add.
+    `is_nothing` returns True if there was nothing to add.
     """
 
     adapter: str
@@ -125,7 +125,7 @@ class Noted:
 
     @cached_property
     def effects(self) -> Effects:
-        """Effects on all targets. Weights written by an interrupted merge are computed again."""
+        """Effects on all targets."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
         by_target: dict[tuple[str, str], list[_AppliedUpdate]] = {}

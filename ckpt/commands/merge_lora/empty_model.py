@@ -1,4 +1,4 @@
-"""Models without weights, for PEFT to combine, convert and merge adapters in.
+"""Models without weights for PEFT.
 
 Every parameter is a single zero expanded to the parameter's shape. Kinds whose layers share tensors by shape (VeRA,
 PVeRA, RandLoRA) are merged there.
@@ -65,7 +65,7 @@ def empty_model(
 
 @dataclass(frozen=True, eq=False)
 class EmptyModel:
-    """A base model without weights, with an adapter's `factors` loaded by PEFT.
+    """A base model without weights, and an adapter's `factors` loaded by PEFT.
 
     `adapted` names the layers with adapter tensors. `stored` returns a parameter before any update.
     """

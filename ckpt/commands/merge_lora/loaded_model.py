@@ -1,4 +1,4 @@
-"""Adapters that PEFT merges in the loaded model: their merge needs more than one layer's weight.
+"""Adapters that PEFT merges in the loaded model.
 
 FRoD computes a basis from all layers in a category. TinyLoRA and UniLoRA share vectors by layer order. AdaMSS clusters
 rows again. Newer PEFT kinds are unknown.
@@ -46,7 +46,7 @@ def needs_order(config: AdapterConfig) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel(EmptyModel):
-    """A base model with its weights, with an adapter's `factors` loaded by PEFT.
+    """A base model with weights, and an adapter's `factors` loaded by PEFT.
 
     `merge_all` fills `merged` with the changed parameters, and `unchanged` with the other layers: True if there was
     nothing to add.
@@ -217,8 +217,7 @@ def _adds_nothing(layer: Any) -> bool:
 def _decompose_by_saved_basis(wrapped: Any) -> None:
     """Decompose FRoD's weights by the loaded basis.
 
-    PEFT decomposes them by the base's basis, and then loads the saved one. They differ if training ran on another
-    processor.
+    PEFT uses the base's basis. It differs if training ran on another processor.
     """
     from peft.tuners.frod.layer import FrodLayer
 

@@ -64,7 +64,7 @@ def losses_of(starts: Sequence[Start]) -> dict[int, float]:
 
 
 def furthest(one: dict[int, float], other: dict[int, float]) -> tuple[int, int, float]:
-    """Return the number of common steps, and the step with the largest relative distance, with this distance."""
+    """Return the number of common steps, and the step and size of the largest relative distance."""
     common = sorted(one.keys() & other.keys())
     apart = {step: abs(one[step] - other[step]) / max(abs(one[step]), sys.float_info.min) for step in common}
     step = max(common, key=lambda step: apart[step], default=0)
@@ -104,7 +104,7 @@ class Axes:
 
 
 def draw(runs: dict[str, list[Start]]) -> str:
-    """Draw the first run thick, to stay visible below equal ones."""
+    """Draw the first run thick, to show below equal ones."""
     axes, height = Axes.of([start for starts in runs.values() for start in starts]), HEIGHT + 22 * len(runs)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">',

@@ -1,7 +1,7 @@
 """Comparison of a job's nodes within a minute: `srun ckpt preflight RUN_FOLDER` (docs/training.md).
 
-All nodes send their facts to the first node, at the port for training. It tests the way back, and reports each
-difference. No framework is imported: imports are slow, and may fail on one node.
+All nodes send their facts to the first node, at the port for training. It reports each difference. No framework is
+imported: imports are slow, and may fail on one node.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """Nodes of a job, and the places to check on each.
-
-    `number` is this node's index in `names`. By default, `names` come from Slurm's step.
-    """
+    """`number` is this node's index in `names`. By default, `names` come from Slurm's step."""
 
     folder: Path
     data: Sequence[Path] = ()
@@ -118,7 +115,7 @@ def gather(
 
 
 def compare(heard: dict[str, dict[str, Any]]) -> list[str]:
-    """Return differences from most other nodes, or from the first node without a majority."""
+    """Return differences from most nodes, or from the first."""
     lines = [f"{node}: {problem}" for node, facts in heard.items() for problem in facts["problems"]]
     first = next(iter(heard))
     for matter in heard[first]["same"]:

@@ -1,4 +1,4 @@
-"""Items in a DCP checkpoint's data files: the positions of tensor elements, and plain values.
+"""Items in a DCP checkpoint's data files.
 
 Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a sequence of items without padding,
 each from its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file has the values first, then one

@@ -1,4 +1,4 @@
-"""Tensors of a DCP checkpoint: the boxes of each tensor and their bytes in the data files."""
+"""Tensors of a DCP checkpoint."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class DataFiles:
         self.files[path] = SourceFile.stat(path)
 
     def count_ranks(self, folder: Path) -> None:
-        """Count the ranks that wrote a file, even an empty one. Call after `read`."""
+        """Count the ranks with a file, even an empty one. Call after `read`."""
         left_over = []
         for name in names_in(folder):
             match = DATA_FILE.fullmatch(name)

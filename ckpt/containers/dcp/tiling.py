@@ -25,8 +25,6 @@ _CHUNK = 1 << 20
 
 
 class Tiling:
-    """Collector of all items' places."""
-
     def __init__(self, metadata: Metadata, owners: Sequence[object]) -> None:
         self._metadata = metadata
         unused = (metadata.places[row] for row, owner in enumerate(owners) if owner is None)
@@ -38,7 +36,7 @@ class Tiling:
         self._shared: list[tuple[int, int, ItemPlace]] = []
 
     def is_row(self, path: str, offsets: Sequence[int], lengths: Iterable[int]) -> bool:
-        """Return True if a file's items follow each other without gaps. They then need no `add`."""
+        """Return True if a file's items follow each other without gaps."""
         *ends, end = accumulate(lengths, initial=0)
         if is_row := offsets == ends:
             self._ends[path] = end
@@ -97,7 +95,7 @@ def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
 def note_of_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Box, Extent]]]) -> str | None:
     """Return a note if two equal files hold different parts of a tensor. `held` has each file's parts, by key.
 
-    Equal files may be a copy by mistake, or a model with equal parts. Replicas and constant tensors get no note.
+    Replicas and constant tensors get no note.
     """
     for key, (box, extent) in held.get(path, {}).items():
         other = held.get(first, {}).get(key)

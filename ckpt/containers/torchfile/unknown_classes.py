@@ -1,7 +1,6 @@
 """Inert records for plain data objects with a class outside the table.
 
-Trainers add their own records to torch's. Nothing is imported, and only the class name, arguments and state are kept.
-The pickle may hold two forms:
+Nothing is imported, and only the class name, arguments and state are kept. The pickle may hold two forms:
 
 - a new object (NEWOBJ) with a dict as its state, like a dataclass or a named tuple;
 - a class called with one plain value (REDUCE), like an enum.
