@@ -130,7 +130,9 @@ def _moved(card: Card, title: str, moved: Sequence[Moved]) -> str:
         words = [f"{layers} of 0 to {num_layers(config) - 1}"]
         words += [f"the first {window.experts} of {num_experts(config)} experts"] if window.experts else []
         words += [f"the first {window.rows:,} of {num_rows(config):,} rows of the vocabulary"] if window.rows else []
-        words += [f"1/{card.narrow} of the heads and of the MLPs' inner width"] if card.narrow > 1 else []
+        if card.narrow > 1:
+            tower = ", and of the vision tower's layers" if "vision_config" in config else ""
+            words.append(f"1/{card.narrow} of the heads and of the MLPs' inner width{tower}")
         parts.append(", ".join(words))
     share = 100 * sum(held.values()) / sum(whole.values())
     moved_of = f"Moved: {_sizes(len(held), sum(held.values()))}; whole: {_sizes(len(whole), sum(whole.values()))}."

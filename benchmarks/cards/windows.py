@@ -93,9 +93,16 @@ class Window:
 
 
 def narrowed(config: Mapping[str, Any], by: int) -> dict[str, Any]:
-    """Return the config with one in `by` of the attention's heads and of the MLPs' inner width. Hidden sizes stay."""
+    """Return the config with one in `by` of the attention's heads and of the MLPs' inner width. Hidden sizes stay.
+
+    A vision tower has one in `by` layers, and all heads.
+    """
     if isinstance(config.get("text_config"), Mapping):
-        return {**config, "text_config": narrowed(config["text_config"], by)}
+        vision = {**config["vision_config"]}
+        vision |= {key: vision[key] // by for key in ("depth", "intermediate_size")}
+        if taps := vision.get("deepstack_visual_indexes"):
+            vision["deepstack_visual_indexes"] = [layer // by for layer in taps]
+        return {**config, "text_config": narrowed(config["text_config"], by), "vision_config": vision}
     if uneven := {key: config[key] for key in _WIDTHS if config.get(key, 0) % by}:
         raise ValueError(f"{by} does not divide {uneven}")
     found = {**config, **{key: config[key] // by for key in _WIDTHS if key in config}}

@@ -238,7 +238,10 @@ def test_a_window_keeps_each_layer_s_kind() -> None:
 
 def test_a_narrow_model_keeps_its_hidden_size_and_heads_size() -> None:
     config = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 96}
-    assert narrowed({"text_config": config}, 4)["text_config"] == {
+    vision = {"depth": 24, "intermediate_size": 40, "deepstack_visual_indexes": [5, 11, 17]}
+    both = narrowed({"text_config": config, "vision_config": vision}, 4)
+    assert both["vision_config"] == {"depth": 6, "intermediate_size": 10, "deepstack_visual_indexes": [1, 2, 4]}
+    assert both["text_config"] == {
         "hidden_size": 64,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
