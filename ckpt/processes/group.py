@@ -31,6 +31,7 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
     ("mpirun", "PMI_RANK", "PMI_SIZE", ""),
 )
 

@@ -50,7 +50,8 @@ def _of_trainer(step: Path, before: int, ranks: int) -> str:
     there = f"on {pluralize(ranks, 'rank')}"
     if total % ranks == 0:
         return f"{place} goes on there with {_PER_DEVICE} x {_ACCUMULATED} = {total // ranks} {there}"
-    return f"{place} can't go on there {there}: {total} is not a multiple, and it skips {done} steps of the new size"
+    skipped = f"skips {pluralize(done, 'step')} of the new size"
+    return f"{place} can't continue {there}: {total} is not a multiple, and it {skipped}"
 
 
 def _depends_on_ranks(arguments: Record | Mapping[Any, Any]) -> bool:

@@ -123,8 +123,10 @@ def test_mxfp4_is_carried(gpt_oss: Path, tmp_path: Path) -> None:
 def test_mxfp4_is_dequantized_as_transformers_does(dtype: str, gpt_oss: Path, tmp_path: Path) -> None:
     out = dequantize(gpt_oss, tmp_path / "plain", "--dtype", dtype, "--max-shard-size", "100KB")
     wanted = BF16 if dtype == "keep" else getattr(torch, CASTABLE[dtype].name)
-    loaded = load(gpt_oss, dtype=wanted).state_dict()  # on a CPU it dequantizes, and keeps fp32 norms in an fp16 model
-    assert_same(weights(out), {name: tensor.to(wanted) for name, tensor in loaded.items()})
+    loaded = load(gpt_oss, dtype=wanted).state_dict()  # on a CPU it dequantizes, and widens bf16 norms in an fp16 model
+    kept = {name: BF16 for name, tensor in loaded.items() if tensor.dtype != wanted}
+    assert_same(weights(out), {name: tensor.to(kept.get(name, wanted)) for name, tensor in loaded.items()})
+    assert len(kept) == (5 if dtype == "fp16" else 0)
     expected = config_of(gpt_oss) | {"dtype": str(wanted).removeprefix("torch.")}
     del expected["quantization_config"]
     assert config_of(out) == expected

@@ -55,7 +55,7 @@ def test_the_told_batch_takes_the_same_samples(ranks: int, batch: int, accumulat
 
 def test_no_batch_fits(tmp_path: Path) -> None:
     (note,) = notes(step_of(tmp_path), 3)
-    assert "can't go on there on 3 ranks: 8 is not a multiple" in note
+    assert "can't continue on 3 ranks: 8 is not a multiple" in note
 
 
 @pytest.mark.parametrize("ranks", [None, RANKS])

@@ -65,7 +65,8 @@ def test_a_tag_opens_what_the_folder_of_the_step_is(step: Path) -> None:
         assert same.value.what == error.what
         return
     assert facts(ckpt.open(step.parent, tag=step.name)) == expected
-    if sum(other.parent == step.parent for other in STEPS) == 1 and "axolotl" not in str(step):
+    alone = sum(other.parent == step.parent for other in STEPS) == 1 and not (step.parent / "last.ckpt").exists()
+    if alone and "axolotl" not in str(step):
         assert facts(ckpt.open(step.parent)) == expected, "it is the run's only step"
     around = step.parent.parent
     if around.name == "outputs":  # with one run in it
