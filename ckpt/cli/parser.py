@@ -128,6 +128,8 @@ def _commands(error: CkptError) -> list[str]:
     path, normal = shown(str(error.path)), os.path.abspath  # changes URLs, but both in the same way
     requested = [word for word in sys.argv[1:] if not word.startswith("-") and normal(word) == normal(path)]
     words = sys.argv[1:] if requested else [*sys.argv[1:], path]
+    if "--tag" in words:  # it chose the step around these runs
+        del words[(at := words.index("--tag")) : at + 2]
     place = max(i for i, word in enumerate(words) if word == (requested[-1] if requested else path))
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 

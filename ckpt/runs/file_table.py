@@ -59,6 +59,12 @@ FILES = tuple(
         (FileKind.TOKENIZER, "transformers", "chat_template.jinja chat_template.json"),
         (FileKind.PROCESSOR, "transformers", "preprocessor_config.json processor_config.json"),
         (FileKind.PROCESSOR, "transformers", "image_processor_config.json video_preprocessor_config.json"),
+        (FileKind.PROCESSOR, "LeRobot", "policy_preprocessor.json policy_postprocessor.json train_config.json"),
+        (
+            FileKind.PROCESSOR,
+            "LeRobot",
+            "policy_preprocessor_step_*.safetensors policy_postprocessor_step_*.safetensors",
+        ),
         (FileKind.GENERATION, "transformers", GENERATION),
         (FileKind.QUANTIZATION, "modelopt", "hf_quant_config.json"),
         (FileKind.QUANTIZATION, "gptq", "quantize_config.json"),

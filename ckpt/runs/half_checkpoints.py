@@ -13,7 +13,7 @@ from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
 from ckpt.move.listing import folders_in, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
-from ckpt.runs.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
+from ckpt.runs.steps import ANY_STEP, LEROBOTS_STATE, TRAINER_STATE, TRAINER_STEP, has_trainer_state
 from ckpt.runs.unread_files import holds_tensors, may_hold_tensors
 
 #: From HF Trainer, Accelerate, Megatron-LM and LeRobot.
@@ -45,7 +45,8 @@ def lost_weights(path: Path) -> CkptError | None:
     HF Trainer writes weights before its record of a step, and PEFT before an adapter's config.
     """
     names = names_in(path) if path.is_dir() else [path.name]
-    if any(map(OPTIMIZER_FILE.fullmatch, names)):
+    state = path / LEROBOTS_STATE
+    if any(map(OPTIMIZER_FILE.fullmatch, [*names, *(names_in(state) if state.is_dir() else ())])):
         return with_hint(optimizer_alone(path))
     if not path.is_dir() or may_hold_tensors(path):
         return None

@@ -39,7 +39,16 @@ from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want
 from ckpt.runs.selection import is_run as is_run
-from ckpt.runs.steps import ANY_STEP, RECORDS, enclosing_folders, recorded_step, run_at, step_mismatch
+from ckpt.runs.steps import (
+    ANY_STEP,
+    RECORDS,
+    enclosing_folders,
+    is_step,
+    link_target,
+    recorded_step,
+    run_at,
+    step_mismatch,
+)
 from ckpt.stores import places
 
 #: nemo/lightning/io/api.py
@@ -364,6 +373,7 @@ def _with_folders_around(path: Path) -> Path:
     """Return the full path for `.` and `..`: readers look at the names of the folders around a step."""
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))
+    path = path if is_step(path) else link_target(path)
     parent = Path(os.path.realpath(path.parent)) if path.parent.name in ("", "..") else path.parent
     return parent / path.name if ANY_STEP.fullmatch(parent.name) else path
 

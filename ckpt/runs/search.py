@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt.base.errors import CkptError, SeveralRunsError
+from ckpt.base.errors import CkptError, IncompleteError, SeveralRunsError
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import folders_in
+from ckpt.runs.model_files import CONFIG
 from ckpt.runs.sentence_modules import check_has_model
-from ckpt.runs.steps import has_record, run_at
+from ckpt.runs.steps import has_record, is_step, run_at
+from ckpt.runs.unread_files import may_hold_tensors
 
 MANIFEST = "ckpt-manifest.json"
 #: Library and class by folder name (diffusers 0.42, `pipelines/pipeline_utils.py`).
@@ -26,7 +28,7 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
 
     It searches two levels. A folder with steps or a record is a run itself, and no inner folder replaces it. A
     conversion's output counts only if there is nothing else. Raise SeveralRunsError for several runs, or for a pipeline
-    of several models, and IncompleteError for sentence-transformers' modules without their model.
+    of several models, and IncompleteError for a model of diffusers or sentence-transformers without its weights.
     """
     if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
@@ -37,7 +39,9 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
         inside = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
         level = [folder for folder in inside if not _holds(folder, holds)]
         runs += [folder for folder in inside if folder not in level]
-    parts = _models_of_pipeline(path)
+        for folder in level if is_step(path) else ():
+            _check_has_weights(folder)
+    parts = models_of_pipeline(path)
     if len(parts) > 1:
         raise SeveralRunsError(path, sorted({*runs, *parts}))
     if len(runs) > 1:
@@ -47,7 +51,14 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     return runs[0] if runs else None
 
 
-def _models_of_pipeline(path: Path) -> list[Path]:
+def _check_has_weights(folder: Path) -> None:
+    """Raise IncompleteError if a folder has only the config of a diffusers model."""
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    if isinstance(config, dict) and "_class_name" in config and not may_hold_tensors(folder):
+        raise IncompleteError("the model's weights are missing", path=folder, expected=f"weights next to {CONFIG}")
+
+
+def models_of_pipeline(path: Path) -> list[Path]:
     """Return the folders of a pipeline's models. They may be missing."""
     if not (path / _PIPELINE).is_file():
         return []

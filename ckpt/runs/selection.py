@@ -30,7 +30,7 @@ from ckpt.runs.half_checkpoints import check_is_no_optimizer, lost_weights
 from ckpt.runs.mixed_saves import check_one_save
 from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.runs.placeholders import check_has_elements
-from ckpt.runs.search import run_below
+from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.steps import (
     STEP_PARTS,
     Run,
@@ -115,7 +115,7 @@ class Chooser:
 
         An incomplete step is skipped with a note. A damaged one is an error.
         """
-        own = self._open_own(run)
+        own = self._open_own(run) or self._open_pipeline(run)
         candidates: Sequence[Step] = ()
         if own is None:
             candidates = [step for step in run.steps if not self._is_ruled_out(run, step)]
@@ -145,6 +145,19 @@ class Chooser:
             if self.want.prefers not in (None, one.name):
                 return None
         return None
+
+    def _open_pipeline(self, run: Run) -> Checkpoint | None:
+        """Return the model of a pipeline next to steps.
+
+        Raise SeveralRunsError for several models, IncompleteError for a missing one.
+        """
+        parts = models_of_pipeline(run.path) if run.steps and not self.want.is_newest else []
+        if len(parts) > 1:
+            raise SeveralRunsError(run.path, sorted(parts))
+        found = self._open_own(run_at(parts[0])) if parts else None
+        if found is None and parts and not _is_checkpoint(parts[0], _readable()):
+            raise IncompleteError("the pipeline's model is missing", path=parts[0])
+        return found
 
     def _open_newest(self, run: Run, steps: Iterable[Step]) -> tuple[Checkpoint | None, _Skipped]:
         skipped: _Skipped = {}
@@ -275,7 +288,8 @@ class Chooser:
             beside = [step for step in beside if run.record_of(step.path) is None and self._holds_any(step)]
             beside += [Step(one, 0) for one in runs_inside(run.path) if is_run(one, self.formats)]
             told = _note("using the folder's own model; also here: {} (--tag takes it)", run, beside)
-            return _with_notes(checkpoint, passed, told if place == run.path else [], passed)
+            is_own = place == run.path or place in models_of_pipeline(run.path)
+            return _with_notes(checkpoint, passed, told if is_own else [], passed)
         newer = [step for step in beside if step.number > number]
         recorded = [step for step in newer if self._is_ruled_out(run, step)]
         later = [step for step in newer if step not in recorded and self._holds_any(step)]
@@ -331,7 +345,7 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
 
     Raise CorruptError for a checkpoint too damaged to identify its format.
     """
-    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
+    formats = _readable() if formats is None else formats
     run = run_at(folder)
     if any(_finds(one, folder, tag) for one in formats):
         return True
@@ -348,7 +362,7 @@ def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) ->
     strays = {str(folder / name) for name in stray_names(folder)} if folder.is_dir() else set()
     if not strays or not {file.path for file in checkpoint.files if holds_tensors(file.path)} <= strays:
         return False
-    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
+    formats = _readable() if formats is None else formats
     run = run_at(folder)
     inside = dict.fromkeys([*(step.path for step in run.steps), *run.recorded(), *folders_in(folder)])
     return any(_is_checkpoint(place, formats) for place in inside)
@@ -362,7 +376,11 @@ def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
 
 
 def _holds_any(step: Path) -> bool:
-    return _is_checkpoint(step, [one for one in registry.all_formats() if one.reads])
+    return _is_checkpoint(step, _readable())
+
+
+def _readable() -> list[Format]:
+    return [one for one in registry.all_formats() if one.reads]
 
 
 def _holds(step: Path, formats: Sequence[Format]) -> bool:

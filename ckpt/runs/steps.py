@@ -50,14 +50,15 @@ STEP_NAMES = {
     r"ep\d+-ba": "Composer",
     r"epoch[-_=]?": "Accelerate's examples, torchtune",
 }
-_ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth(?:\.tar)?))?"
+_ENDINGS = r"(?:-rank0)?(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth(?:\.tar)?))?"
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
 #: torchtitan's, Lightning's and LeRobot's folders for steps.
 _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
-#: Newest step from Lightning or LeRobot, without a number in its name.
-_LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?")
+#: Newest step from Lightning, LeRobot or Composer, without a number in its name.
+_LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?|latest-rank0(?:\.pt)?")
 #: lerobot, utils/constants.py
-_LEROBOTS_RECORD = "training_state/training_step.json"
+LEROBOTS_STATE = "training_state"
+_LEROBOTS_RECORD = f"{LEROBOTS_STATE}/training_step.json"
 #: lightning/fabric/strategies/fsdp.py; timm/utils/checkpoint_saver.py names its checkpoints by epoch
 _LIGHTNINGS_RECORD, _TIMMS_END = "meta.pt", ".pth.tar"
 _FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
@@ -97,6 +98,8 @@ class Run:
 
     def tagged(self, tag: str) -> list[Step]:
         named = [step for step in self.steps if tag in (step.path.name, self.name(step.path))]
+        if Path(tag).name == tag and tag not in ("", ".."):
+            named += [step for step in self.steps if link_target(step.path.with_name(tag)) == step.path]
         return named or [step for step in self.steps if tag.isdecimal() and step.number == int(tag)]
 
     def recorded(self) -> list[Path]:
@@ -216,12 +219,29 @@ def check_ended(step: Path) -> None:
     trainer_step(step)
 
 
+def link_target(path: Path) -> Path:
+    """Return the step that a trainer's link in the same folder names, like LeRobot's `last`, or `path` itself."""
+    target = os.readlink(path) if path.is_symlink() else path.name
+    return path.with_name(target) if Path(target).name == target != ".." else path
+
+
+def missing_of_lerobot(step: Path) -> list[str]:
+    """Return the names of training state that only the run's other steps have. LeRobot writes them last."""
+    if not (step / "pretrained_model").is_dir():
+        return []
+    others = [one.path / LEROBOTS_STATE for one in run_at(step.parent).steps if one.path != step]
+    names = {name for place in others if place.is_dir() for name in names_in(place)}
+    own = step / LEROBOTS_STATE
+    return sorted(f"{LEROBOTS_STATE}/{one}" for one in names.difference(names_in(own) if own.is_dir() else ()))
+
+
 def enclosing_folders(path: Path) -> list[Path]:
     if path.name in STEP_PARTS and is_step(path.parent):
         return [path, path.parent, path.parent.parent]
     if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
         return [path, path.parent / "huggingface", path.parent]
-    return [path, path.parent] if ANY_STEP.fullmatch(path.name) else [path]
+    is_inside = ANY_STEP.fullmatch(path.name) or is_step(path.parent)
+    return [path, path.parent] if is_inside else [path]
 
 
 def recorded_number(step: Path) -> int | None:
@@ -250,14 +270,18 @@ def trainer_step(folder: Path) -> int | None:
 def step_mismatch(place: Path, step: int | None) -> str | None:
     """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
-    HF Trainer and Megatron only use the step in folder names.
+    HF Trainer, Megatron and LeRobot only use the step in folder names.
     """
     for folder in (place, place.parent):
         recorded = step if MEGATRON_STEP.fullmatch(folder.name) else None
         if TRAINER_STEP.fullmatch(folder.name):
             with suppress(CkptError):  # reported elsewhere
                 recorded = trainer_step(folder)
-        if recorded is not None and recorded != step_number(folder.name):
+        if folder.name.isdecimal() and (folder / _LEROBOTS_RECORD).is_file():
+            with suppress(CkptError):
+                recorded = recorded_number(folder)
+        number = int(folder.name) if folder.name.isdecimal() else step_number(folder.name)
+        if recorded is not None and recorded != number:
             return (
                 f"the folder is called {folder.name}, but its files are from step {recorded}: was it renamed, or "
                 "copied?"

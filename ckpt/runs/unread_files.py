@@ -40,9 +40,9 @@ _HARMLESS = (
     FileKind.RECORD,
     FileKind.LOG,
 )
-#: Complete models from transformers, PEFT, Accelerate and Mistral.
+#: Complete models from transformers, diffusers, PEFT, Accelerate and Mistral.
 _WEIGHTS = re.compile(
-    r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
+    r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|diffusion_pytorch_model|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
 _NAMED = {
@@ -60,6 +60,7 @@ _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
 _MAX_SHOWN = 20
 _MAX_NAMED = 6
+_OPTIMIZER = "the run's optimizer, next to weights only"
 
 STATE, OTHER = "state", "other"
 
@@ -136,6 +137,9 @@ def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
         ]
         files = [one for one in entries if one.size is not None and not _WEIGHTS.fullmatch(one.name)]
         files = [one for one in files if not is_of(one.name, FileKind.DATA_POSITION, FileKind.OPTIMIZER)]
+        if is_step and not checkpoint.optimizer_states:
+            optimizers = [one.name for one in entries if is_of(one.name, FileKind.OPTIMIZER)]
+            yield from (UnreadFile(f"{up}/{name}", OTHER, _OPTIMIZER) for name in optimizers)
         for one in judged(files, (), partial(_ends_in, folder)):
             if one.kind == STATE and not _is_copy(folder / one.name, checkpoint):
                 yield UnreadFile(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
@@ -177,7 +181,7 @@ def judged(
                 yield folder
         elif not _is_harmless(base) and (entry.size or not base.endswith(".distcp")):  # a rank without items
             if weights_alone and is_of(name, FileKind.OPTIMIZER):
-                yield UnreadFile(name, OTHER, "the run's optimizer, next to weights only")
+                yield UnreadFile(name, OTHER, _OPTIMIZER)
             else:
                 yield _other_weights(name, models) or UnreadFile(name, *_kind_of_file(base, partial(ends, name)))
 

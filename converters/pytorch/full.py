@@ -401,9 +401,11 @@ def _holds_model(folder: Path, key: str) -> bool:
 
 
 def _only(value: Any) -> Any:
-    """Return the only item of a list, like Lightning's `optimizer_states`."""
+    """Return the only item of a list, like Lightning's `optimizer_states`, or of a dict, like Composer's."""
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else None
+    if isinstance(value, Mapping) and len(value) == 1 and is_optimizer(only := next(iter(value.values()))):
+        return only
     return None if isinstance(value, str) else value or None
 
 

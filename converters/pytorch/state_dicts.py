@@ -96,14 +96,17 @@ def tie_as_declared(
         ties[alias] = kept.fqn
 
 
-#: Step counts in trainers' dicts.
-_COUNTS = ("step", "global_step", "global_steps", "iteration")
+#: Step counts in trainers' dicts. `batch` is Composer's.
+_COUNTS = ("step", "global_step", "global_steps", "batch", "iteration")
 
 
 def step_of(items: Mapping[str, Any]) -> int | None:
-    inner = items.get("train_state")
-    for place in (items, inner if isinstance(inner, Mapping) else {}):
+    for place in (items, _inner(items, "train_state"), _inner(_inner(items, "timestamp"), "Timestamp")):
         for name in _COUNTS:
             if type(place.get(name)) is int:
                 return int(place[name])
     return None
+
+
+def _inner(items: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return inner if isinstance(inner := items.get(name), Mapping) else {}

@@ -107,10 +107,13 @@ def test_a_pipeline_of_several_models_is_not_one_of_them(names: tuple[str, ...],
     if names == ("unet",):
         (given / "vae").mkdir()
         (given / "vae" / "config.json").write_text("{}")
-    for words in (["check", given], ["verify", given, whole], ["verify", whole / "unet", given], ["hash", given]):
+    for words in (["verify", given, whole], ["verify", whole / "unet", given], ["hash", given], ["inspect", given]):
         refused = ckpt(*words)
         assert refused.code == 2 and "found: text_encoder, unet, vae" in refused.err, refused.err
         assert "equal" not in refused.out and "whole" not in refused.out
+    checked, lost = ckpt("check", given), {"text_encoder", "unet", "vae"}.difference(names)
+    assert checked.code == (4 if lost else 0) and "models text_encoder + unet + vae" in checked.out
+    assert all(f"  - {name}: " in checked.out for name in lost), checked.out
     assert ckpt("verify", whole / "unet", given / "unet").code == 0
     assert ckpt("check", given / "unet").code == 0
     if "vae" not in names:

@@ -24,6 +24,7 @@ from ckpt.base.errors import (
     LossError,
     NotFoundError,
     SeveralModelsError,
+    SeveralRunsError,
     printable,
 )
 from ckpt.base.results import Returned
@@ -61,7 +62,7 @@ from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint
-from ckpt.runs.search import run_below
+from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
 from ckpt.runs.steps import (
     ANY_STEP,
@@ -70,7 +71,9 @@ from ckpt.runs.steps import (
     TRACKER,
     TRAINER_STATE,
     TRAINER_STEP,
+    link_target,
     missing_last_of_megatron,
+    missing_of_lerobot,
     one_with_state,
     recorded_step,
     run_at,
@@ -112,6 +115,8 @@ class Checked:
     findings: tuple[ValueFinding, ...] | None = None
     #: For each optimizer state that readers skip.
     skipped_states: tuple[str, ...] = ()
+    #: Folders or files, if the save has several models.
+    models: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -141,6 +146,7 @@ class Checked:
             "state": self.state,
             "problems": [problem.to_json() for problem in self.problems],
             **({"skipped_states": list(map(printable, self.skipped_states))} if self.skipped_states else {}),
+            **({"models": list(map(printable, self.models))} if self.models else {}),
             **({} if self.findings is None else {"values": [one.to_json() for one in self.findings]}),
         }
 
@@ -176,6 +182,7 @@ class CheckReport(Returned):
         for one in self.checkpoints:
             usable = f"usable as {one.usable}" if one.usable else "not readable"
             facts = [one.format or usable, *([] if one.step is None else [f"step {one.step}"])]
+            facts += [f"models {' + '.join(one.models)}"] if one.models else []
             yield printable(
                 f"{one.path}: {one.state} ({', '.join(facts)}, {show_size(one.num_bytes)} in "
                 f"{pluralize(one.num_files, 'file')})"
@@ -230,7 +237,7 @@ def check(
         values: Read every value and look for damage.
         progress: Called with the number of new bytes.
     """
-    path = local(path)
+    path = link_target(local(path))
     takes_long = every_byte or values  # a trainer may save or remove steps in the meantime
     with translate_os_errors(path), nullcontext() if takes_long else listed_once():
         run, places = (path, [_tagged(path, tag, format)]) if tag is not None else _run_of(path)
@@ -283,10 +290,11 @@ def _run_of(path: Path) -> tuple[Path, list[Path]]:
     if TRAINER_STEP.fullmatch(path.absolute().name) or (not inside and has_model_part(path)):
         return path, [path]
     is_checkpoint = _is_checkpoint(path)
-    below = None if inside or is_checkpoint else run_below(path, is_run)
+    parts = models_of_pipeline(path)
+    below = None if inside or is_checkpoint or len(parts) > 1 else run_below(path, is_run)
     if below is not None:
         return _run_of(below)
-    own = [path, *inside] if is_checkpoint else inside or [path]
+    own = [path, *inside] if is_checkpoint or parts else inside or [path]
     return path, [*own, *(place for one in runs_inside(path) if _may_be_run(one) for place in _run_of(one)[1])]
 
 
@@ -376,6 +384,7 @@ def _check_one(
     opened: list[Checkpoint] = []
     waiting: list[tuple[Path, str | None]] = [(model, None) for model in models_of(place).values() or [place]]
     is_every_model_open = True
+    models: list[Path] = []
     while waiting:
         model, tag = waiting.pop(0)
         own = _own_formats(model, format, others)
@@ -384,17 +393,20 @@ def _check_one(
                 confined(root, str(place.relative_to(root)))
             opened.append(one := open_checkpoint(model, next(own, format), tag=tag))
             check_holds_model(one)
-            problems += _damaged_tensors(one)
-            problems += _mixed_save_problems(one)
-            problems += _empty(one)
-            problems += _quantized(one)
-            problems += _adapter(one)
+            for problems_in in (_damaged_tensors, _mixed_save_problems, _empty, _quantized, _adapter):
+                problems += _in_model(problems_in(one), one, place, models)
         except CkptError as error:
             if isinstance(error, SeveralModelsError) and tag is None and error.tags:
                 waiting += [(model, key) for key in error.tags]
                 continue
+            if isinstance(error, SeveralRunsError) and model == place:
+                models = list(map(Path, error.runs))
+                waiting += [(one, None) for one in models]
+                continue
             is_every_model_open = False
-            problems.append(problem_of(error, place))
+            is_missing = model in models and isinstance(error, NotFoundError)
+            problem = problem_of(error, place)
+            problems.append(replace(problem, kind=INCOMPLETE) if is_missing else problem)
             if isinstance(error, IncompleteError):
                 usable = next(_read_alone(model, own), None)
     problems += [
@@ -414,8 +426,8 @@ def _check_one(
     for one in opened:
         if one.missing_optimizer is not None:
             problems.append(Problem(INCOMPLETE, "optimizer", one.missing_optimizer))
-        problems += _against_config(one)
-        problems += _missing_content(one)
+        problems += _in_model(_against_config(one), one, place, models)
+        problems += _in_model(_missing_content(one), one, place, models)
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
     told: dict[str, Problem] = {}
     # report the reader's problem first
@@ -431,7 +443,17 @@ def _check_one(
         usable,
         None if found is None or not opened else tuple(found),
         tuple(dict.fromkeys(sentence for one in opened for sentence in one.unread)),
+        tuple(relative(one, place) for one in models),
     )
+
+
+def _in_model(
+    problems: Iterable[Problem], checkpoint: Checkpoint, place: Path, models: list[Path]
+) -> Iterator[Problem]:
+    """Yield problems with the model's name if the save has several."""
+    model = next((one for one in models if Path(checkpoint.path).is_relative_to(one)), None)
+    for one in problems:
+        yield one if model is None else replace(one, where=f"{relative(model, place)}: {one.where}")
 
 
 def _together(models: list[Checkpoint], place: Path) -> Checkpoint:
@@ -625,5 +647,7 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
     """Yield a problem if the trainer's last file is missing, HF Trainer's only if other steps have it."""
     if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
+    for name in missing_of_lerobot(place):
+        yield Problem(INCOMPLETE, name, "missing; LeRobot writes it last, and other steps have it")
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")

@@ -36,7 +36,7 @@ from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import files_below, files_in, listed_once
+from ckpt.move.listing import files_below, files_in, folders_in, listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
 from ckpt.plan.dtypes import CASTABLE
@@ -46,7 +46,7 @@ from ckpt.runs import unread_files
 from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
-from ckpt.runs.half_checkpoints import check_holds_model
+from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, check_holds_model
 from ckpt.runs.models import models_of, name_of, save_around, sibling_models
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.runs.steps import (
@@ -55,6 +55,7 @@ from ckpt.runs.steps import (
     RECORDS,
     TRACKER,
     TRAINER_STATE,
+    is_step,
     missing_last_of_megatron,
     recorded_step,
     run_at,
@@ -334,14 +335,31 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
     checkpoint = api.open(path, tag=tag, config=config)
     check_holds_model(checkpoint)
     if not model_only:
+        found = f"{'an adapter' if checkpoint.is_adapter else 'a model'} alone, format {checkpoint.format}"
+        if unread := _unread_optimizer(path, tag):
+            raise LossError(
+                "ckpt doesn't read this trainer's optimizer: its states would be reset",
+                path=path,
+                found=f"{found}, and {unread}",
+                hint=f"resume with the trainer itself, on the same number of ranks; {_MODEL_ONLY}",
+            )
         raise LossError(
             "no checkpoint here has an optimizer: its states would be reset",
             path=path,
             expected="a step's checkpoint, like checkpoint-N",
-            found=f"{'an adapter' if checkpoint.is_adapter else 'a model'} alone, format {checkpoint.format}",
+            found=found,
             hint=_MODEL_ONLY,
         )
     return checkpoint
+
+
+def _unread_optimizer(path: Path, tag: str | None) -> str | None:
+    """Return the name of an optimizer's file in the step, or in the newest one."""
+    run = run_at(path)
+    steps = run.steps[:1] if tag is None else run.tagged(tag)
+    place = steps[0].path if steps else path.parent if is_step(path.parent) else path
+    files = (file for folder in (place, *folders_in(place)) for file in map(folder.joinpath, files_in(folder)))
+    return next((os.path.relpath(one, path) for one in files if OPTIMIZER_FILE.fullmatch(one.name)), None)
 
 
 def _way(

@@ -6,7 +6,7 @@ Nothing is imported, and only the class name, arguments and state are kept. The 
 - a class called with one plain value (REDUCE), like an enum.
 
 Functions, other calls, and objects with tensors inside are refused. So is every unlisted name in packages that can run
-code: the standard library, numpy, and torch except `torch.distributed`.
+code: the standard library, numpy, and torch except `torch.distributed` and its version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSED = frozenset(sys.stdlib_module_names) | {
     *("sh", "plumbum", "fabric", "invoke", "paramiko", "pexpect", "psutil", "docker", "execnet", "twisted", "gevent"),
     *("requests", "urllib3", "httpx", "aiohttp", "boto3", "django", "flask"),
 }
-_ALLOWED_MODULES = ("torch.distributed.",)
+_ALLOWED_MODULES = ("torch.distributed.", "torch.torch_version.")
 _PLAIN = (str, int, float, bool, type(None), bytes, DType)
 
 

@@ -28,6 +28,9 @@ _WITHOUT_FILES = ("Normalize",)
 
 def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = OWN_NAMES) -> LoadCheck:
     """Return the answer for unproved names. `why` is the reason if the config names a class."""
+    if isinstance(config.get("type"), str) and "input_features" in config:
+        why = f"the names were not compared with LeRobot's class for {config['type']!r}"
+        return LoadCheck(None, "PreTrainedPolicy.from_pretrained", why)
     if not names_architecture(config):
         why = "config.json has no model_type and no architectures"
         return LoadCheck(False, why=why, hint="--config ORG/NAME takes the trained model's config")

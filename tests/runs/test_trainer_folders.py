@@ -1,0 +1,204 @@
+"""Folders of trainers: every command answers about the same model, and a broken folder is called broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt import api, resume
+from ckpt import check as ckpt_check
+from ckpt.errors import IncompleteError, SeveralRunsError
+from tests.support.commands import ckpt
+
+
+@pytest.fixture
+def copied(fixtures: Path, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: Path(shutil.copytree(fixtures / name, tmp_path / name, symlinks=True, ignore=without_truth))
+
+
+def without_truth(folder: str, names: list[str]) -> set[str]:
+    return {"truth"} & set(names)
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def stray(path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, path)
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def test_check_covers_every_model_in_a_step_of_diffusers(copied: Callable[[str], Path]) -> None:
+    run = copied("diffusers")
+    for place in (run, run / "checkpoint-2"):
+        checked = ckpt("check", place)
+        assert checked.code == 0 and "models unet + unet_ema" in checked.out, checked.out
+        assert "optimizer.bin: not read: the run's optimizer" in checked.out
+    assert f"{run}: whole (hf, " in ckpt("check", run).out
+    assert ckpt("check", run, "--json").out.count('"models"') == 1
+
+
+def test_several_models_in_a_step_are_never_one_of_them(
+    copied: Callable[[str], Path], fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied("diffusers")
+    step, truth = run / "checkpoint-2", fixtures / "diffusers" / "truth"
+    for command in (["inspect"], ["convert", "auto", "hf", "-o", run / "out"], ["hash"], ["resume"]):
+        refused = ckpt(command[0], *command[1:3], step, *command[3:])
+        assert refused.code == 2 and f" {step}/unet_ema" in refused.err, refused.err
+    monkeypatch.setattr("sys.argv", ["ckpt", "hash", str(run), "--tag", "checkpoint-2"])
+    assert f"  ckpt hash {step}/unet\n" in ckpt("hash", run, "--tag", "checkpoint-2").err
+    for name in ("unet", "unet_ema"):
+        api.convert(step / name, "hf", run / f"out-{name}", strict=False)
+        found, live = load_file(run / f"out-{name}" / WEIGHTS), load_file(truth / f"{name}.safetensors")
+        assert found.keys() == live.keys() and all(torch.equal(found[fqn], live[fqn]) for fqn in live)
+
+
+def test_a_final_pipeline_wins_over_steps(copied: Callable[[str], Path]) -> None:
+    run = copied("diffusers")
+    shutil.rmtree(run / "checkpoint-2" / "unet_ema")
+    chosen = api.open(run)
+    assert chosen.path == str(run / "unet")
+    assert any("also here: checkpoint-2 (--tag takes it)" in note for note in chosen.notes)
+    assert api.open(run, tag="checkpoint-2").path == str(run / "checkpoint-2" / "unet")
+    (run / "unet" / WEIGHTS).unlink()
+    with pytest.raises(IncompleteError, match="the pipeline's model is missing"):
+        api.open(run)
+    checked = ckpt("check", run)
+    assert checked.code == 4 and "unet" in checked.out
+
+
+@pytest.mark.parametrize(
+    ("file", "act", "said"),
+    [
+        (f"unet_ema/{WEIGHTS}", halve, f"unet_ema/{WEIGHTS}"),
+        (f"unet_ema/{WEIGHTS}", Path.unlink, "unet_ema: the model's weights are missing"),
+        (f"unet/{WEIGHTS}", Path.unlink, "unet: the model's weights are missing"),
+        ("more.pt", stray, "more.pt: not read"),
+    ],
+)
+def test_a_broken_step_of_diffusers(
+    copied: Callable[[str], Path], file: str, act: Callable[[Path], object], said: str
+) -> None:
+    step = copied("diffusers") / "checkpoint-2"
+    act(step / file)
+    for place in (step, step.parent):
+        checked = ckpt("check", place)
+        assert checked.code == 4 and said in checked.out, checked.out
+    with pytest.raises((IncompleteError, SeveralRunsError)):
+        api.open(step)
+
+
+def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str], Path]) -> None:
+    run = copied("diffusers")
+    shutil.rmtree(run / "checkpoint-2" / "unet_ema")
+    for place in (run, run / "checkpoint-2", run / "checkpoint-2" / "unet"):
+        refused = ckpt("resume", place)
+        assert refused.code == 6 and "optimizer.bin" in refused.err and "with the trainer itself" in refused.err
+    for folder in (run / "checkpoint-2" / "unet", run / "unet"):
+        shutil.rmtree(folder)
+    (run / "model_index.json").unlink()
+    assert "only optimizer states" in ckpt("resume", run).err
+    assert ckpt("check", run).code == 4
+
+
+def test_steps_of_composer_are_found_converted_and_resumed(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path
+) -> None:
+    run, live = copied("composer"), load_file(fixtures / "composer" / "truth" / "ep2-ba4.safetensors")
+    newest = run / "ep2-ba4-rank0.pt"
+    checkpoint = api.open(run)
+    assert (checkpoint.path, checkpoint.state.step) == (str(newest), 4)
+    assert [one.step for one in ckpt_check(run).checkpoints] == [4, 2]
+    assert resume(run, say=lambda _: None) == str(newest)
+    states = {f"{tensor.role}/{fqn}": tensor.shape for (fqn, _), tensor in checkpoint.tensors.items()}
+    assert states == {name: tuple(tensor.shape) for name, tensor in live.items()}
+    for target in ("full", "dcp"):
+        api.convert(run, target, tmp_path / target)
+        compared = ckpt("verify", newest, tmp_path / target)
+        assert compared.code == 0 and "12 tensors" in compared.out, compared.out
+
+
+def test_composers_link_is_no_step_and_its_copy_is_the_same_step(copied: Callable[[str], Path]) -> None:
+    run = copied("composer")
+    link = run / "latest-rank0.pt"
+    assert link.is_symlink() and len(ckpt_check(run).checkpoints) == 2
+    link.unlink()
+    shutil.copy(run / "ep2-ba4-rank0.pt", link)
+    assert api.open(run).path == str(run / "ep2-ba4-rank0.pt")
+    (run / "ep2-ba4-rank0.pt").unlink()
+    assert api.open(run).path == str(link)
+
+
+@pytest.mark.parametrize(("act", "newest"), [(halve, None), (Path.unlink, "ep1-ba2-rank0.pt")])
+def test_a_broken_step_of_composer(
+    copied: Callable[[str], Path], act: Callable[[Path], object], newest: str | None
+) -> None:
+    run = copied("composer")
+    act(run / "ep2-ba4-rank0.pt")
+    checked = ckpt("check", run)
+    if newest is None:
+        assert checked.code == 4 and "ep2-ba4-rank0.pt: " in checked.out, checked.out
+        assert "ep2-ba4-rank0.pt is skipped, it is not complete" in ckpt("hash", run).err
+    else:
+        assert checked.code == 0 and api.open(run).path == str(run / newest)
+
+
+def test_lerobots_steps_are_whole_and_their_processors_are_carried(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path
+) -> None:
+    run, live = copied("lerobot"), load_file(fixtures / "lerobot" / "truth" / "000002.safetensors")
+    steps = run / "checkpoints"
+    for place, whole in ((run, 2), (steps / "000002", 1), (steps / "last", 1)):
+        checked = ckpt("check", place)
+        assert checked.code == 0 and checked.out.count(": whole (hf") == whole, checked.out
+        assert checked.out.count("training_state: not read") == whole
+        assert ckpt("resume", place).code == 6 and "optimizer_state.safetensors" in ckpt("resume", place).err
+    assert {api.open(run).path, api.open(run, tag="last").path, api.open(steps / "last").path} == {
+        str(steps / "000002" / "pretrained_model")
+    }
+    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert done.code == 0 and "not read: ../training_state/" in done.err and "LeRobot's class" in done.err, done.err
+    source = steps / "000002" / "pretrained_model"
+    others = [one.name for one in source.iterdir() if one.name != "model.safetensors"]
+    assert len(others) == 6
+    assert all((source / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in others)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    trained = {name.removeprefix("weight/"): one for name, one in live.items() if name.startswith("weight/")}
+    assert trained.keys() <= found.keys() and all(torch.equal(found[name], one) for name, one in trained.items())
+
+
+def of_another_step(state: Path) -> None:
+    shutil.rmtree(state)
+    shutil.copytree(state.parents[1] / "000001" / state.name, state)
+
+
+@pytest.mark.parametrize(
+    ("file", "act", "said"),
+    [
+        ("training_state", shutil.rmtree, "training_state/optimizer_state.safetensors: missing"),
+        ("training_state/scheduler_state.json", Path.unlink, "training_state/scheduler_state.json: missing"),
+        ("training_state/optimizer_state.safetensors", halve, "training_state/optimizer_state.safetensors: "),
+        ("training_state", of_another_step, "its files are from step 1"),
+        ("pretrained_model/model.safetensors", halve, "pretrained_model/model.safetensors: "),
+        ("pretrained_model", shutil.rmtree, "only optimizer states"),
+        ("pretrained_model/more.safetensors", stray, "pretrained_model/more.safetensors: "),
+    ],
+)
+def test_a_broken_step_of_lerobot(
+    copied: Callable[[str], Path], file: str, act: Callable[[Path], object], said: str
+) -> None:
+    run = copied("lerobot")
+    act(run / "checkpoints" / "000002" / file)
+    for place in (run, run / "checkpoints" / "000002", run / "checkpoints" / "last"):
+        checked = ckpt("check", place)
+        assert checked.code == 4 and said in checked.out, checked.out
