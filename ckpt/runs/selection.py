@@ -179,6 +179,7 @@ class Chooser:
         """Return the checkpoint in a step called `last` if it is newer than `found`."""
         for place in run.last:
             try:
+                check_ended(place)
                 last = self._open_step(place)
                 of_last = recorded_number(place) if last is None or last.state.step is None else last.state.step
             except IncompleteError as error:

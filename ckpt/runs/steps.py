@@ -59,12 +59,25 @@ _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?|latest-rank0(?:\.pt)?"
 #: lerobot, utils/constants.py
 LEROBOTS_STATE = "training_state"
 _LEROBOTS_RECORD = f"{LEROBOTS_STATE}/training_step.json"
+#: olmo_core/train/checkpoint.py
+OLMOS_MODEL, _OLMOS_RECORD = "model_and_optim", "train/rank0.pt"
+#: Files that LeRobot and OLMo-core write after the model, by the model's folder.
+_WRITTEN_AFTER = {
+    "pretrained_model": (
+        _LEROBOTS_RECORD,
+        *(f"{LEROBOTS_STATE}/{name}" for name in ("rng_state.safetensors", "optimizer_state.safetensors")),
+        *(f"{LEROBOTS_STATE}/{name}" for name in ("optimizer_param_groups.json", "scheduler_state.json")),
+    ),
+    OLMOS_MODEL: (_OLMOS_RECORD, ".metadata.json"),
+}
+#: Copy of timm's best step.
+_BEST = "model_best.pth.tar"
 #: lightning/fabric/strategies/fsdp.py; timm/utils/checkpoint_saver.py names its checkpoints by epoch
 _LIGHTNINGS_RECORD, _TIMMS_END = "meta.pt", ".pth.tar"
 _FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
 #: They hold the model for OLMo-core, prime-rl, LeRobot, NeMo-RL, SkyRL, NeMo.
-STEP_PARTS = ("model_and_optim", "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
+STEP_PARTS = (OLMOS_MODEL, "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +91,8 @@ class Step:
 class Run:
     """A run folder's steps, newest first.
 
-    At equal numbers, a step with HF Trainer's record comes first. `last` holds steps without a number in their names.
+    At equal numbers, a step with HF Trainer's record comes first. `last` holds steps without a number in their names,
+    and `best` copies of older steps.
 
     Example:
         run = run_at(Path("outputs"))
@@ -88,6 +102,7 @@ class Run:
     path: Path
     steps: tuple[Step, ...]
     last: tuple[Path, ...] = ()
+    best: tuple[Path, ...] = ()
 
     def name(self, place: Path) -> str:
         """Return a place's name relative to the run, for `--tag`."""
@@ -131,7 +146,9 @@ def run_at(path: Path) -> Run:
         return step.number, has_trainer_state(step.path), step.path.name
 
     last = [holder / name for holder in _holders(path) for name in entries_in(holder) if _LAST.fullmatch(name)]
-    return Run(path, tuple(sorted(found, key=order, reverse=True)), tuple(one for one in last if not one.is_symlink()))
+    best = [holder / _BEST for holder in _holders(path) if found and (holder / _BEST).is_file()]
+    steps = tuple(sorted(found, key=order, reverse=True))
+    return Run(path, steps, tuple(one for one in last if not one.is_symlink()), tuple(best))
 
 
 def has_record(path: Path) -> bool:
@@ -212,10 +229,12 @@ def one_with_state(step: Path) -> Path | None:
 
 
 def check_ended(step: Path) -> None:
-    """Raise IncompleteError if a `checkpoint-N` lacks a complete HF Trainer record, written last."""
+    """Raise IncompleteError if a step lacks the complete record that HF Trainer or Lightning writes last."""
     if (other := one_with_state(step)) is not None:
         what = f"{TRAINER_STATE} is missing: HF Trainer writes this file last"
         raise IncompleteError(what, path=step, found=f"{other.name} has it")
+    if (name := missing_last_of_lightning(step)) is not None:
+        raise IncompleteError(f"{name} is missing: Lightning writes this file last", path=step)
     trainer_step(step)
 
 
@@ -225,14 +244,15 @@ def link_target(path: Path) -> Path:
     return path.with_name(target) if Path(target).name == target != ".." else path
 
 
-def missing_of_lerobot(step: Path) -> list[str]:
-    """Return the names of training state that only the run's other steps have. LeRobot writes them last."""
-    if not (step / "pretrained_model").is_dir():
-        return []
-    others = [one.path / LEROBOTS_STATE for one in run_at(step.parent).steps if one.path != step]
-    names = {name for place in others if place.is_dir() for name in names_in(place)}
-    own = step / LEROBOTS_STATE
-    return sorted(f"{LEROBOTS_STATE}/{one}" for one in names.difference(names_in(own) if own.is_dir() else ()))
+def missing_trainer_state(step: Path) -> list[str]:
+    """Return the names of LeRobot's or OLMo-core's trainer state that only the run's other steps have."""
+    for model, names in _WRITTEN_AFTER.items():
+        if (step / model).is_dir():
+            others = [one.path for one in run_at(step.parent).steps if one.path != step and (one.path / model).is_dir()]
+            return [
+                one for one in names if not (step / one).exists() and any((other / one).exists() for other in others)
+            ]
+    return []
 
 
 def enclosing_folders(path: Path) -> list[Path]:
@@ -245,9 +265,9 @@ def enclosing_folders(path: Path) -> list[Path]:
 
 
 def recorded_number(step: Path) -> int | None:
-    """Return the step's number from HF Trainer, LeRobot or Lightning, or timm's epoch."""
-    for path, key in ((step / _LIGHTNINGS_RECORD, "global_step"), (step, "epoch")):
-        if path.is_file() and path.name.endswith((_LIGHTNINGS_RECORD, _TIMMS_END)):
+    """Return the step's number from HF Trainer, LeRobot, Lightning or OLMo-core, or timm's epoch."""
+    for path, key in (*((step / name, "global_step") for name in (_LIGHTNINGS_RECORD, _OLMOS_RECORD)), (step, "epoch")):
+        if path.is_file() and (path != step or path.name.endswith(_TIMMS_END)):
             with suppress(CkptError):  # its tensors are read elsewhere
                 root = torchfile.read(confined(path.parent, path.name)).root
                 number = root.get(key) if isinstance(root, dict) else None
@@ -270,14 +290,14 @@ def trainer_step(folder: Path) -> int | None:
 def step_mismatch(place: Path, step: int | None) -> str | None:
     """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
-    HF Trainer, Megatron and LeRobot only use the step in folder names.
+    HF Trainer and Megatron only use the step in folder names, and LeRobot's link does.
     """
     for folder in (place, place.parent):
         recorded = step if MEGATRON_STEP.fullmatch(folder.name) else None
         if TRAINER_STEP.fullmatch(folder.name):
             with suppress(CkptError):  # reported elsewhere
                 recorded = trainer_step(folder)
-        if folder.name.isdecimal() and (folder / _LEROBOTS_RECORD).is_file():
+        if any((folder / name).is_file() for name in (_LEROBOTS_RECORD, _OLMOS_RECORD)):
             with suppress(CkptError):
                 recorded = recorded_number(folder)
         number = int(folder.name) if folder.name.isdecimal() else step_number(folder.name)
@@ -287,6 +307,14 @@ def step_mismatch(place: Path, step: int | None) -> str | None:
                 "copied?"
             )
     return None
+
+
+def missing_last_of_lightning(step: Path) -> str | None:
+    """Return the name of Lightning's record if a folder of shards lacks it. Lightning loads no such folder."""
+    is_lightnings = (
+        step.name.endswith(".ckpt") and (step / _OF_DCP).is_file() and not (step / MEGATRONS_COMMON).exists()
+    )
+    return _LIGHTNINGS_RECORD if is_lightnings and not (step / _LIGHTNINGS_RECORD).exists() else None
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:

@@ -79,7 +79,7 @@ from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of, numbered, optimizers_fit
-from ckpt.runs.steps import enclosing_folders, is_ranks_folder, trainer_step
+from ckpt.runs.steps import enclosing_folders, is_ranks_folder, step_number, trainer_step
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapper_prefixes import clean_names
@@ -254,7 +254,8 @@ def _weights_in(folder: Path) -> str | list[str] | None:
     if is_shard_set(shard_set) and shard_set[0].endswith(".bin"):
         return shard_set
     others = sorted(name for name in names if _is_weights_name(name) and name[0] != "." and not name.endswith(".json"))
-    return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
+    is_one = len(others) == 1 and step_number(others[0]) is None  # a step is found by its number
+    return others[0] if is_one and _is_torch_file(folder / others[0]) else None
 
 
 _STEPS = Steps(lambda folder: _weights_in(folder) is not None)

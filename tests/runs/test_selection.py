@@ -216,8 +216,10 @@ def older(path: Path) -> None:
         ("lightning", "checkpoints/last.ckpt/.metadata", Path.unlink, 4, "checkpoints/epoch=0-step=4.ckpt"),
         ("lightning", "checkpoints/last.ckpt/__1_0.distcp", Path.unlink, 4, ""),
         ("lightning", "checkpoints/last.ckpt/more.pt", add, 4, "checkpoints/last.ckpt"),
+        ("lightning", "checkpoints/last.ckpt/meta.pt", Path.unlink, 4, "checkpoints/epoch=0-step=4.ckpt"),
         ("timm", "last.pth.tar", halve, 4, "checkpoint-2.pth.tar"),
         ("timm", "last.pth.tar", older, 0, "checkpoint-2.pth.tar"),
+        ("timm", "model_best.pth.tar", halve, 4, "last.pth.tar"),
     ],
 )
 def test_a_broken_last_is_named(
@@ -235,6 +237,7 @@ def test_steps_of_lightnings_fsdp_are_one_run(fixtures: Path, tmp_path: Path) ->
     run = tmp_path / "lightning_logs/version_0/checkpoints"
     for name in ("epoch=0-step=2.ckpt", "epoch=1-step=10.ckpt"):
         shutil.copytree(fixtures / "dcp-fsdp2/step-2", run / name)
+        torch.save({}, run / name / "meta.pt")
     assert Path(ckpt.open(tmp_path).path).name == "epoch=1-step=10.ckpt"
     assert [one.format for one in ckpt.check(tmp_path).checkpoints] == ["dcp", "dcp"]
     assert ckpt.resume(tmp_path) == str(run / "epoch=1-step=10.ckpt")

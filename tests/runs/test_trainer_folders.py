@@ -202,3 +202,72 @@ def test_a_broken_step_of_lerobot(
     for place in (run, run / "checkpoints" / "000002", run / "checkpoints" / "last"):
         checked = ckpt("check", place)
         assert checked.code == 4 and said in checked.out, checked.out
+
+
+def test_olmo_cores_step_is_resharded_and_resumed_with_its_trainer_state(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path
+) -> None:
+    run, live = copied("olmo-core"), load_file(fixtures / "olmo-core" / "truth" / "step2.safetensors")
+    for place in (run, run / "step2"):
+        assert ckpt("check", place).code == 0
+        for world_size in (None, 3):
+            assert resume(place, world_size=world_size, say=lambda _: None) == str(run / "step2")
+    api.convert(run, "dcp", tmp_path / "dcp", world_size=3)
+    assert ckpt("verify", run, tmp_path / "dcp").code == 0
+    for place in (run / "step2", tmp_path / "dcp"):
+        checkpoint = api.open(place)
+        assert {f"{role}/{fqn}" for fqn, role in checkpoint.tensors} == live.keys()
+    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "hf")
+    assert done.code == 0 and "save_hf_model" in done.err and "--config" not in done.err, done.err
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert len(found) == 14 and all(torch.equal(live[f"weight/{name}"], one) for name, one in found.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "act", "said"),
+    [
+        (".metadata.json", Path.unlink, ".metadata.json: missing"),
+        ("train", shutil.rmtree, "train/rank0.pt: missing"),
+        ("model_and_optim/.metadata", Path.unlink, "model_and_optim/.metadata: "),
+        ("model_and_optim/__1_0.distcp", Path.unlink, "__1_0.distcp"),
+        ("model_and_optim/__1_0.distcp", halve, "__1_0.distcp"),
+        ("model_and_optim/more.pt", stray, "model_and_optim/more.pt: not read"),
+        ("", lambda step: step.rename(step.with_name("step4")), "its files are from step 2"),
+    ],
+)
+def test_a_broken_step_of_olmo_core(
+    copied: Callable[[str], Path], file: str, act: Callable[[Path], object], said: str
+) -> None:
+    run = copied("olmo-core")
+    shutil.copytree(run / "step2", run / "step1")
+    torch.save({"global_step": 1}, run / "step1" / "train" / "rank0.pt")
+    act(run / "step2" / file if file else run / "step2")
+    checked = ckpt("check", run)
+    assert checked.code == 4 and said in checked.out, checked.out
+
+
+def test_lightnings_single_files_are_resumed_as_files(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path
+) -> None:
+    run, live = copied("lightning-plain"), load_file(fixtures / "lightning-plain" / "truth" / "last.safetensors")
+    last, first = run / "checkpoints" / "last.ckpt", run / "checkpoints" / "epoch=0-step=2.ckpt"
+    fabric = run / "fabric" / "step=4.ckpt"
+    assert resume(last.parent, say=lambda _: None) == str(last)
+    assert resume(fabric.parent, say=lambda _: None) == str(fabric)
+    assert [one.path for one in ckpt_check(fabric.parent).checkpoints] == ["step=4.ckpt"]
+    assert [one.step for one in ckpt_check(last.parent).checkpoints] == [4, 2]
+    for source, prefix in ((last.parent, "model."), (fabric.parent, "")):
+        api.convert(source, "dcp", tmp_path / prefix / "dcp")
+        assert ckpt("verify", source, tmp_path / prefix / "dcp").code == 0
+        api.convert(source, "hf", tmp_path / prefix / "hf")
+        found = load_file(tmp_path / prefix / "hf" / "model.safetensors")
+        assert len(found) == 4
+        assert all(torch.equal(live[f"weight/model.{name.removeprefix(prefix)}"], one) for name, one in found.items())
+    first.unlink()
+    assert resume(last.parent, say=lambda _: None) == str(last)
+    halve(last)
+    assert ckpt("check", last.parent).code == 4
+    last.unlink()
+    stray(last.parent / "more.pt")
+    shutil.copy(fixtures / "lightning-plain" / "checkpoints" / first.name, first)
+    assert api.open(last.parent).path == str(first)

@@ -72,8 +72,9 @@ from ckpt.runs.steps import (
     TRAINER_STATE,
     TRAINER_STEP,
     link_target,
+    missing_last_of_lightning,
     missing_last_of_megatron,
-    missing_of_lerobot,
+    missing_trainer_state,
     one_with_state,
     recorded_step,
     run_at,
@@ -286,7 +287,9 @@ def _run_of(path: Path) -> tuple[Path, list[Path]]:
         return path, [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
     run = run_at(path)
-    inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded, *free_tags(path)]))
+    inside = list(
+        dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded, *run.best, *free_tags(path)])
+    )
     if TRAINER_STEP.fullmatch(path.absolute().name) or (not inside and has_model_part(path)):
         return path, [path]
     is_checkpoint = _is_checkpoint(path)
@@ -647,7 +650,9 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
     """Yield a problem if the trainer's last file is missing, HF Trainer's only if other steps have it."""
     if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
-    for name in missing_of_lerobot(place):
-        yield Problem(INCOMPLETE, name, "missing; LeRobot writes it last, and other steps have it")
+    if name := missing_last_of_lightning(place):
+        yield Problem(INCOMPLETE, name, "missing; Lightning writes it after the shards, and loads no folder without it")
+    for name in missing_trainer_state(place):
+        yield Problem(INCOMPLETE, name, "missing; the trainer writes it after the model, and other steps have it")
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")

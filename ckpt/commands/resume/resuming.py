@@ -52,6 +52,7 @@ from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_t
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
+    OLMOS_MODEL,
     RECORDS,
     TRACKER,
     TRAINER_STATE,
@@ -527,6 +528,9 @@ def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
     place, from_run = Path(checkpoint.path), registry.get(checkpoint.format).loads_from == "run"
     if (save := save_around(place)) != place:
         return save
+    files = [Path(file.path) for file in checkpoint.files]
+    if len(files) == 1 and files[0] in run_at(place).last:  # Lightning loads a file
+        return files[0]
     around = [place, place.parent, *(p for p in place.parents[1:] if p.is_relative_to(path))]
     for folder in around:
         if (folder / TRAINER_STATE).is_file():
@@ -537,7 +541,7 @@ def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
     if from_run:
         return None
     is_pair = any(not Path(file.path).is_relative_to(place) for file in checkpoint.files)
-    return place.parent if is_pair else place
+    return place.parent if is_pair or place.name == OLMOS_MODEL else place  # next to OLMo-core's trainer state
 
 
 def _is_step(name: str, recorded: str) -> bool:

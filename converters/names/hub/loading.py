@@ -22,6 +22,7 @@ from converters.names.hub.save_pretrained import is_available, refusal
 WEIGHTS = "model.safetensors"
 #: Turn text, images or sound into model inputs.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
+_OLMO_CORE = "olmo_core."
 #: sentence-transformers' modules without files.
 _WITHOUT_FILES = ("Normalize",)
 
@@ -31,6 +32,9 @@ def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = 
     if isinstance(config.get("type"), str) and "input_features" in config:
         why = f"the names were not compared with LeRobot's class for {config['type']!r}"
         return LoadCheck(None, "PreTrainedPolicy.from_pretrained", why)
+    if _OLMO_CORE in str((config.get("model") or {}).get("_CLASS_", "")):
+        hint = "olmo_core.nn.hf.save_hf_model writes transformers' names and config"
+        return LoadCheck(False, why="the names and the config are OLMo-core's", hint=hint)
     if not names_architecture(config):
         why = "config.json has no model_type and no architectures"
         return LoadCheck(False, why=why, hint="--config ORG/NAME takes the trained model's config")
