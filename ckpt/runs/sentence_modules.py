@@ -128,6 +128,15 @@ def registered(names: Collection[str], modules: Mapping[str, InnerModule]) -> li
     return order
 
 
+def trainer_note(folders: Iterable[str | Path], names: Iterable[str]) -> str | None:
+    """Return a note if `names` lack the prefix that sentence-transformers' trainer gives to the model's tensors."""
+    if not any((Path(folder) / MODULES).is_file() for folder in folders) or any(
+        name.startswith("0.") for name in names
+    ):
+        return None
+    return "SentenceTransformerTrainer can't load this step, it puts '0.' before the names; transformers' Trainer can"
+
+
 def settings(folder: Path) -> Iterator[str]:
     if (folder / MODULES).is_file():
         yield from (name for name in names_in(folder) if name in (MODULES, _SETTINGS) or name.startswith("sentence_"))

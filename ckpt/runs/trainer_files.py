@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from ckpt.runs.model_files import (
     with_quantization,
 )
 from ckpt.runs.omitted_content import run_files_left_out
+from ckpt.runs.sentence_modules import trainer_note
 from ckpt.runs.steps import TRAINER_STATE
 
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
@@ -85,13 +86,15 @@ def run_companions(
     *,
     deepspeed: bool = True,
     own: Sequence[TargetFile] = (),
+    names: Collection[str] = (),
 ) -> Companions:
     """Return `model_files`, and for a resumable step also its trainer state, scheduler and random states.
 
     If `num_ranks` is None, the random states of all ranks are kept. `deepspeed` means a DeepSpeed target: a run's files
-    are in the folder around its tag. `own` holds the format's files with training state.
+    are in the folder around its tag. `own` holds the format's files with training state, `names` an engine's tensors.
     """
     files, notes = model_files(checkpoint, dtype)
+    notes += [note] if names and (note := trainer_note(checkpoint.folders, names)) else []
     home = _home(checkpoint) if deepspeed else trainer_folder(checkpoint)
     if home is None:
         return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))

@@ -299,7 +299,7 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target
     config, notes = zero_model.ds_config(model, stage or 3, layout.dtype)
     folder = f"{zero_writer.step_folder(checkpoint)}_universal"
     prefix = "" if is_step else f"{folder}/"
-    beside = run_companions(checkpoint, num_ranks, layout.dtype)
+    beside = run_companions(checkpoint, num_ranks, layout.dtype, names=checkpoint.shapes)
     _, dropped = zero_model.client_state(model)
     return Target(
         files=(

@@ -73,7 +73,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
         experts = dealt_experts.sharing_of(model, config, num_ranks, layout.read(ExpertOptions).ep_size)
         files = _stage12_files(model, config, num_ranks, stage, experts)
         notes = [*notes, *dealt_experts.notes(experts)]
-    beside = run_companions(checkpoint, num_ranks, layout.dtype)
+    beside = run_companions(checkpoint, num_ranks, layout.dtype, names=checkpoint.shapes)
     _, dropped = zero_model.client_state(model)
     return Target(
         files=(

@@ -91,7 +91,7 @@ class DistributedCheckpoint(Format):
         num_ranks = layout.world_size or checkpoint.world_size or 1
         _check_can_be_read(checkpoint)
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
-        beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False)
+        beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False, names=checkpoint.shapes)
         folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
         facts = checkpoint.facts_of(TorchFacts)
         folders[0].add_all(_placed(state.model, facts.model_at))

@@ -160,7 +160,8 @@ def disguised(
 ) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("disguised")
     cases = place / "cases"
-    shutil.copytree(originals, cases, copy_function=shutil.copyfile)
+    for case in originals.iterdir():  # with links inside, such as LeRobot's `last`
+        shutil.copytree(case.resolve(), cases / case.name, symlinks=True, copy_function=shutil.copyfile)
     if "scrambled" in request.param:
         scrambled(cases)
     if "read-only" in request.param:

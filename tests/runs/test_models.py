@@ -244,11 +244,11 @@ def test_a_free_tag_next_to_steps_is_no_other_engine(tmp_path: Path) -> None:
     assert Path(api.open(run).path).name == "best"
 
 
-def test_check_says_how_to_choose_in_each_step(tmp_path: Path) -> None:
+def test_check_covers_the_models_in_each_step(tmp_path: Path) -> None:
     for step, names in ((2, ("actor", "critic")), (4, ("actor", "critic")), (6, ("actor",))):
         for name in names:
             (folder := tmp_path / f"global_step_{step}" / name).mkdir(parents=True)
             save_file({"w.weight": torch.ones(2, 3)}, folder / "model.safetensors")
     done = ckpt("check", tmp_path)
-    assert done.out.count("(found actor, critic); give the folder of one") == 2, done.out
+    assert done.code == 0 and done.out.count("models actor + critic") == 2, done.out
     assert ckpt("check", tmp_path / "global_step_4" / "critic").code == 0

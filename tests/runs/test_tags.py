@@ -18,7 +18,7 @@ import ckpt
 from ckpt import api
 from ckpt.errors import CkptError, NotFoundError
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.runs.steps import ANY_STEP
+from ckpt.runs.steps import ANY_STEP, run_at
 from tests.support.commands import Result
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
@@ -65,8 +65,8 @@ def test_a_tag_opens_what_the_folder_of_the_step_is(step: Path) -> None:
         assert same.value.what == error.what
         return
     assert facts(ckpt.open(step.parent, tag=step.name)) == expected
-    alone = sum(other.parent == step.parent for other in STEPS) == 1 and not (step.parent / "last.ckpt").exists()
-    if alone and "axolotl" not in str(step):
+    is_alone = sum(other.parent == step.parent for other in STEPS) == 1 and not run_at(step.parent).last
+    if is_alone and "axolotl" not in str(step):
         assert facts(ckpt.open(step.parent)) == expected, "it is the run's only step"
     around = step.parent.parent
     if around.name == "outputs":  # with one run in it
@@ -79,7 +79,10 @@ def test_every_command_takes_the_same(step: Path, tmp_path: Path) -> None:
     shutil.copytree(step.parent, run, ignore=lambda folder, _: {"truth"} if folder == str(step.parent) else set())
     (tmp_path / "out").mkdir()
     tag, place = ("--tag", step.name), run / step.name
-    assert outcome("hash", run, *tag) == outcome("hash", place)
+    if "several runs" in (refused := outcome("hash", place)).err:  # the hints name folders
+        assert refused.code == outcome("hash", run, *tag).code == outcome("inspect", run, *tag).code
+        return
+    assert outcome("hash", run, *tag) == refused
     assert outcome("convert", "auto", "full", run, *tag, "--dry-run", "-o", tmp_path / "out/full") == outcome(
         "convert", "auto", "full", place, "--dry-run", "-o", tmp_path / "out/full"
     )

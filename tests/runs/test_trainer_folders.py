@@ -271,3 +271,14 @@ def test_lightnings_single_files_are_resumed_as_files(
     stray(last.parent / "more.pt")
     shutil.copy(fixtures / "lightning-plain" / "checkpoints" / first.name, first)
     assert api.open(last.parent).path == str(first)
+
+
+@pytest.mark.parametrize(("target", "is_told"), [("dcp", True), ("zero3", True), ("trainer", False)])
+def test_names_without_the_prefix_of_sentence_transformers_are_told(
+    copied: Callable[[str], Path], target: str, is_told: bool
+) -> None:
+    """The trainer calls the model `0.model`, and its saved folder has transformers' names."""
+    step = copied("sentence-transformers") / "checkpoint-2"
+    ranks = ("--world-size", "2") if target == "zero3" else ()
+    done = ckpt("convert", "auto", target, step, *ranks, "-v", "-o", step.with_name("out"))
+    assert done.code == 0 and ("SentenceTransformerTrainer can't load this step" in done.err) == is_told, done.err
