@@ -46,7 +46,7 @@ def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[
         known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
         known = [name for name in known if name != "self"]
         rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
-        hints = functools.cache(lambda: _hints(function, *groups))
+        hints = functools.cache(lambda: _hints(function, *groups, names_of=function))
 
         def declared() -> Sequence[Callable[[], Iterable[str]]]:
             """Return the functions that name further keywords. Empty if all are allowed."""
@@ -93,18 +93,18 @@ def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]]
     own += [
         inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
         for group in groups
-        for hints in [_hints(group)]
+        for hints in [_hints(group, names_of=function)]
         for one in fields(group)  # type: ignore[arg-type]
     ]
     return signature.replace(parameters=own if others is None else [*own, keywords.replace(annotation=others)])
 
 
-def _hints(*owners: Any, include_extras: bool = False) -> dict[str, Any]:
-    """Names imported only for type checking become Any."""
+def _hints(*owners: Any, names_of: Any = None, include_extras: bool = False) -> dict[str, Any]:
+    """Names imported only for type checking are looked up in the module of `names_of`, and become Any if missing."""
     found: dict[str, Any] = {}
     for owner in owners:
-        module = vars(sys.modules[owner.__module__])
-        names = ChainMap({"Unpack": defaultdict(lambda: Any)}, module, vars(builtins), defaultdict(lambda: Any))
+        modules = [vars(sys.modules[one.__module__]) for one in (owner, names_of or owner)]
+        names = ChainMap({"Unpack": defaultdict(lambda: Any)}, *modules, vars(builtins), defaultdict(lambda: Any))
         found |= get_type_hints(inspect.unwrap(owner), localns=names, include_extras=include_extras)
     return found
 

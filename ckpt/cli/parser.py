@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -118,7 +119,7 @@ def _for_command(hint: str, name: str) -> str:
 def _options_of(name: str) -> set[str]:
     if name not in command_registry.places():
         return set()
-    params = _alone(command_registry.command(name)).params
+    params = _built(command_registry.command(name)).params
     return {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
 
@@ -204,14 +205,24 @@ class TypedCommand(_Help, TyperCommand):
 
 
 class CommandGroup(_Help, TyperGroup):
-    """Only the running command gets formats' options: the others stay fast."""
+    """Only the running command gets formats' options: help and completion stay fast."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.commands: dict[str, Any] = dict.fromkeys(command_registry.places())  # names, for suggestions
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [command.name for command in command_registry.all_commands()]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return _without_formats(command_registry.command(name)) if name in self.commands else None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
         sections: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            command: Any = self.get_command(ctx, name)
-            sections.setdefault(command.rich_help_panel, []).append((name, command.help.split("\n\n")[0]))
+        for command in command_registry.all_commands():
+            about = inspect.getdoc(command.function) or ""
+            sections.setdefault(command.section, []).append((command.name, about.split("\n\n")[0]))
         self.format_sections(formatter, sections)
 
     def invoke(self, ctx: Any) -> Any:
@@ -238,7 +249,7 @@ class CommandGroup(_Help, TyperGroup):
                 # `Path` would normalise it to another key
                 raise UsageError("the URL's path contains an empty part or a dot", found=shown(arg))
         if declared.format_options:
-            command = _alone(declared)
+            command = _built(declared)
         _check_spelled_once(command.params, rest)
         found = defaults.of_command(name, command.params)
         found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
@@ -270,17 +281,19 @@ def _with_short_dtypes(args: Sequence[str]) -> list[str]:
     return words
 
 
-def _alone(command: Command) -> Any:
+@functools.cache
+def _without_formats(command: Command) -> Any:
+    return _built(replace(command, format_options=()))
+
+
+def _built(command: Command) -> Any:
     from ckpt.plan import registry
 
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    add(alone, command, registry.declared_options() if command.format_options else None)
-    return typer.main.get_command(alone)
-
-
-def add(app: typer.Typer, command: Command, owners: Mapping[type, Sequence[str]] | None = None) -> None:
+    owners = registry.declared_options() if command.format_options else None
     run = guarded(with_options(command.function, owners, command.format_options), command)
-    app.command(command.name, cls=TypedCommand, rich_help_panel=command.section)(run)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(command.name, cls=TypedCommand)(run)
+    return typer.main.get_command(alone)
 
 
 def with_options(

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
 from ckpt.base.flags import HOW, HUB, READ, SHOWN, WRITTEN, Flag, OptionGroup
-from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.options import MAX_SIZE
+
+if TYPE_CHECKING:
+    from ckpt.plan.checkpoint import Checkpoint  # the help of `ckpt` needs no checkpoint
 
 Config = str | PathLike[str] | None
 Cast = Literal["keep", "fp32", "bf16", "fp16"]
@@ -21,6 +23,7 @@ Only = Literal["weights", "optimizer", "all"]
 Names = Literal["hub", "own"]
 ExpertLayout = Literal["peft", "unsloth"]
 Progress = Callable[[int], None]  # gets the bytes since the last call
+Model = Union[str, PathLike[str], "Checkpoint", None]
 OptionValue = str | int | float | None  # a bool is an int
 
 #: Each command adds its help.
@@ -87,7 +90,7 @@ QuantizeOption = Annotated[
     ),
 ]
 LikeOption = Annotated[
-    str | PathLike[str] | Checkpoint | None,
+    Model,
     Flag(
         metavar="MODEL",
         help="Quantize the same weights in the same way as this model, a folder or a cached Hub id. Its bytes are kept "
@@ -126,7 +129,7 @@ class ReadOptions(OptionGroup):
 @dataclass(frozen=True)
 class Completion(OptionGroup):
     complete_from: Annotated[
-        str | PathLike[str] | Checkpoint | None,
+        Model,
         Flag(
             metavar="BASE",
             help="Take parts missing from the run's model (a frozen tower, multi-token prediction) from this model.",

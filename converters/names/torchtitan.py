@@ -21,12 +21,10 @@ from converters.names.families import tables as families
 from converters.names.families.config import Config
 from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
+from converters.names.torchtitan_models import PERMUTED
 from converters.names.torchtitan_run import check_run
 
-#: Supported model types. True if query and key rows are reordered.
-_PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
-
-#: The Hub's names, with torchtitan's, newest first. `*` is an expert.
+#: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert.
 _NAMES = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
@@ -90,12 +88,12 @@ def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 def _saved(checkpoint: Checkpoint) -> Saved:
     config = checkpoint.config or {}
-    saved = families.saved(config) if config.get("model_type") in _PERMUTED else None
+    saved = families.saved(config) if config.get("model_type") in PERMUTED else None
     if saved is None:
         raise UsageError(
             "there is no mapping between torchtitan's names and the Hub's for this architecture",
             path=checkpoint.path,
-            expected="a causal model: " + ", ".join(_PERMUTED),
+            expected="a causal model: " + ", ".join(PERMUTED),
             found=f"model_type {config.get('model_type')!r}",
         )
     return saved
@@ -104,7 +102,7 @@ def _saved(checkpoint: Checkpoint) -> Saved:
 def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) -> Relation:
     """Use the names in `present`, or else the newest."""
     config = Config(checkpoint.config or {})
-    permuted = _PERMUTED[str(config.get("model_type"))]
+    permuted = PERMUTED[str(config.get("model_type"))]
     heads = config.size("num_attention_heads")
     groups = config.size("num_key_value_heads", default=heads)
     links: list[Link] = []
@@ -148,17 +146,6 @@ def _rotated_rows(hub: str, titan: str, shape: Shape, heads: int) -> Iterator[Li
             stored = Box((start + part * half, *zeros), (half, *tail))
             placed = stepped((start + part, *zeros), (half, *tail), (2, *(1,) * len(tail)))
             yield Link(hub, stored, titan, placed, dims)
-
-
-def recognizes(names: Collection[str]) -> bool:
-    return "tok_embeddings.weight" in names and any(
-        name.startswith("layers.0.") and name.endswith(("attention_norm.weight", "ffn_norm.weight")) for name in names
-    )
-
-
-def namespace_of(checkpoint: Checkpoint) -> str | None:
-    known = (checkpoint.config or {}).get("model_type") in _PERMUTED
-    return TORCHTITAN if known and recognizes({fqn for fqn, _ in checkpoint.tensors}) else None
 
 
 NAMESPACE = Namespace(to_hub, from_hub)

@@ -72,8 +72,9 @@ def module() -> str:
         one for function in functions.values() for one in function.groups
     )
     found = {
-        f"{group.__name__}Keywords": {one.name: spelled(_hints(group)[one.name]) for one in fields(group)}  # type: ignore[arg-type]
+        f"{group.__name__}Keywords": {one.name: spelled(hints[one.name]) for one in fields(group)}  # type: ignore[arg-type]
         for group in groups
+        for hints in [_hints(group, names_of=ckpt.plan)]
     }
     for title, is_for_reading in (("ReadFormat", True), ("Format", False)):
         found[f"{title}Keywords"] = {

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import api
 from ckpt.base.sizes import show_size
-from ckpt.cli import app
+from ckpt.cli import command_registry
 from ckpt.commands.inspect import inspecting
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan import registry
@@ -420,7 +420,7 @@ def test_a_terminal_without_unicode(
 
 
 def test_no_help_text_is_missing() -> None:
-    for command in [one.name or "" for one in app.registered_commands]:
+    for command in command_registry.places():
         text = run_ckpt(command, "--help").out.split("\nExamples:\n")[0]
         options = [part.split("\n\n")[0].split() for part in text.split("\n  -")[1:]]  # a long name fills a line
         assert options

@@ -361,8 +361,8 @@ def _size(path: Path) -> int:
 @functools.cache
 def _options(command: str) -> dict[str, bool]:
     """Return the options of a command, each True if it takes no value; empty if the command is unknown."""
-    commands = typer.main.get_command(app)
-    found = getattr(commands, "commands", {}).get(command)
+    group = typer.main.get_command(app)
+    found = group.get_command(None, command)
     if found is None:
         return {}
     flags = {name for one in found.params if getattr(one, "is_flag", False) for name in one.opts}
