@@ -40,15 +40,19 @@ def shapes(files: Files) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in files.items()}
 
 
+def check_saved(folder: Path, model_type: str, **entries: Any) -> None:
+    config, files = saved_model(folder, model_type, **entries)
+    found = composites.saved(config)
+    assert found is not None and dict(found.required) == shapes(files)
+    assert len(found.optional) == config["tie_word_embeddings"]
+
+
 @pytest.mark.parametrize("tower", ["clip_vision_model", "siglip_vision_model", "pixtral"])
 @pytest.mark.parametrize("text", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True}, {"multimodal_projector_bias": False}])
 def test_llava(tmp_path: Path, tower: str, text: str, change: dict[str, Any]) -> None:
     inner = {"text_config": {"model_type": text, **TEXT}, "vision_config": {"model_type": tower, **TOWER}}
-    config, files = saved_model(tmp_path, "llava", **inner, **change)
-    found = composites.saved(config)
-    assert found is not None and dict(found.required) == shapes(files)
-    assert len(found.optional) == config["tie_word_embeddings"]
+    check_saved(tmp_path, "llava", **inner, **change)
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -56,9 +60,7 @@ def test_llava(tmp_path: Path, tower: str, text: str, change: dict[str, Any]) ->
 def test_gemma3(tmp_path: Path, head: bool, change: dict[str, Any]) -> None:
     inner = {"text_config": {"model_type": "gemma3_text", **TEXT}}
     inner |= {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": head, **TOWER}}
-    config, files = saved_model(tmp_path, "gemma3", **inner, **change)
-    found = composites.saved(config)
-    assert found is not None and dict(found.required) == shapes(files)
+    check_saved(tmp_path, "gemma3", **inner, **change)
 
 
 #: Sizes of Qwen's towers. All differ, so that a mix-up shows.
@@ -85,10 +87,7 @@ def test_qwen(tmp_path: Path, model_type: str, change: dict[str, Any]) -> None:
     bias = {"attention_bias": change["attention_bias"]} if "attention_bias" in change else {}
     inner = {"text_config": {**TEXT, **bias}, "vision_config": QWEN_TOWERS[model_type]}
     tied = {name: value for name, value in change.items() if name not in bias}
-    config, files = saved_model(tmp_path, model_type, **inner, **tied)
-    found = composites.saved(config)
-    assert found is not None and dict(found.required) == shapes(files)
-    assert len(found.optional) == config["tie_word_embeddings"]
+    check_saved(tmp_path, model_type, **inner, **tied)
 
 
 _PATCHED = {"depth": 2, "num_heads": 2, "patch_size": 7, "temporal_patch_size": 2, "spatial_merge_size": 2}
@@ -128,10 +127,7 @@ LATER: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_later_ones(tmp_path: Path, case: str) -> None:
     model_type, text, vision, more = LATER[case]
     inner = {"text_config": {**TEXT, **text}, "vision_config": vision}
-    config, files = saved_model(tmp_path, model_type, **inner, **more)
-    found = composites.saved(config)
-    assert found is not None and dict(found.required) == shapes(files)
-    assert len(found.optional) == config["tie_word_embeddings"]
+    check_saved(tmp_path, model_type, **inner, **more)
 
 
 @pytest.mark.parametrize("case", [*LATER, *QWEN_TOWERS, "llava-clip", "llava-siglip"])

@@ -170,6 +170,12 @@ def every_command(place: Path, out: Path) -> list[tuple[str | Path, ...]]:
     return [*converted, ("check", place), ("resume", place), ("inspect", place), ("hash", place)]
 
 
+def check_all_refuse(place: Path, out: Path, told: str) -> None:
+    for command in every_command(place, out):
+        done = ckpt(*command)
+        assert done.code == LOST and told in done.out + done.err, (command, done)
+
+
 def test_an_optimizer_of_a_later_step_is_refused_by_every_command(tmp_path: Path) -> None:
     step = Path(shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2"))
     zero = Path(shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "zero"))
@@ -179,9 +185,7 @@ def test_an_optimizer_of_a_later_step_is_refused_by_every_command(tmp_path: Path
         (of_step(step, 7.0), "the model is from step 2, but the optimizer has taken 7"),
         (of_model_step(zero, 0), "the model is from step 0, but the optimizer has taken 2"),
     ):
-        for command in every_command(place, tmp_path / "out"):
-            done = ckpt(*command)
-            assert done.code == LOST and told in done.out + done.err, (command, done)
+        check_all_refuse(place, tmp_path / "out", told)
         with pytest.raises(IncompleteError, match=told):
             api.open(place)
 
@@ -192,9 +196,7 @@ def test_an_optimizer_of_one_more_step_is_refused_if_the_weights_are_of_another_
     for file in (run / "checkpoint-2/global_step2").glob("*optim_states.pt"):
         shutil.copy(file, run / "checkpoint-1/global_step1")
     told = "the model is from step 1, but the optimizer has taken 2: are all files from one save?"
-    for command in every_command(run / "checkpoint-1", tmp_path / "out"):
-        done = ckpt(*command)
-        assert done.code == LOST and told in done.out + done.err, (command, done)
+    check_all_refuse(run / "checkpoint-1", tmp_path / "out", told)
     alike = of_model_step(Path(shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "alike")), 1)
     assert ckpt("check", alike).code == 0
 
@@ -205,9 +207,7 @@ def test_an_optimizer_of_fewer_steps_is_refused_if_the_weights_are_of_another_sa
     for file in (run / "checkpoint-1/global_step1").glob("*optim_states.pt"):
         shutil.copy(file, run / "checkpoint-2/global_step2")
     told = "the model is from step 2, but the optimizer has taken 1: are all files from one save?"
-    for command in every_command(run / "checkpoint-2", tmp_path / "out"):
-        done = ckpt(*command)
-        assert done.code == LOST and told in done.out + done.err, (command, done)
+    check_all_refuse(run / "checkpoint-2", tmp_path / "out", told)
     older = ckpt("resume", run)
     assert older.out.strip().endswith("checkpoint-1") and "checkpoint-2 is skipped" in older.err
 

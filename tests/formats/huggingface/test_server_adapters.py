@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ def served(adapter: Path, server: str, folder: Path, *options: Any) -> tuple[dic
     outcome = ckpt("convert", "peft", "peft", adapter, "--server", server, "-o", folder, *options)
     assert outcome.code == 0, outcome.err
     return json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+
+
+def check_refused(adapter: Path, server: str, out: Path, code: int, *said: str, options: Sequence[Any] = ()) -> None:
+    refused = ckpt("convert", "peft", "peft", adapter, "--server", server, "-o", out, *options)
+    assert refused.code == code and all(one in refused.err for one in said), refused
+    assert not out.exists()
 
 
 def scaling(config: dict[str, Any], module: str, server: str) -> float:
@@ -192,9 +199,7 @@ def test_what_a_server_does_not_compute_is_refused(
     server: str, options: dict[str, Any], said: str, llama: Path, tmp_path: Path
 ) -> None:
     adapter = save_adapter(llama, tmp_path / "adapter", options)
-    refused = ckpt("convert", "peft", "peft", adapter, "--server", server, "-o", tmp_path / "out")
-    assert refused.code == 2 and said in refused.err and "use `ckpt merge-lora` to merge it" in refused.err
-    assert not (tmp_path / "out").exists()
+    check_refused(adapter, server, tmp_path / "out", 2, said, "use `ckpt merge-lora` to merge it")
 
 
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:]])
@@ -203,17 +208,14 @@ def test_experts_that_vllm_would_fail_on_are_refused(parameters: list[str], tmp_
     base = base_of("qwen3_moe", tmp_path)
     options = {"target_modules": ["q_proj", "v_proj"], "target_parameters": parameters}
     half = save_adapter(base, tmp_path / "half", options)
-    refused = ckpt("convert", "peft", "peft", half, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 6 and "every expert of a layer, or on none" in refused.err
-    assert not (tmp_path / "out").exists()
+    check_refused(half, "vllm", tmp_path / "out", 6, "every expert of a layer, or on none")
     whole = save_adapter(base, tmp_path / "whole", options | {"target_parameters": EXPERTS})
     _, tensors = served(whole, "vllm", tmp_path / "apart")
     gone = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
     kept = {name: t for name, t in tensors.items() if not name.startswith(f"{gone}.")}
     assert len(kept) == len(tensors) - 2
     save_file(kept, tmp_path / "apart/adapter_model.safetensors")
-    refused = ckpt("convert", "peft", "peft", tmp_path / "apart", "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 6 and gone.removeprefix("base_model.model.") in refused.err
+    check_refused(tmp_path / "apart", "vllm", tmp_path / "out", 6, gone.removeprefix("base_model.model."))
 
 
 @pytest.mark.parametrize(
@@ -230,8 +232,7 @@ def test_what_sglang_would_pass_over_is_refused(
     options: dict[str, Any], code: int, said: str, llama: Path, tmp_path: Path
 ) -> None:
     adapter = save_adapter(llama, tmp_path / "adapter", options)
-    refused = ckpt("convert", "peft", "peft", adapter, "--server", "sglang", "-o", tmp_path / "out")
-    assert refused.code == code and said in refused.err
+    check_refused(adapter, "sglang", tmp_path / "out", code, said)
     served(adapter, "vllm", tmp_path / "vllm")
 
 
@@ -330,28 +331,24 @@ def test_what_sglang_stacks_adds_up_to_the_merged_model(model_type: str, modules
 def test_halves_of_latent_attention_that_sglang_stacks_are_refused_alone(one: str, other: str, tmp_path: Path) -> None:
     base = base_of("deepseek_v3", tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": [one, "o_proj"]})
-    refused = ckpt("convert", "peft", "peft", adapter, "--server", "sglang", "-o", tmp_path / "out")
-    assert refused.code == 6 and f"needs LoRA on {other}, too, to load it on {one}" in refused.err
+    check_refused(adapter, "sglang", tmp_path / "out", 6, f"needs LoRA on {other}, too, to load it on {one}")
 
 
 def test_a_rank_above_what_vllm_serves_is_refused(llama: Path, tmp_path: Path) -> None:
     adapter = save_adapter(llama, tmp_path / "adapter", {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 513}})
-    refused = ckpt("convert", "peft", "peft", adapter, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 2 and "at most 512" in refused.err and "found: 513" in refused.err
+    check_refused(adapter, "vllm", tmp_path / "out", 2, "at most 512", "found: 513")
 
 
 def test_experts_of_a_model_that_is_not_known_are_refused(tmp_path: Path) -> None:
     base = base_of("qwen3_moe", tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"], "target_parameters": EXPERTS})
     gone = edited(adapter, tmp_path / "gone", base_model_name_or_path="org/elsewhere")
-    refused = ckpt("convert", "peft", "peft", gone, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 2 and "give the base's config.json with --config" in refused.err
+    check_refused(gone, "vllm", tmp_path / "out", 2, "give the base's config.json with --config")
     served(gone, "vllm", tmp_path / "out", "--config", base)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "mixtral"}')
-    refused = ckpt("convert", "peft", "peft", gone, "--server", "vllm", "-o", tmp_path / "no", "--config", other)
-    assert refused.code == 2 and "found: model_type mixtral" in refused.err
+    check_refused(gone, "vllm", tmp_path / "no", 2, "found: model_type mixtral", options=["--config", other])
 
 
 def test_experts_of_an_unsloth_adapter_without_its_record_are_refused(tmp_path: Path) -> None:
@@ -360,20 +357,16 @@ def test_experts_of_an_unsloth_adapter_without_its_record_are_refused(tmp_path: 
     changes = {"lora_B_layout": None, "unsloth_fused_expert_lora": None, "auto_mapping": marks}
     changes["base_model_name_or_path"] = str(fixture / "base")
     adapter = edited(fixture / "rank_major", tmp_path / "adapter", **changes)
-    refused = ckpt("convert", "peft", "peft", adapter, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 2 and '"lora_B_layout": "grouped_by_expert"' in refused.err
+    check_refused(adapter, "vllm", tmp_path / "out", 2, '"lora_B_layout": "grouped_by_expert"')
 
 
 def test_it_is_not_verified_by_names_that_are_others(llama: Path, tmp_path: Path) -> None:
     adapter = save_adapter(llama, tmp_path / "adapter", {"target_modules": ALL})
-    refused = ckpt("convert", "peft", "peft", adapter, "--server", "vllm", "-o", tmp_path / "out", "--verify")
-    assert refused.code == 2 and "--verify compares tensors by name" in refused.err
-    assert not (tmp_path / "out").exists()
+    check_refused(adapter, "vllm", tmp_path / "out", 2, "--verify compares tensors by name", options=["--verify"])
 
 
 def test_another_rank_than_the_configs_is_refused(tmp_path: Path) -> None:
     base = base_of("qwen3_moe", tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"], "target_parameters": EXPERTS})
     wrong = edited(adapter, tmp_path / "wrong", r=5)
-    refused = ckpt("convert", "peft", "peft", wrong, "--server", "vllm", "-o", tmp_path / "out")
-    assert refused.code == 6 and "do not match PEFT's layout" in refused.err
+    check_refused(wrong, "vllm", tmp_path / "out", 6, "do not match PEFT's layout")

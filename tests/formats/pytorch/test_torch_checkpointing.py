@@ -79,42 +79,34 @@ def test_other_folders_with_its_prefix_are_no_steps(run: Path) -> None:
     assert not [note for note in api.open(run).notes if "tmp_" in note]
 
 
-@pytest.mark.parametrize("name", ["model_1.pt", "optimizer_0.pt"])
-def test_missing_rank(run: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "error", "match"),
+    [
+        ("model_1.pt", IncompleteError, "a rank's file is missing"),
+        ("optimizer_0.pt", IncompleteError, "a rank's file is missing"),
+        ("metadata.pkl", CkptError, ""),
+    ],
+)
+def test_missing_file(run: Path, name: str, error: type[CkptError], match: str) -> None:
     (run / "step-2" / name).unlink()
-    with pytest.raises(IncompleteError, match="a rank's file is missing"):
+    with pytest.raises(error, match=match):
         api.open(run / "step-2")
 
 
-def test_missing_metadata(run: Path) -> None:
-    (run / "step-2/metadata.pkl").unlink()
-    with pytest.raises(CkptError):
-        api.open(run / "step-2")
-
-
-def test_copied_torch_file(run: Path) -> None:
-    shutil.copy(run / "step-2/model_0.pt", run / "step-2/model_1.pt")
-    with pytest.raises(CorruptError, match=r"contradicts metadata\.pkl"):
-        api.open(run / "step-2")
-
-
-def test_copied_safetensors_file(run: Path) -> None:
-    """Local tensors have no place of their own. The embedding's 19 rows make rank 1's part shorter."""
-    shutil.copy(run / "step-3/model_0.safetensors", run / "step-3/model_1.safetensors")
-    with pytest.raises(CorruptError, match=r"contradicts metadata\.pkl"):
-        api.open(run / "step-3")
-
-
-def test_files_of_two_steps(run: Path) -> None:
-    shutil.copy(run / "step-2/optimizer_1.pt", run / "step-3/optimizer_1.pt")
-    with pytest.raises(CorruptError):
-        api.open(run / "step-3")
-
-
-def test_files_of_a_larger_run(run: Path) -> None:
-    shutil.copy(run / "step-2/model_1.pt", run / "step-2/model_2.pt")
-    with pytest.raises(CorruptError, match="different numbers of ranks"):
-        api.open(run / "step-2")
+@pytest.mark.parametrize(
+    ("copied", "place", "match"),
+    [
+        ("step-2/model_0.pt", "step-2/model_1.pt", r"contradicts metadata\.pkl"),
+        # Local tensors have no place of their own. The embedding's 19 rows make rank 1's part shorter.
+        ("step-3/model_0.safetensors", "step-3/model_1.safetensors", r"contradicts metadata\.pkl"),
+        ("step-2/optimizer_1.pt", "step-3/optimizer_1.pt", ""),
+        ("step-2/model_1.pt", "step-2/model_2.pt", "different numbers of ranks"),
+    ],
+)
+def test_copied_file(run: Path, copied: str, place: str, match: str) -> None:
+    shutil.copy(run / copied, run / place)
+    with pytest.raises(CorruptError, match=match):
+        api.open((run / place).parent)
 
 
 def test_unknown_sharding_is_named(run: Path) -> None:
