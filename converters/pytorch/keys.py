@@ -164,12 +164,8 @@ def _sort(
     for name, child in node.items():
         if _is_optimizer(name, child):
             optimizers[(*around, name)] = child
-        elif (
-            name in OPTIMIZER_NAMES
-            and isinstance(child, list)
-            and all(is_optimizer(c, is_called_so=True) for c in child)
-        ):
-            optimizers.update({(*around, name, index): one for index, one in enumerate(child)})
+        elif name in OPTIMIZER_NAMES and (several := _several_optimizers(child)):
+            optimizers.update({(*around, name, key): one for key, one in several.items()})
         elif _is_model(name, child):
             own[name] = child
         else:
@@ -185,6 +181,12 @@ def _sort(
             del rest[name]
             rest |= {name: inner_rest} if inner_rest else {}
     return rest
+
+
+def _several_optimizers(node: Any) -> Mapping[Any, Any]:
+    """Return the optimizers in a list, or by class name, as Composer saves them."""
+    found = dict(enumerate(node)) if isinstance(node, list) else node if isinstance(node, Mapping) else {}
+    return found if all(is_optimizer(one, is_called_so=True) for one in found.values()) else {}
 
 
 def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:

@@ -128,6 +128,26 @@ def test_steps_of_composer_are_found_converted_and_resumed(
         assert compared.code == 0 and "12 tensors" in compared.out, compared.out
 
 
+def test_composers_sharded_step_has_its_optimizer(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path
+) -> None:
+    run, live = copied("composer-fsdp2"), load_file(fixtures / "composer-fsdp2" / "truth" / "ep1-ba2.safetensors")
+    assert [one.path for one in ckpt_check(run).checkpoints] == ["ep1-ba2"]
+    assert resume(run, world_size=3, say=lambda _: None) == str(run / "ep1-ba2")
+    checkpoint = api.open(run, tag="latest-rank0.pt")
+    assert {f"{role}/{fqn}" for fqn, role in checkpoint.tensors} == live.keys()
+    api.convert(run, "dcp", tmp_path / "dcp", world_size=3)
+    assert ckpt("verify", run, tmp_path / "dcp").code == 0
+    api.convert(run, "full", tmp_path / "full")
+    stored = torch.load(tmp_path / "full" / "pytorch_model_fsdp.bin", weights_only=True)
+    states = torch.load(tmp_path / "full" / "optimizer.bin", weights_only=True)["state"]
+    for fqn, one in stored.items():
+        found = {"weight": one, **{role: states[fqn][role] for role in ("exp_avg", "exp_avg_sq")}}
+        assert all(torch.equal(live[f"{role}/{fqn}"], tensor) for role, tensor in found.items())
+    (run / "ep1-ba2" / "__1_0.distcp").unlink()
+    assert ckpt("check", run).code == 4
+
+
 def test_composers_link_is_no_step_and_its_copy_is_the_same_step(copied: Callable[[str], Path]) -> None:
     run = copied("composer")
     link = run / "latest-rank0.pt"
