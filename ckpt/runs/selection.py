@@ -122,7 +122,7 @@ class Chooser:
         elif self.want.is_newest:
             candidates = self._rivals(run, own)
         found, skipped = self._open_newest(run, candidates)
-        chosen = found or own
+        chosen = found or own or self._newer_last(run)
         if chosen is not None:
             return self._with_newer_named(run, chosen, skipped)
         for error in filter(None, skipped.values()):
@@ -171,25 +171,34 @@ class Chooser:
                 continue
             if found is not None:
                 self._check_same_count(run, step)
-                return self._newer_last(run, step.number, found), skipped
+                return self._newer_last(run, step, found), skipped
             skipped[step] = None
         return None, skipped
 
-    def _newer_last(self, run: Run, number: int, found: Checkpoint) -> Checkpoint:
-        """Return the checkpoint in a step called `last` if it is newer than `found`."""
+    def _newer_last(self, run: Run, step: Step | None = None, found: Checkpoint | None = None) -> Checkpoint | None:
+        """Return the checkpoint in a step called `last` if it is newer than `found` in `step`."""
+        number = None if step is None or found is None else found.state.step if step.counts_epochs else step.number
+        skipped: dict[str, IncompleteError | None] = {}
         for place in run.last:
             try:
                 check_ended(place)
                 last = self._open_step(place)
                 of_last = recorded_number(place) if last is None or last.state.step is None else last.state.step
             except IncompleteError as error:
-                found = _with_notes(found, [note := _skip_note(run, place, error)], [], [note])
+                skipped[_skip_note(run, place, error)] = error
                 continue
-            if last is not None and of_last is None:
+            if last is None:
+                skipped[f"{run.name(place)} is skipped, it holds no {self.want.what}"] = None
+                continue
+            if found is not None and (number is None or of_last is None):
                 _ask(run, [run.name(Path(found.path)), run.name(place)])
-            if last is not None and of_last is not None and of_last > number:
+            if found is None or (number is not None and of_last is not None and of_last > number):
                 found, number = last, of_last
-        return found
+        if found is None:
+            for error in filter(None, skipped.values()):
+                raise error
+            return None
+        return _with_notes(found, [*skipped], [], [*skipped])
 
     def _open_step(self, step: Path) -> Checkpoint | None:
         """Return the checkpoint in a step's folder or its model's inner folder."""
@@ -352,6 +361,8 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
         return True
     if steps := run.steps if tag is None else run.tagged(tag):
         return any(_holds(step.path, formats) for step in steps)
+    if tag is None and run.last:
+        return any(_holds(place, formats) for place in run.last)
     return tag is not None and any(_finds(one, step.path, tag) for step in run.steps for one in formats)
 
 

@@ -233,6 +233,27 @@ def test_a_broken_last_is_named(
         assert ckpt.resume(run) == str(run / newest)
 
 
+@pytest.mark.parametrize(("of_last", "taken"), [(60, "epoch=10.ckpt"), (120, "last.ckpt")])
+def test_last_is_compared_by_steps_if_names_count_epochs(tmp_path: Path, of_last: int, taken: str) -> None:
+    model_file(tmp_path / "checkpoints" / "epoch=10.ckpt", 110)
+    model_file(tmp_path / "checkpoints" / "last.ckpt", of_last)
+    assert ckpt.open(tmp_path).path == str(tmp_path / "checkpoints" / taken)
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints"])
+def test_a_run_of_last_files_comes_before_a_model_below(tmp_path: Path, place: str) -> None:
+    """Lightning with save_top_k=0. A second run in the folder writes last-v1."""
+    model_file(tmp_path / place / "last.ckpt", 60)
+    (tmp_path / "export").mkdir()
+    save_file({"layer.weight": torch.zeros(2, 2)}, tmp_path / "export/model.safetensors")
+    assert run_ckpt("inspect", tmp_path).out.split()[1] == str(tmp_path / place / "last.ckpt")
+    model_file(tmp_path / place / "last-v1.ckpt", 90)
+    model_file(tmp_path / place / "best.ckpt", 30)
+    assert ckpt.open(tmp_path).path == str(tmp_path / place / "last-v1.ckpt")
+    (tmp_path / place / "last-v1.ckpt").write_bytes(b"PK")
+    assert any("last-v1.ckpt is skipped, it holds no checkpoint" in note for note in ckpt.open(tmp_path).notes)
+
+
 def test_steps_of_lightnings_fsdp_are_one_run(fixtures: Path, tmp_path: Path) -> None:
     run = tmp_path / "lightning_logs/version_0/checkpoints"
     for name in ("epoch=0-step=2.ckpt", "epoch=1-step=10.ckpt"):
