@@ -369,6 +369,10 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
 def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str]) -> None:
     """Add the buffers: every rank wrote a copy."""
     copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
+    for model, module in zip(models[1:], copies[1:], strict=True):
+        if fqn := next((fqn for fqn in module if fqn not in copies[0]), None):
+            missing = f"the buffer of rank {model.rank}"
+            raise CorruptError("rank 0 lacks a buffer", **models[0].where, fqn=fqn, expected=missing, found="none")
     for fqn in (fqn for fqn in copies[0] if fqn in names):
         tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
         copies_of_ranks = []

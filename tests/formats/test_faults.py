@@ -313,6 +313,12 @@ def test_buffers_of_different_kinds(source: Path) -> None:
     refused(source, 4, "tensor: mean", "rank: 2\n", "expected: float32 [7]", "found: float32 [3]")
 
 
+@of("zero3")
+def test_a_buffer_that_rank_0_lacks(source: Path) -> None:
+    edit(model_file(source, 0), lambda saved: saved["module"].pop("mean"))
+    refused(source, 4, "rank 0 lacks a buffer", "tensor: mean", "expected: the buffer of rank 1")
+
+
 @pytest.mark.parametrize("shape", [(5,), (3, 1, 6)])
 def test_what_maps_nowhere_stops_before_a_byte_is_written(
     fixtures: Path, tmp_path: Path, shape: tuple[int, ...]
