@@ -84,6 +84,12 @@ def module_weights(folders: Iterable[str | Path], sources: Sources) -> dict[Key,
     }
 
 
+def weights_files(folder: Path) -> list[Path]:
+    """Return the weights of the modules that `modules.json` lists in `folder`, without the model's."""
+    modules = modules_in([folder]).values() if (folder / MODULES).is_file() else ()
+    return [path for one in modules for name in (SINGLE, _TORCH) if (path := one.folder / name).is_file()]
+
+
 def _weights_of(module: InnerModule, sources: Sources) -> dict[Key, Tensor]:
     folder = confined(module.folder.parent, module.folder.name)
     if (folder / SINGLE).is_file():

@@ -21,6 +21,7 @@ from ckpt.move.listing import entries_in, names_in
 from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.file_table import TENSOR_SUFFIXES, TRAINING_STATE, FileKind, fits, is_of
+from ckpt.runs.sentence_modules import weights_files
 from ckpt.runs.steps import ANY_STEP, RECORDS, is_step
 
 _NO_TENSORS = (
@@ -112,8 +113,12 @@ def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
 
 def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[UnreadFile]:
     """Yield folders with tensor files, except steps and `known` ones."""
+    modules = {path.parent.name for path in weights_files(root)}
     for name in (entry.name for entry in entries if entry.size is None):
         if name in known or name.startswith(".") or is_step(root / name):
+            continue
+        if name in modules:
+            yield UnreadFile(f"{name}/", OTHER, "a module of sentence-transformers")
             continue
         if (root / name / ADAPTER).is_file():
             yield UnreadFile(f"{name}/", OTHER, "another adapter")

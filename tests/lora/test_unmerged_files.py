@@ -66,6 +66,32 @@ def test_a_neighbour_with_trained_weights_is_refused_unless_ignored(
     assert verified.code == 0 and f"not read: {adapter / name}: " in verified.out
 
 
+def test_modules_of_sentence_transformers_are_not_dropped(adapter: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    """SentenceTransformer.save_pretrained of a model with add_adapter (5.0): modules are trained, too."""
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for idx, kind in enumerate(("Pooling", "Dense", "Dense"), 1):
+        place = f"{idx}_{kind}"
+        modules.append({"idx": idx, "name": str(idx), "path": place, "type": f"sentence_transformers.models.{kind}"})
+        (adapter / place).mkdir()
+        if kind == "Dense":
+            save(adapter / place / "model.safetensors", {"linear.weight": torch.full((4, 4), float(idx))})
+    (adapter / "modules.json").write_text(json.dumps(modules))
+    base = Path(shutil.copytree(bases["llama"], tmp_path / "base"))
+    merge = ("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
+    refused = ckpt(*merge)
+    hint = "--ignore-file 2_Dense --ignore-file 3_Dense"
+    assert refused.code == 6 and hint in refused.err and not (tmp_path / "out").exists()
+    done = ckpt(*merge, *hint.split())
+    assert done.code == 0 and f"not read: {adapter / '2_Dense'}/" in done.err
+    assert "2_Dense: not read: a module of sentence-transformers" in ckpt("check", adapter).out
+    shutil.copy(adapter / "modules.json", base)
+    for place in ("1_Pooling", "2_Dense", "3_Dense"):
+        shutil.copytree(adapter / place, base / place)
+    assert ckpt(*merge, "--overwrite").code == 0
+    dense = load_file(tmp_path / "out/2_Dense/model.safetensors")
+    assert torch.equal(dense["linear.weight"], torch.full((4, 4), 2.0))
+
+
 def test_a_neighbour_of_an_adapter_that_is_given_by_its_file(
     adapter: Path, bases: dict[str, Path], tmp_path: Path
 ) -> None:

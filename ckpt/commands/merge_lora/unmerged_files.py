@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
+from ckpt.runs.sentence_modules import weights_files
 from ckpt.runs.unread_files import STATE, UnreadFile, list_unread
 from ckpt.state.naming import to_namespace
 
@@ -48,6 +50,7 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
             path = Path(one.name)
             if path.parent == Path(os.path.normpath(adapter.folder)):
                 _check_neighbour(adapter, base, path, one.kind, ignored)
+        _check_modules(adapter.folder, base, ignored)
     return [
         replace(one, factors={fqn: factor for fqn, factor in one.factors.items() if _file_name(factor) not in ignored})
         for one in adapters
@@ -76,6 +79,24 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
         found=f"{pluralize(len(names), 'tensor')}: {_first_names(names)}" if names else "unreadable tensors",
         hint=f"--ignore-file {shlex.quote(path.name)} leaves it out{where}",
     )
+
+
+def _check_modules(folder: Path, base: Checkpoint, ignored: Collection[str]) -> None:
+    """Raise LossError for sentence-transformers' modules in `folder` that the base has not."""
+    lost = [path for path in weights_files(folder) if path.parent.name not in ignored and not _is_in(base, path)]
+    if lost:
+        raise LossError(
+            "sentence-transformers' modules lie next to the adapter, and merging would drop them",
+            path=folder,
+            expected="modules equal to the base's",
+            found=", ".join(path.parent.name for path in lost),
+            hint=f"{' '.join(f'--ignore-file {shlex.quote(path.parent.name)}' for path in lost)} leaves them out",
+        )
+
+
+def _is_in(base: Checkpoint, module_file: Path) -> bool:
+    copies = [Path(folder, *module_file.parts[-2:]) for folder in base.folders]
+    return any(copy.is_file() and filecmp.cmp(copy, module_file, shallow=False) for copy in copies)
 
 
 def _is_whole_model(names: Collection[str], base: Checkpoint) -> bool:
