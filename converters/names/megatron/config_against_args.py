@@ -64,6 +64,13 @@ _OVERRIDES = "megatron_extra_kwargs"
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
 #: Layer letters, under the newer and the older name.
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "position_embedding_type")
+#: Entries that Megatron may lack values of, and arguments that depend on them.
+_SEPARATE = {
+    "rope_scaling": (*_ROTARY, "rotary_seq_len_interpolation_factor"),
+    "rope_parameters": (*_ROTARY, "rotary_seq_len_interpolation_factor"),
+    "hidden_act": (),
+}
 _PLACEHOLDER = 1 << 19
 #: YaRN's arguments without latent attention, and the meaning of None (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
@@ -194,6 +201,8 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
     """
     notes: list[str] = []
     missing: dict[str, int] = {}
+    left_out: list[str] = []
+    is_other_activation = False
     while True:
         try:
             first, second = (table.args(_with_entries(sizes, missing, times)) for times in (1, 2))
@@ -204,9 +213,32 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
             missing[name] = _PLACEHOLDER
             notes.append(f"the config has no {name}, so it is not compared with the run")
         except CkptError as error:
-            return _args_from_sizes(sizes), [_partial_check_note(error)]
+            others = ((name, _without(sizes, name)) for name in _SEPARATE if name in sizes.config.values)
+            found = next(((name, rest) for name, rest in others if not _fails_alike(table, rest, error)), None)
+            if found is None:
+                return _args_from_sizes(sizes), [_partial_check_note(error)]
+            name, sizes = found
+            left_out += _SEPARATE[name]
+            is_other_activation |= name == "hidden_act"
+            notes.append(f"the config's {name} is not compared with the run: {error.what} ({error.found})")
         else:
-            return {name: value for name, value in first.items() if second.get(name) == value}, notes
+            same = {name: value for name, value in first.items() if second.get(name) == value}
+            if is_other_activation and same.get("swiglu"):
+                same["swiglu"] = False
+            return {name: value for name, value in same.items() if name not in left_out}, notes
+
+
+def _without(sizes: Sizes, entry: str) -> Sizes:
+    values = {name: value for name, value in sizes.config.values.items() if name != entry}
+    return replace(sizes, config=replace(sizes.config, values=values))
+
+
+def _fails_alike(table: Table, sizes: Sizes, error: CkptError) -> bool:
+    try:
+        table.args(sizes)
+    except CkptError as again:
+        return again.what == error.what
+    return False
 
 
 def _with_entries(sizes: Sizes, missing: Mapping[str, int], times: int) -> Sizes:
@@ -242,6 +274,9 @@ def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
         args = {**args, "rotary_base": args["rope_theta"]}
     if args.get("num_experts") is None and "num_moe_experts" in args:  # megatron-core's config
         args = {**args, "num_experts": args["num_moe_experts"]}
+    if args.get("swiglu") is None and args.get("gated_linear_unit"):  # megatron-core's config
+        is_silu = str(args.get("activation_func")).endswith(".silu")
+        args = {**args, **({"swiglu": True} if is_silu else {})}
     groups = args.get("num_key_value_heads")
     if args.get("num_query_groups") is None and groups is not None:  # Megatron-DeepSpeed, and Hub configs
         is_grouped = groups != args.get("num_attention_heads")
