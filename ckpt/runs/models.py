@@ -19,7 +19,7 @@ from pathlib import Path
 from ckpt.base.errors import IncompleteError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.move.listing import entries_in, folders_in, is_folder, names_in
-from ckpt.runs.steps import LATEST, RANKS_METADATA, recorded_step, step_number
+from ckpt.runs.steps import LATEST, has_rank_files, recorded_step, step_number
 
 _FOLDER = re.compile(r"pytorch_model(?:_fsdp(?=_\d))?(?:_(\d+))?")
 _FILE = re.compile(r"(?:pytorch_model(?:_fsdp)?|model)(?:_(\d+))?(?:\.safetensors|(?:_rank\d+)?\.bin)")
@@ -34,7 +34,7 @@ def models_of(save: Path) -> dict[int, Path]:
     """Return a save's models by number, or an empty dict for a single model without a number."""
     found: dict[int, Path] = {}
     entries = entries_in(save) if save.is_dir() else {}
-    for name, entry in () if RANKS_METADATA in entries else sorted(entries.items()):
+    for name, entry in () if has_rank_files(entries) else sorted(entries.items()):
         if match := (_FOLDER if is_folder(entry) else _FILE).fullmatch(name):
             found.setdefault(int(match[1] or 0), save / name)
     return dict(sorted(found.items())) if max(found, default=0) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ _MAX_METADATA = 1 << 20
 
 #: torch_checkpointing's record of `ITEM_RANK.pt` files, and its prefix for a save in progress.
 RANKS_METADATA, STAGED = "metadata.pkl", "tmp_"
+#: Usual items, which tell a folder without its record.
+_RANK_0 = frozenset(("model_0", "optimizer_0", "step_0"))
 RANK_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d+)\.(?P<kind>pt|safetensors)")
 
 #: HF Trainer, TRL and Axolotl (transformers/trainer_utils.py).
@@ -172,7 +174,7 @@ def _holders(path: Path) -> list[Path]:
 
 def _steps_in(folder: Path) -> Iterator[Step]:
     entries = entries_in(folder)
-    for name, entry in () if RANKS_METADATA in entries else entries.items():
+    for name, entry in () if has_rank_files(entries) else entries.items():
         number = step_number(name)
         if number is None and name.startswith(STAGED) and is_ranks_folder(folder / name):
             number = step_number(name.removeprefix(STAGED))
@@ -192,10 +194,14 @@ def _is_bare_step(folder: Path) -> bool:
 
 
 def is_ranks_folder(folder: Path) -> bool:
-    """Return True for a folder of torch_checkpointing, or for one that it has not finished."""
+    """Return True for a folder of torch_checkpointing, also unfinished or without its record."""
     names = names_in(folder) if folder.is_dir() else []
     is_unfinished = folder.name.startswith(STAGED) and step_number(folder.name.removeprefix(STAGED)) is not None
-    return (RANKS_METADATA in names or is_unfinished) and any(map(RANK_FILE.fullmatch, names))
+    return (has_rank_files(names) or is_unfinished) and any(map(RANK_FILE.fullmatch, names))
+
+
+def has_rank_files(names: Collection[str]) -> bool:
+    return RANKS_METADATA in names or _RANK_0.issubset(name.partition(".")[0] for name in names)
 
 
 def step_number(name: str) -> int | None:

@@ -70,6 +70,8 @@ class TorchCheckpointing(Format):
                 path=path,
                 hint=f"use the step before; if the job has ended and no file is missing, rename it to {final}",
             )
+        if not (path / RANKS_METADATA).exists():
+            raise IncompleteError(f"{RANKS_METADATA} is missing", path=path, expected=RANKS_METADATA)
         return _ItemReading(path).checkpoint(request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

@@ -66,7 +66,7 @@ def test_a_neighbour_with_trained_weights_is_refused_unless_ignored(
     assert verified.code == 0 and f"not read: {adapter / name}: " in verified.out
 
 
-def test_modules_of_sentence_transformers_are_not_dropped(adapter: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_sentence_transformers_modules_are_not_dropped(adapter: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     """SentenceTransformer.save_pretrained of a model with add_adapter (5.0): modules are trained, too."""
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for idx, kind in enumerate(("Pooling", "Dense", "Dense"), 1):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+import ckpt
 from ckpt import api
-from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.runs.unread_files import list_unread
 from tests.support.places import FIXTURES
 
@@ -91,6 +92,17 @@ def test_missing_file(run: Path, name: str, error: type[CkptError], match: str) 
     (run / "step-2" / name).unlink()
     with pytest.raises(error, match=match):
         api.open(run / "step-2")
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_missing_metadata(run: Path, number: int) -> None:
+    """Files called model_0.safetensors and step_1.pt are no model and no step."""
+    step = run / f"step-{number}"
+    (step / "metadata.pkl").unlink()
+    with pytest.raises(IncompleteError, match=r"metadata\.pkl is missing"):
+        api.open(step)
+    assert Path(api.open(run).path).name == ("step-3" if number == 2 else "step-2")
+    assert {one.path: one.state for one in ckpt.check(run).checkpoints}[step.name] == "incomplete"
 
 
 @pytest.mark.parametrize(
