@@ -67,6 +67,14 @@ def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
         raise optimizer_alone(Path(checkpoint.path))
 
 
+def lacks_optimizer(path: Path) -> bool:
+    """Return True for a step of HF Trainer with a schedule and no optimizer, whatever its engine."""
+    names = names_in(path) if path.is_dir() and TRAINER_STEP.fullmatch(path.name) else []
+    if TRAINER_STATE not in names or "scheduler.pt" not in names:
+        return False
+    return not any("optim" in name or ANY_STEP.fullmatch(name) for name in names)
+
+
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:
     what = "folder" if path.is_dir() else "file"
     return HalfError(f"this {what} has only optimizer states", path=path, expected=expected)

@@ -195,8 +195,8 @@ class Chooser:
             if found is None or (number is not None and of_last is not None and of_last > number):
                 found, number = last, of_last
         if found is None:
-            for error in filter(None, skipped.values()):
-                raise error
+            for reason in filter(None, skipped.values()):
+                raise reason
             return None
         return _with_notes(found, [*skipped], [], [*skipped])
 

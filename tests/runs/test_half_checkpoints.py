@@ -320,3 +320,15 @@ def test_an_optimizer_of_another_model_is_not_paired(names: tuple[str, str], tmp
         done = ckpt(*command)
         assert done.code == CorruptError.exit_code, done
         assert "the optimizer folder belongs to another model" in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("gone", "state"), [(["optimizer.pt"], "incomplete"), (["optimizer.pt", "scheduler.pt"], "whole")]
+)
+def test_check_names_an_optimizer_that_was_lost(gone: list[str], state: str, tmp_path: Path) -> None:
+    """HF Trainer writes both files, or with save_only_model neither."""
+    step = Path(shutil.copytree(FIXTURES / "trainer-plain/checkpoint-2", tmp_path / "checkpoint-2"))
+    for name in gone:
+        (step / name).unlink()
+    result = ckpt("check", step)
+    assert f": {state} (hf" in result.out and result.code == (4 if state == "incomplete" else 0)
