@@ -292,6 +292,10 @@ class Chooser:
 
     def _with_newer_named(self, run: Run, checkpoint: Checkpoint, skipped: _Skipped) -> Checkpoint:
         place, number = Path(checkpoint.path), _number(run, checkpoint)
+        holder = run.holder(place)
+        of_copies = [holder.path] if holder else [one for one in run.last if place.is_relative_to(one)]
+        names = [name for one in of_copies for name in run.copies(one)]
+        averages = [f"there is also the average {name} (--tag takes it)" for name in names]
         passed = [self._why_skipped(run, step, error) for step, error in skipped.items()]
         beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
         if number is None:
@@ -299,12 +303,13 @@ class Chooser:
             beside += [Step(one, 0) for one in runs_inside(run.path) if is_run(one, self.formats)]
             told = _note("using the folder's own model; also here: {} (--tag takes it)", run, beside)
             is_own = place == run.path or place in models_of_pipeline(run.path)
-            return _with_notes(checkpoint, passed, told if is_own else [], passed)
+            told = [*(told if is_own else []), *averages]
+            return _with_notes(checkpoint, passed, told, [*passed, *averages])
         newer = [step for step in beside if step.number > number]
         recorded = [step for step in newer if self._is_ruled_out(run, step)]
         later = [step for step in newer if step not in recorded and self._holds_any(step)]
         others = [step for step in newer if step not in (*recorded, *later)]
-        holder, record = run.holder(place), run.record_of(place)
+        record = run.record_of(place)
         name = run.name(holder.path if holder else place)
         told = _note(f"{name} is recorded in `{record}`; there is also {{}} (--tag takes it)", run, recorded)
         twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
@@ -312,7 +317,7 @@ class Chooser:
         also_passed = [
             *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
             *_note(f"skipped, newer folders have no {checkpoint.format} checkpoint: {{}}", run, others),
-            *(f"there is also the average {name} (--tag takes it)" for name in (run.copies(holder) if holder else ())),
+            *averages,
         ]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
 

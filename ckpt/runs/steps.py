@@ -124,11 +124,11 @@ class Run:
         named = [self.path / text for text in said if Path(text).name == text and (self.path / text).is_dir()]
         return [*named, *(step.path for text in said for step in self.tagged(text))]
 
-    def copies(self, step: Step) -> list[str]:
+    def copies(self, step: Path) -> list[str]:
         """Return names of moving averages next to a step."""
-        stem = re.sub(r"\.(?:ckpt|pt|pth|pth\.tar)$", "", step.path.name)
+        stem = re.sub(r"\.(?:ckpt|pt|pth|pth\.tar)$", "", step.name)
         found = re.compile(rf"{re.escape(stem)}[-_.]ema(?:\.\w+)?", re.IGNORECASE)
-        return [self.name(step.path.with_name(name)) for name in entries_in(step.path.parent) if found.fullmatch(name)]
+        return [self.name(step.with_name(name)) for name in entries_in(step.parent) if found.fullmatch(name)]
 
     def record_of(self, place: Path) -> str | None:
         top = place.relative_to(self.path).parts[0] if place != self.path and place.is_relative_to(self.path) else ""

@@ -48,12 +48,22 @@ def test_deepspeed_says_which_ranks_are_there(tmp_path: Path, case: str, format:
 
 def test_files_that_stand_by_themselves_are_listed(tmp_path: Path) -> None:
     """Callbacks save an exponential moving average beside the weights."""
-    for name in ("last.ckpt", "last-EMA.ckpt"):
+    for name in ("best.ckpt", "best-EMA.ckpt"):
         torch.save({"state_dict": {"a.weight": torch.ones(2)}}, tmp_path / name)
     with pytest.raises(NotFoundError, match="no checkpoint of a known format") as caught:
         api.open(tmp_path)
-    assert str(caught.value.hint).endswith("give one: last-EMA.ckpt, last.ckpt")
-    assert api.open(tmp_path / "last-EMA.ckpt").format == "full"
+    assert str(caught.value.hint).endswith("give one: best-EMA.ckpt, best.ckpt")
+    assert api.open(tmp_path / "best-EMA.ckpt").format == "full"
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_an_average_of_the_last_weights_is_named(tmp_path: Path, step: int | None) -> None:
+    for name in ("last.ckpt", "last-EMA.ckpt"):
+        torch.save({"state_dict": {"a.weight": torch.ones(2)}, "global_step": step}, tmp_path / name)
+    found = api.open(tmp_path)
+    assert found.path == str(tmp_path / "last.ckpt")
+    assert "there is also the average last-EMA.ckpt (--tag takes it)" in found.notes
+    assert api.open(tmp_path, tag="last-EMA.ckpt").path == str(tmp_path / "last-EMA.ckpt")
 
 
 def test_models_beside_each_other_are_listed(tmp_path: Path) -> None:
