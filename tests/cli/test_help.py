@@ -205,6 +205,10 @@ def test_colours_are_for_terminals_and_no_color_turns_them_off(monkeypatch: pyte
     assert not coloured(Terminal())
 
 
+#: Shown, and removed, while a slow command runs: from a hidden cursor to the erased line.
+BAR = re.compile(r"\x1b\[\?25l.*?\x1b\[\?25h(?:\r|\x1b\[\d*[AK])*", re.DOTALL)
+
+
 def on_a_terminal(*words: str, **env: str) -> Result:
     """Run a command with an 80-column terminal as its stdout and stderr."""
     import pty
@@ -224,7 +228,7 @@ def on_a_terminal(*words: str, **env: str) -> Result:
                 found += part
         except OSError:  # the other end is closed
             pass
-    return Result(child.wait(), found.decode().replace("\r\n", "\n"), "")
+    return Result(child.wait(), BAR.sub("", found.decode().replace("\r\n", "\n")), "")
 
 
 @pytest.mark.parametrize("columns", [50, 80])
