@@ -70,5 +70,8 @@ def megatron_schedule(sequences: int) -> dict[str, Any]:
 
 
 def deepspeed_schedule(steps: int) -> dict[str, Any]:
-    """Return the state for DeepSpeed's and torch's schedules. Each reads the entries it knows."""
-    return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1}
+    """Return the state for DeepSpeed's and torch's schedules. Each reads the entries it knows.
+
+    torch's LambdaLR and MultiplicativeLR fail without `lr_lambdas`. SequentialLR and ChainedScheduler need more.
+    """
+    return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1, "lr_lambdas": []}
