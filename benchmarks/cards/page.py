@@ -20,7 +20,8 @@ Hugging Face through Megatron, other sizes, ZeRO-3 on two numbers of ranks and D
 fp32 masters and Adam's states. No weights were downloaded or trained.
 
 - A generator seeded by each tensor's name makes any bit pattern: -0.0, infinities, subnormal numbers, NaN with any
-  payload. Only Qwen3.5's gated norms are numbers of bf16 from 0.5 to 2, because Megatron stores one less.
+  payload. Only Qwen3.5's gated norms are numbers of bf16 from 0.5 to 2, because Megatron stores one less. Cards of
+  commits 7ce0497b and add0e186 have no signalling NaNs in bf16, and give other digests today.
 - At the source and every station, `ckpt hash --dtype bf16` gave each tensor the generator's digest. At the end torch
   and safetensors alone compared the last checkpoint with the source (`benchmarks/equal.py`). A page is only written if
   all were equal.
