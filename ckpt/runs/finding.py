@@ -10,6 +10,7 @@ from pathlib import Path
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
+from ckpt.runs.models import is_models
 from ckpt.runs.steps import recorded_step
 
 #: Training state from DCP, FSDP, Accelerate, HF Trainer or Megatron.
@@ -99,14 +100,15 @@ def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: St
         path=path if said is None else path / str(steps.record),
         expected=f"a checkpoint in {named[0].name}/" if named else "the name of a step folder",
         found="no such file" if said is None else repr(said),
-        hint=_newest_whole(others, steps),
+        hint=newest_whole(others, steps.is_finished),
     )
 
 
-def _newest_whole(found: Sequence[Path], steps: Steps) -> str | None:
-    is_finished = steps.is_finished
-    whole = next((step.name for step in found if is_finished is None or is_finished(step)), None)
-    return f"the newest {'complete ' if is_finished else ''}step here is {whole}: --tag {whole}" if whole else None
+def newest_whole(found: Iterable[Path], is_whole: Callable[[Path], bool] | None) -> str | None:
+    """Return a hint with the first whole step. The other models of a save are no steps."""
+    steps = (one for one in found if re.search(r"\d", one.name) and not is_models(one.name))
+    whole = next((step.name for step in steps if is_whole is None or is_whole(step)), None)
+    return f"the newest {'complete ' if is_whole else ''}step here is {whole}: --tag {whole}" if whole else None
 
 
 def newest_first(steps: Iterable[Path]) -> list[Path]:

@@ -30,6 +30,11 @@ _NUMBERED_FROM_0 = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+_rank\d+\.bi
 _OF_RANK = re.compile(r"_rank\d+\.bin$")
 
 
+def is_models(name: str) -> bool:
+    """Return True for the folder of a model, like `pytorch_model_1`."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 def models_of(save: Path) -> dict[int, Path]:
     """Return a save's models by number, or an empty dict for a single model without a number."""
     found: dict[int, Path] = {}

@@ -130,7 +130,7 @@ def _opened(
     for name, value in requested.items():
         registry.options_for_reading()[name].check(value)
     with translate_os_errors(path):
-        path = _with_folders_around(path)
+        path = with_folders_around(path)
         if not path.exists():
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
         if is_staged(path) and not unfinished:
@@ -369,7 +369,7 @@ def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
         )
 
 
-def _with_folders_around(path: Path) -> Path:
+def with_folders_around(path: Path) -> Path:
     """Return the full path for `.` and `..`: readers look at the names of the folders around a step."""
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))

@@ -246,7 +246,9 @@ def check_ended(step: Path) -> None:
 
 def link_target(path: Path) -> Path:
     """Return the step that a trainer's link in the same folder names, like LeRobot's `last`, or `path` itself."""
-    target = os.readlink(path) if path.is_symlink() else path.name
+    if not path.is_symlink():
+        return path
+    target = os.readlink(path)
     return path.with_name(target) if Path(target).name == target != ".." else path
 
 

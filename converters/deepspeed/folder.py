@@ -18,7 +18,7 @@ from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundE
 from ckpt.base.text import pluralize
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
-from ckpt.runs.finding import Steps, find_step, newest_first
+from ckpt.runs.finding import Steps, find_step, newest_first, newest_whole
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.steps import LATEST
 
@@ -87,11 +87,7 @@ def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Itera
         yield
     except CorruptError as error:
         if error.hint is None:
-            whole = next((folder for folder in zero_steps(path) if _passes(check, folder)), None)
-            if whole is not None:
-                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
-            else:
-                error.hint = _PART
+            error.hint = newest_whole(zero_steps(path), lambda folder: _passes(check, folder)) or _PART
         raise
 
 

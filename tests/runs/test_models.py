@@ -237,6 +237,20 @@ def test_two_engines_under_free_tags_are_asked_for(tmp_path: Path) -> None:
         api.open(place)
 
 
+def test_no_hint_calls_another_model_a_step(tmp_path: Path) -> None:
+    place = tmp_path / "save"
+    deepspeed(place)
+    (cut,) = (place / "pytorch_model").glob("bf16_zero_pp_rank_0*")
+    os.truncate(cut, 100)
+    for command in ("resume", place), ("inspect", place, "--tag", "pytorch_model"):
+        done = ckpt(*command)
+        assert done.code == IncompleteError.exit_code and "hint: is this folder complete?" in done.err
+        assert "--tag" not in done.err
+    shutil.rmtree(place / "pytorch_model_1")
+    done = ckpt("resume", place)
+    assert done.code != 0 and "a missing step folder" in done.err and "--tag" not in done.err
+
+
 def test_a_free_tag_next_to_steps_is_no_other_engine(tmp_path: Path) -> None:
     run = engines(tmp_path / "run", ("best", "global_step2"))
     assert Path(api.open(run).path).name == "global_step2"

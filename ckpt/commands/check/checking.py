@@ -61,7 +61,7 @@ from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lacks_opti
 from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
-from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint
+from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
 from ckpt.runs.steps import (
@@ -238,7 +238,7 @@ def check(
         values: Read every value and look for damage.
         progress: Called with the number of new bytes.
     """
-    path = link_target(local(path))
+    path = link_target(with_folders_around(local(path)))
     takes_long = every_byte or values  # a trainer may save or remove steps in the meantime
     with translate_os_errors(path), nullcontext() if takes_long else listed_once():
         run, places = (path, [_tagged(path, tag, format)]) if tag is not None else _run_of(path)
