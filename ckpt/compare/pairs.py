@@ -594,7 +594,8 @@ def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iter
         yield "nothing was compared, so nothing was found equal"
     castable = sum(r.kind == "dtype" and _castable(r) for r in results)
     if castable:
-        yield f"{pluralize(castable, 'tensor')} differ in dtype; use --cast to round the wider side first"
+        verb = "differs" if castable == 1 else "differ"
+        yield f"{pluralize(castable, 'tensor')} {verb} in dtype; use --cast to round the wider side first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
         yield (

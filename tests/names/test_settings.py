@@ -241,7 +241,7 @@ def test_an_unknown_setting_is_refused_by_name(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
 def test_an_unknown_setting_that_is_off_is_named(value: Any) -> None:
     notes = refuse_another_models(*run_of("llama", nobody_has_heard_of_it=value))
-    assert notes == ["1 recorded setting unknown to ckpt are off (None, False, 0 or empty): nobody_has_heard_of_it"]
+    assert notes == ["1 recorded setting unknown to ckpt is off (None, False, 0 or empty): nobody_has_heard_of_it"]
 
 
 def test_an_accepted_setting_is_ignored_and_named() -> None:

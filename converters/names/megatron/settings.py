@@ -240,4 +240,5 @@ def _short(value: Any) -> str:
 def notes_on_unknown(recorded: Mapping[str, Any]) -> Iterator[str]:
     if names := unknown_and_off(recorded):
         shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
-        yield f"{pluralize(len(names), 'recorded setting')} unknown to ckpt are off (None, False, 0 or empty): {shown}"
+        found = f"{pluralize(len(names), 'recorded setting')} unknown to ckpt"
+        yield f"{found} {'is' if len(names) == 1 else 'are'} off (None, False, 0 or empty): {shown}"
