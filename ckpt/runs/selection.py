@@ -125,8 +125,7 @@ class Chooser:
         chosen = found or own or self._newer_last(run)
         if chosen is not None:
             return self._with_newer_named(run, chosen, skipped)
-        for error in filter(None, skipped.values()):
-            raise error
+        _raise_first(skipped.values())
         return None
 
     def _open_own(self, run: Run, tag: str | None = None) -> Checkpoint | None:
@@ -195,8 +194,7 @@ class Chooser:
             if found is None or (number is not None and of_last is not None and of_last > number):
                 found, number = last, of_last
         if found is None:
-            for reason in filter(None, skipped.values()):
-                raise reason
+            _raise_first(skipped.values())
             return None
         return _with_notes(found, [*skipped], [], [*skipped])
 
@@ -390,6 +388,13 @@ def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
         return _holds(place, formats)
     except CkptError:  # damaged, but a checkpoint
         return True
+
+
+def _raise_first(reasons: Iterable[CkptError | None]) -> None:
+    """Raise the first error. None is a step of another format."""
+    error = next(filter(None, reasons), None)
+    if error is not None:
+        raise error
 
 
 def _holds_any(step: Path) -> bool:
