@@ -64,13 +64,12 @@ _OVERRIDES = "megatron_extra_kwargs"
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
 #: Layer letters, under the newer and the older name.
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "position_embedding_type")
+_ROTARY = (
+    *("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "position_embedding_type"),
+    "rotary_seq_len_interpolation_factor",
+)
 #: Entries that Megatron may lack values of, and arguments that depend on them.
-_SEPARATE = {
-    "rope_scaling": (*_ROTARY, "rotary_seq_len_interpolation_factor"),
-    "rope_parameters": (*_ROTARY, "rotary_seq_len_interpolation_factor"),
-    "hidden_act": (),
-}
+_SEPARATE = {"rope_scaling": _ROTARY, "rope_parameters": _ROTARY, "hidden_act": ()}
 _PLACEHOLDER = 1 << 19
 #: YaRN's arguments without latent attention, and the meaning of None (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
@@ -201,8 +200,7 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
     """
     notes: list[str] = []
     missing: dict[str, int] = {}
-    left_out: list[str] = []
-    is_other_activation = False
+    separate: list[str] = []
     while True:
         try:
             first, second = (table.args(_with_entries(sizes, missing, times)) for times in (1, 2))
@@ -218,13 +216,13 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
             if found is None:
                 return _args_from_sizes(sizes), [_partial_check_note(error)]
             name, sizes = found
-            left_out += _SEPARATE[name]
-            is_other_activation |= name == "hidden_act"
+            separate.append(name)
             notes.append(f"the config's {name} is not compared with the run: {error.what} ({error.found})")
         else:
             same = {name: value for name, value in first.items() if second.get(name) == value}
-            if is_other_activation and same.get("swiglu"):
+            if "hidden_act" in separate and same.get("swiglu"):
                 same["swiglu"] = False
+            left_out = {arg for entry in separate for arg in _SEPARATE[entry]}
             return {name: value for name, value in same.items() if name not in left_out}, notes
 
 
@@ -274,9 +272,9 @@ def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
         args = {**args, "rotary_base": args["rope_theta"]}
     if args.get("num_experts") is None and "num_moe_experts" in args:  # megatron-core's config
         args = {**args, "num_experts": args["num_moe_experts"]}
-    if args.get("swiglu") is None and args.get("gated_linear_unit"):  # megatron-core's config
-        is_silu = str(args.get("activation_func")).endswith(".silu")
-        args = {**args, **({"swiglu": True} if is_silu else {})}
+    is_silu = str(args.get("activation_func")).endswith(".silu")
+    if args.get("swiglu") is None and args.get("gated_linear_unit") and is_silu:  # megatron-core's config
+        args = {**args, "swiglu": True}
     groups = args.get("num_key_value_heads")
     if args.get("num_query_groups") is None and groups is not None:  # Megatron-DeepSpeed, and Hub configs
         is_grouped = groups != args.get("num_attention_heads")
