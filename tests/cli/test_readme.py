@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -74,7 +73,7 @@ def test_commands_on_a_fixture_print_what_is_shown(tmp_path: Path, monkeypatch: 
     shown = [one for one in commands(README) if one.heading == "See it in a second"]
     assert len(shown) == 3
     for command in shown:
-        done = ckpt_in_order(*shlex.split(command.text)[1:])
+        done = ckpt_in_order(*command.words[1:])
         assert done.code == 0
         assert not differences(command.printed or [], done.out + done.err)
 

@@ -170,7 +170,7 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             if "damaged" in places:
                 make_a_hole(here / "step-2/.metadata")
         monkeypatch.chdir(here)
-        words = shlex.split(command.text, comments=True)[1:]
+        words = command.words[1:]
         done = process(*words, cwd=here) if words[0] == "push" else ckpt_in_order(*words)
         assert done.code == command.code, f"{command.text}\n{done.out}{done.err}"
         if command.printed is not None and (different := differences(command.printed, done.out + done.err)):

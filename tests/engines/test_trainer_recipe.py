@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,7 @@ TITLE = "HF Trainer resumed on other processes: loss of each step"
 
 def run(command: Command, folder: Path) -> None:
     """Run a command from the page in `folder` and compare its output with the page."""
-    printed = output(shlex.split(command.text), folder)
+    printed = output(command.words, folder)
     different = differences(command.printed or [], printed)
     assert not different, f"{command.text}\n{different}"
 

@@ -6,7 +6,6 @@ A merged model equals its base plus the adapter's update, and nothing else.
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -202,5 +201,5 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     shown = [one for one in commands(page) if one.heading == "Did it do anything?"]
     assert len(shown) == 2
     for one in shown:
-        done = ckpt_in_order(*shlex.split(one.text)[1:])
+        done = ckpt_in_order(*one.words[1:])
         assert not differences(one.printed or [], done.out + done.err)

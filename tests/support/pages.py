@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ class Command:
     heading: str
     code: int = 0
     printed: list[str] | None = field(default_factory=list)
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +48,7 @@ def test_what_is_shown_of_other_runs(tmp_path: Path) -> None:
     ]
     assert len(known) == 4
     for command, folder in known:
-        words = shlex.split(command.text)
+        words = command.words
         if words[0] == "ckpt":
             start = [sys.executable, "-m", *words]
         else:  # forked ranks start faster

@@ -57,7 +57,7 @@ def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch) -> None:
     problems, heard = nodes.gather(["n1", "n3"], port, first, time.monotonic() + 0.1, 40)
     monkeypatch.setattr(nodes, "look", lambda *_: first)
     monkeypatch.setattr(nodes, "gather", lambda *_: (problems, heard | {"n2": second}))
-    words = shlex.split(shown.text)
+    words = shown.words
     asked = words[words.index("preflight") + 1 :]
     done = ckpt("preflight", *asked, "--nodes", "n1,n2,n3", "--number", "0")
     assert done.code == 1

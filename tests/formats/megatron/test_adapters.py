@@ -6,7 +6,6 @@ Also `adapter_write.py`: adapters from Megatron-Bridge, ms-swift and NeMo match 
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -330,14 +329,14 @@ def test_the_commands_of_the_page(
     trainer: str, run: Path, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (REPOSITORY / "docs/merge-lora.md").read_text()
-    known = [one.text for one in commands(page) if one.heading == f"Adapters of {trainer}"]
+    known = [one for one in commands(page) if one.heading == f"Adapters of {trainer}"]
     assert len(known) == number
     shutil.copytree(run, tmp_path / name, dirs_exist_ok=True)
     shutil.copytree(NEMO / "base" if trainer == "NeMo 2" else base_of("canonical-tp2"), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     for command in known:
-        done = ckpt(*shlex.split(command)[1:])
-        assert done.code == 0, f"{command}\n{done.err}"
+        done = ckpt(*command.words[1:])
+        assert done.code == 0, f"{command.text}\n{done.err}"
 
 
 def test_inspect_check_and_verify_say_what_it_is() -> None:
