@@ -5,13 +5,18 @@ python -m benchmarks.lora_peer BASE ADAPTER OUTPUT
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-if __name__ == "__main__":
-    base, adapter, output = sys.argv[1:]
+
+def merge(base: str | os.PathLike[str], adapter: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(output)
+
+
+if __name__ == "__main__":
+    merge(*sys.argv[1:])

@@ -68,7 +68,7 @@ def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False, na
             moved.append(travel(fitted, model.config, window, folder / model.name, model.ranks[0]))
             print(f"{model.name}: {journey.title.lower()}, layers {window.start} to {window.stop - 1}", flush=True)
         if moved:
-            check_held(moved, model.config, shapes, not part_only)
+            check_held(moved, model.config, journey.held(shapes), not part_only)
         found.append((journey, tuple(moved)))
     options = f"--disk {disk_gb:g}{' --part' if part_only else ''}{f' --narrow {narrow}' if narrow > 1 else ''}"
     return Card(released, circumstances(folder, options), whole, tuple(found), narrow)
@@ -88,7 +88,7 @@ def _chosen(model: Model, shapes: Mapping[str, Shape], disk: int, part_only: boo
 
 
 def _journeys(model: Model) -> tuple[Journey, Journey]:
-    return journeys(model.trained, model.other, model.ranks)
+    return journeys(model.trained, model.other, model.ranks, model.lora)
 
 
 def shapes_of(model: Model, folder: Path) -> dict[str, Shape]:

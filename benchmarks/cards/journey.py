@@ -15,13 +15,15 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from benchmarks.cards.lora import ADAPTER, MERGED, Lora
 from benchmarks.cards.windows import Shape, Window, num_layers
 from benchmarks.measure import CKPT, PYTHON, Run, call, remove, timed
 
 WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
 ALL = (WEIGHTS, MASTERS, OPTIMIZER)
 #: Bytes per element on disk at most: the source, and two stations.
-DISK_BYTES = {"hf": 2 + 4 + 4, "zero3": 12 + 16 + 16}
+DISK_BYTES = {"hf": 2 + 4 + 4, "zero3": 12 + 16 + 16, "lora": 2 + 2 + 4 + 4, "peft": 2 + 4 + 4}
+MERGE = "merge-lora"
 
 #: Kind, name and role.
 Key = tuple[str, str, str]
@@ -73,12 +75,20 @@ class Station:
 
 @dataclass(frozen=True)
 class Journey:
-    """A source, its stations, and the kind for `benchmarks.equal`."""
+    """A source, its stations, and the kind for `benchmarks.equal`.
+
+    `lora` is an adapter: "peft" moves it, "lora" its merge, and PEFT's own merge is the truth.
+    """
 
     title: str
     source: str
     stations: tuple[Station, ...]
     equal: str
+    lora: Lora | None = None
+
+    def held(self, shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """Return the weights that stations hold, for a model's."""
+        return self.lora.factors(shapes) if self.lora and self.source == "peft" else shapes
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ class Moved:
     equal: str
 
 
-def journeys(trained: Sizes, other: Sizes, ranks: tuple[int, int]) -> tuple[Journey, Journey]:
+def journeys(trained: Sizes, other: Sizes, ranks: tuple[int, int], lora: Lora | None = None) -> tuple[Journey, Journey]:
     first, second = (("--world-size", str(number)) for number in ranks)
     bf16 = ("--dtype", "bf16")
 
@@ -117,6 +127,13 @@ def journeys(trained: Sizes, other: Sizes, ranks: tuple[int, int]) -> tuple[Jour
         )
 
     weights = (*stations(WEIGHTS), Station("hf", bf16, (WEIGHTS,)))
+    if lora is not None:
+        merged = (Station(MERGE, (), (WEIGHTS,)), *weights)
+        moved = (Station("megatron-dist", ("--tp", "2"), (WEIGHTS,)), Station("peft", (), (WEIGHTS,)))
+        return (
+            Journey("Merged weights", "lora", merged, "safetensors", lora),
+            Journey("Adapter", "peft", moved, "safetensors", lora),
+        )
     training = (*stations(*ALL), Station("zero3", first))
     return (
         Journey("Weights", "hf", weights, "safetensors"),
@@ -130,39 +147,48 @@ def travel(journey: Journey, config: Mapping[str, Any], window: Window, folder: 
     source = folder / "source"
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(window.config(config), indent=2))
+    first = truth = source
+    if journey.lora is not None:
+        first = folder / ADAPTER
+        truth = folder / MERGED if journey.source == "lora" else first
+        first.mkdir()
+        (first / "adapter_config.json").write_text(json.dumps(journey.lora.config(), indent=2))
     making = [PYTHON, "-m", "benchmarks.cards.source", journey.source, source, str(window.start), str(ranks)]
     made, output = timed("making the source", making)
     expected = {
         (kind, name, role): (dtype, tuple(shape), content)
         for kind, name, role, dtype, shape, content in json.loads(output.strip().rpartition("\n")[2])
     }
-    _, reference = hashes(source, source, ALL if journey.source == "zero3" else (WEIGHTS,))
+    dtype = "fp32" if journey.source == "peft" else "bf16"
+    _, reference = hashes(truth, source, ALL if journey.source == "zero3" else (WEIGHTS,), dtype)
     check("the source", reference, digested(expected))
-    stops, at = [], source
+    stops, at, held = [], first, journey.source
     for number, station in enumerate(journey.stations, 1):
         output_folder = folder / f"{number}-{station.format}"
-        words = ["convert", journey.source if at == source else journey.stations[number - 2].format, station.format]
-        options = [*station.options, *(("--config", str(source)) if at != source or journey.source != "hf" else ())]
-        command = [*words, str(at), "-o", str(output_folder), *options]
+        is_merge = station.format == MERGE
+        words = [MERGE, str(at), "--base", str(source)] if is_merge else ["convert", held, station.format, str(at)]
+        is_known = is_merge or (at, held) == (source, "hf")
+        options = [*station.options, *(() if is_known else ("--config", str(source)))]
+        command = [*words, "-o", str(output_folder), *options]
         converted, _ = timed(f"ckpt {' '.join(command)}", [*CKPT, *command, "-q"])
-        hashed, found = hashes(output_folder, source, station.carries)
+        hashed, found = hashes(output_folder, source, station.carries, dtype)
         wanted = {key: one for key, one in reference.items() if key[0] in station.carries}
         check(f"station {number}, {station.format} {' '.join(station.options)}", found, wanted)
         shown = tuple(word.replace(f"{folder}/", "") for word in command)
         stops.append(Stop(station, ("ckpt", *shown), converted, hashed, disk_bytes(output_folder)))
-        if at != source:
+        if at != first:
             remove([at])
-        at = output_folder
-    equal = call("benchmarks.equal", journey.equal, *(step_folder(one) for one in (at, source)))
+        at, held = output_folder, "hf" if is_merge else station.format
+    equal = call("benchmarks.equal", journey.equal, *(step_folder(one) for one in (at, truth)))
     remove([folder])
     tensors = {(kind, window.name(name), role): value for (kind, name, role), value in expected.items()}
     return Moved(window, made, tensors, tuple(stops), equal)
 
 
-def hashes(path: Path, config: Path, kinds: Sequence[str]) -> tuple[Run, Tensors]:
+def hashes(path: Path, config: Path, kinds: Sequence[str], dtype: str = "bf16") -> tuple[Run, Tensors]:
     """Return the output of `ckpt hash`. Masters without weights count as weights in bf16."""
     run, output = timed(
-        f"ckpt hash {path}", [*CKPT, "hash", path, "--config", config, "--dtype", "bf16", "--json", "-q"]
+        f"ckpt hash {path}", [*CKPT, "hash", path, "--config", config, "--dtype", dtype, "--json", "-q"]
     )
     found = {
         (one["kind"], one["fqn"], one["role"]): (one["dtype"], tuple(one["shape"]), one["digest"])

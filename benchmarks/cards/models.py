@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cards.journey import Sizes
+from benchmarks.cards.lora import Lora
 
 _FILE = Path(__file__).with_name("models.json")
 
 
 @dataclass(frozen=True)
 class Model:
-    """`trained` are published sizes if `trained_source` says where, or else an example. `ranks` are ZeRO-3's."""
+    """`trained` are published sizes if `trained_source` says where, or else an example. `ranks` are ZeRO-3's.
+
+    With `lora` an adapter is moved and merged.
+    """
 
     name: str
     config: dict[str, Any]
@@ -23,6 +27,7 @@ class Model:
     trained_source: str
     other: Sizes
     ranks: tuple[int, int]
+    lora: Lora | None = None
 
 
 def models() -> dict[str, Model]:
@@ -34,6 +39,6 @@ def _model(name: str, entry: dict[str, Any]) -> Model:
         Sizes(**{**entry[key], "options": tuple(entry[key].get("options", ()))}) for key in ("trained", "other")
     )
     first, second = entry.get("ranks", (8, 6))
-    return Model(
-        name, entry["config"], entry["source"], trained, entry.get("trained_source", ""), other, (first, second)
-    )
+    lora = Lora(**{**entry["lora"], "targets": tuple(entry["lora"]["targets"])}) if "lora" in entry else None
+    told = entry.get("trained_source", "")
+    return Model(name, entry["config"], entry["source"], trained, told, other, (first, second), lora)

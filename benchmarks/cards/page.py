@@ -17,14 +17,16 @@ _INDEX = """# Verification cards
 
 Each card is one run of `make cards`: a released model's config, tensors filled with random bits, and their way from
 Hugging Face through Megatron, other sizes, ZeRO-3 on two numbers of ranks and DCP, and back. A second journey carries
-fp32 masters and Adam's states. No weights were downloaded or trained.
+fp32 masters and Adam's states. An adapter goes to Megatron and back instead, and its merge through all formats. No
+weights were downloaded or trained.
 
 - A generator seeded by each tensor's name makes any bit pattern: -0.0, infinities, subnormal numbers, NaN with any
-  payload. Only Qwen3.5's gated norms are numbers of bf16 from 0.5 to 2, because Megatron stores one less. Cards of
-  commits 7ce0497b and add0e186 have no signalling NaNs in bf16, and give other digests today.
-- At the source and every station, `ckpt hash --dtype bf16` gave each tensor the generator's digest. At the end torch
-  and safetensors alone compared the last checkpoint with the source (`benchmarks/equal.py`). A page is only written if
-  all were equal.
+  payload. Exceptions: Qwen3.5's gated norms are numbers of bf16 from 0.5 to 2, because Megatron stores one less. An
+  adapter, and the weights that it changes, have no infinities and NaNs. Cards of commits 7ce0497b and add0e186 have no
+  signalling NaNs in bf16, and give other digests today.
+- At the source and every station, `ckpt hash --dtype bf16` gave each tensor the generator's digest, and after a merge
+  the digest of the tensor that PEFT's `merge_and_unload` saved. At the end torch and safetensors alone compared the
+  last checkpoint with the source, or with PEFT's (`benchmarks/equal.py`). A page is only written if all were equal.
 - A model larger than the disk goes through in windows. A window is a model of its own: its layers count from 0, it has
   the tensors outside the layers, and its pipeline and expert ranks divide what it has. With `PART=1` a window is cut to
   hold each kind of layer once, and `NARROW=4` leaves a quarter of the heads and of the MLPs' inner width. A card names
@@ -32,6 +34,7 @@ fp32 masters and Adam's states. No weights were downloaded or trained.
 - Each command was a process of its own. The page cache was left alone, and other programs ran."""
 
 _COUNTED = ("weight", "master")
+_BOTH = "Weights, masters and Adam's states"
 _KINDS = {
     "weights": "weights, bf16",
     "masters": "masters, fp32",
@@ -71,6 +74,7 @@ def page(card: Card) -> str:
         "| | |",
         "| --- | --- |",
         f"| config | {model.source} |",
+        *([] if model.lora is None else [f"| adapter | {model.lora.title} |"]),
         f"| Megatron's first sizes | {model.trained_source or 'an example'} |",
         f"| day | {here.day} |",
         f"| machine | {here.machine} |",
@@ -112,7 +116,8 @@ def _summary(card: Card) -> str:
     """Return how much of the model went through, in each journey if they differ."""
     weights, states = card.journeys
     if [one.window for one in weights[1]] == [one.window for one in states[1]]:
-        return _moved(card, "Weights, masters and Adam's states", weights[1])
+        title = _BOTH if weights[0].lora is None else f"{weights[0].title}, and the {states[0].title.lower()}"
+        return _moved(card, title, weights[1])
     return " ".join(_moved(card, journey.title, moved) for journey, moved in card.journeys)
 
 
@@ -157,7 +162,8 @@ def _journey(journey: Journey, moved: Sequence[Moved]) -> list[str]:
     lines += ["", "| held | tensors | elements | bytes | digest (xxh3-128) |", "| --- | --- | --- | --- | --- |"]
     for kind, digest, tensors in together(moved):
         count, size = _elements(tensors)
-        lines.append(f"| {_KINDS[kind]} | {len(tensors):,} | {count:,} | {size:,} | `{digest}` |")
+        name = "factors, fp32" if journey.source == "peft" else _KINDS[kind]
+        lines.append(f"| {name} | {len(tensors):,} | {count:,} | {size:,} | `{digest}` |")
     lines += [
         "",
         "| station | equal | bytes on disk | seconds | cpu s | peak MB | `hash` seconds | `hash` peak MB |",
@@ -177,7 +183,8 @@ def _journey(journey: Journey, moved: Sequence[Moved]) -> list[str]:
         lines.append(f"| {number + 1}. `{words}` | {', '.join(station.carries)} | {' | '.join(figures)} |")
     made, equal = sum(one.made.seconds for one in moved), sum(int(one.equal) for one in moved)
     what = "tensors" if journey.equal == "safetensors" else "masters, states and steps, as DeepSpeed's ranks hold them,"
-    lines += ["", f"Making the bytes took {made:.1f} s. At the end {equal:,} {what} were the same as in the source."]
+    truth = "as PEFT's `merge_and_unload` makes them" if journey.source == "lora" else "as in the source"
+    lines += ["", f"Making the bytes took {made:.1f} s. At the end {equal:,} {what} were the same {truth}."]
     return lines
 
 

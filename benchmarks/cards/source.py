@@ -3,13 +3,15 @@
     python -m benchmarks.cards.source shapes CONFIG.json       the shapes of its tensors on the Hub, as JSON
     python -m benchmarks.cards.source hf FOLDER START RANKS     weights in bf16
     python -m benchmarks.cards.source zero3 FOLDER START RANKS  masters in fp32 and Adam's states, in ZeRO-3's files
+    python -m benchmarks.cards.source peft FOLDER START RANKS   weights in bf16, and an adapter in fp32 next to FOLDER
+    python -m benchmarks.cards.source lora FOLDER START RANKS   the same, and the result of PEFT's `merge_and_unload`
 
 FOLDER holds the config. Its layers begin at layer START of the whole model. The output is JSON: a list of kind, name,
 role, dtype, shape and the xxh3-128 of the elements, in hex.
 
 Any bit pattern occurs. Each tensor with 8 elements or more begins with 0.0, -0.0, both infinities, two NaNs (one
-signalling), the smallest subnormal and the largest finite number. Names and shapes on the Hub, and their pieces of
-tensors in memory, come from transformers.
+signalling), the smallest subnormal and the largest finite number. But an adapter, and the weights that it changes, have
+no infinities and NaNs. Names and shapes on the Hub, and their pieces of tensors in memory, come from transformers.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128
 
+from benchmarks.cards.lora import ADAPTER, MERGED, Lora, read
 from benchmarks.cards.windows import Shape, Window
 from benchmarks.models import STEP
 
@@ -55,6 +58,13 @@ def bits(name: str, role: str, count: int, dtype: Any) -> NDArray:
     elif count >= len(_BF16):
         values[: len(_BF16)] = _BF16 if itemsize == 2 else _FP32
     return values
+
+
+def numbers(values: NDArray, lowest: int, count: int) -> NDArray:
+    """Give each bf16 or fp32 one of `count` exponents, from `lowest`. The bits of sign and fraction stay."""
+    at, one = values.dtype.type(8 * values.itemsize - 9), values.dtype.type
+    exponent = (values >> at & one(0xFF)) % one(count) + one(lowest)
+    return values & ~(one(0xFF) << at) | exponent << at
 
 
 def rounded(values: NDArray) -> NDArray:
@@ -112,8 +122,8 @@ def weight(name: str, shape: Shape, data: NDArray) -> Made:
     return "weights", name, "weight", "bfloat16", shape, xxh3_128(narrow.data).hexdigest()
 
 
-def write_hf(folder: Path, model: Any, window: Window) -> Iterator[Made]:
-    """Write safetensors files with an index."""
+def write_hf(folder: Path, model: Any, window: Window, lora: Lora | None = None) -> Iterator[Made]:
+    """Write safetensors files with an index. An adapter's targets have all exponents below 2."""
     groups: list[dict[str, Shape]] = [{}]
     size, wide = 0, buffers(model)
     for name, shape in stored_shapes(model).items():
@@ -124,21 +134,60 @@ def write_hf(folder: Path, model: Any, window: Window) -> Iterator[Made]:
         groups[-1][name] = shape
     weight_map = {}
     for number, group in enumerate(groups, 1):
-        file, header, end = f"model-{number:05d}-of-{len(groups):05d}.safetensors", {}, 0
+        file, header = f"model-{number:05d}-of-{len(groups):05d}.safetensors", {}
         for name, shape in group.items():
-            dtype, itemsize = ("F32", 4) if name in wide else ("BF16", 2)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + itemsize * prod(shape))}
-            end += itemsize * prod(shape)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+            header[name] = ("F32" if name in wide else "BF16", shape)
         with (folder / file).open("wb") as written:
-            written.write(struct.pack("<Q", len(text)) + text)
+            written.write(safetensors_header(header))
             for name, shape in group.items():
                 data = bits(window.name(name), "weight", prod(shape), np.uint32 if name in wide else np.uint16)
+                if lora is not None and lora.is_target(name):
+                    data = numbers(data, 0, 128)
                 written.write(data.data)
                 yield weight(name, shape, data)
         weight_map |= dict.fromkeys(group, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, Shape]]) -> bytes:
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = {"F32": 4, "BF16": 2}[dtype] * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_adapter(folder: Path, model: Any, window: Window, lora: Lora) -> Iterator[Made]:
+    """Write factors from 1/256 to 1: each counts in the sums of a product."""
+    factors = lora.factors(stored_shapes(model))
+    with (folder / "adapter_model.safetensors").open("wb") as written:
+        written.write(safetensors_header({name: ("F32", shape) for name, shape in factors.items()}))
+        for name, shape in factors.items():
+            data = numbers(bits(window.name(name), "weight", prod(shape), np.uint32), 119, 8)
+            written.write(data.data)
+            yield "weights", name, "weight", "float32", shape, xxh3_128(data.data).hexdigest()
+
+
+def merged_by_peft(folder: Path, base: Mapping[str, str], lora: Lora) -> Iterator[Made]:
+    """Let PEFT merge. Raise RuntimeError if it changes other tensors than the targets, by their digests in `base`."""
+    import torch
+    from safetensors import safe_open
+
+    from benchmarks.lora_peer import merge
+
+    output = folder.with_name(MERGED)
+    merge(folder, folder.with_name(ADAPTER), output)
+    for path in sorted(output.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                tensor = file.get_tensor(name)
+                made = weight(name, tuple(tensor.shape), tensor.view(torch.uint16).numpy().reshape(-1))
+                if (made[-1] != base[name]) != lora.is_target(name):
+                    raise RuntimeError(f"PEFT's merge: {name} is changed, but no target, or a target, but not changed")
+                yield made
 
 
 def write_zero3(folder: Path, model: Any, window: Window, ranks: int) -> Iterator[Made]:
@@ -186,7 +235,15 @@ def main(kind: str, path: Path, start: int = 0, ranks: int = 0) -> Any:
     if kind == "shapes":
         return stored_shapes(model)
     window = Window(start, 0)
-    return list(write_hf(path, model, window) if kind == "hf" else write_zero3(path, model, window, ranks))
+    if kind == "hf":
+        return list(write_hf(path, model, window))
+    if kind == "zero3":
+        return list(write_zero3(path, model, window, ranks))
+    folder = path.with_name(ADAPTER)
+    lora = read(json.loads((folder / "adapter_config.json").read_text()))
+    base = {name: digest for _, name, *_, digest in write_hf(path, model, window, lora)}
+    factors = list(write_adapter(folder, model, window, lora))
+    return factors if kind == "peft" else list(merged_by_peft(path, base, lora))
 
 
 if __name__ == "__main__":

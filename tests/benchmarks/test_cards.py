@@ -1,9 +1,10 @@
-"""Verification cards: a tiny model's whole card, damage on the way, and the pages in docs/cards."""
+"""Verification cards: tiny models' whole cards, damage on the way, and the pages in docs/cards."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import equal
+from benchmarks import equal, lora_peer
 from benchmarks.cards import __main__ as cards
 from benchmarks.cards import journey as travels
 from benchmarks.cards import source
-from benchmarks.cards.journey import DifferentError, Journey, Sizes, Station
+from benchmarks.cards.journey import MERGE, DifferentError, Journey, Sizes, Station
+from benchmarks.cards.lora import Lora
 from benchmarks.cards.models import Model, models
 from benchmarks.cards.page import index, page
 from benchmarks.cards.windows import Window, narrowed, num_layers, part, windows
@@ -54,6 +56,26 @@ TINY = Model(
     "",
     Sizes(tp=1, pp=4, ep=4, etp=1),
     (4, 3),
+)
+ADAPTED = replace(
+    models()["Llama-3-8B-LoRA"],
+    name="adapted",
+    config={
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    lora=Lora(4, 8, ("q_proj", "v_proj", "down_proj")),
+    other=Sizes(tp=2, pp=2),
+    ranks=(2, 3),
 )
 
 
@@ -133,6 +155,38 @@ def test_a_narrow_model_is_called_a_part(tmp_path: Path, monkeypatch: pytest.Mon
     )
     held = card.journeys[0][1][0].tensors
     assert held["weights", "model.layers.0.self_attn.q_proj.weight", "weight"][1] == (16, 32)
+
+
+@pytest.mark.slow
+def test_a_card_of_an_adapter(tmp_path: Path) -> None:
+    """Its merge has the bits of PEFT's, at every station."""
+    card = cards.made(ADAPTED, tmp_path, disk_gb=1)
+    (merge, (merged,)), (_, (moved,)) = card.journeys
+    assert [one.station.format for one in merged.stops] == [MERGE, *(one.format for one in merge.stations[1:])]
+    assert (merged.equal, moved.equal) == ("21", "12")
+    assert {shape for _, shape, _ in moved.tensors.values()} == {(4, 32), (4, 48), (32, 4), (16, 4)}
+    assert "**Merged weights, and the adapter: whole**" in page(card)
+    assert "the same as PEFT's `merge_and_unload` makes them." in page(card)
+    assert "| adapter | LoRA of rank 4, alpha 8, on q_proj, v_proj, down_proj |" in page(card)
+
+
+def test_a_truth_without_a_merge_stops_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ADAPTED.lora is not None
+    (tmp_path / "source").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps(ADAPTED.config))
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(ADAPTED.lora.config()))
+    monkeypatch.setattr(lora_peer, "merge", lambda base, _, output: shutil.copytree(base, output))
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.down_proj\.weight is changed, but no target, or"):
+        source.main("lora", tmp_path / "source")
+
+
+def test_numbers_have_the_given_exponents() -> None:
+    for dtype, kind in ((np.uint16, torch.bfloat16), (np.uint32, torch.float32)):
+        values = source.bits("a", "weight", 10_000, dtype)
+        few, all_below = (torch.from_numpy(source.numbers(values, *of)).view(kind) for of in ((119, 8), (0, 128)))
+        assert few.isfinite().all() and few.abs().min() >= 2**-8 and few.abs().max() < 1
+        assert all_below.isfinite().all() and 1 < all_below.abs().max() < 2 and all_below.abs().min() < 1e-37
 
 
 @pytest.mark.slow
@@ -291,12 +345,13 @@ def test_written_cards_are_current() -> None:
         model, text = models()[path.stem], path.read_text()
         assert model.source in text
         assert json.loads(text.partition("## Config\n")[2]) == model.config
-        for journey in travels.journeys(model.trained, model.other, model.ranks):
+        for journey in travels.journeys(model.trained, model.other, model.ranks, model.lora):
             if f"{journey.title}: not run" in text:
                 continue
             shown = text.partition(f"## {journey.title}\n")[2].partition("\n## ")[0]
             commands = [shlex.split(line)[2:4] for line in shown.splitlines() if line.startswith("    ckpt convert ")]
             formats = [journey.source, *(station.format for station in journey.stations)]
+            formats = ["hf", *formats[2:]] if MERGE in formats else formats
             assert commands == [list(pair) for pair in pairwise(formats)], path.stem
             if ": whole**" in text and "windows of layers" not in shown:
                 for station in journey.stations:
