@@ -213,7 +213,7 @@ def _listed(counts: tuple[int, ...]) -> str:
 
 
 def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
-    what = f"{kind} files are missing: every parameter has a part in each of them"
+    what = f"{kind} files are missing, so every parameter lacks a part"
     absent = next((rank for rank in range(world_size) if rank not in files), 0)
     check_all_there(what, files, world_size, path, _name_for_rank(files, absent, kind))
     extra = [rank for rank in files if rank >= world_size]
