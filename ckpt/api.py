@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
@@ -23,13 +23,16 @@ from ckpt.move.files import check_destination, is_filled, is_inside_folder
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import (
+    BUFFER,
     HUB,
     MASTER,
     OWN,
+    PART,
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
     Format,
+    Key,
     Layout,
     ParamGroup,
 )
@@ -196,7 +199,8 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
 class Conversion(Returned):
     """A proved plan, ready to run.
 
-    `quantization` has the method and the rounding rule of `--quantize`, for the manifest.
+    `quantization` has the method and the rounding rule of `--quantize`, for the manifest. `must_be_finite` if NaN and
+    infinity are refused.
     """
 
     plan: Plan
@@ -204,6 +208,7 @@ class Conversion(Returned):
     format: str
     source: Checkpoint
     quantization: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    must_be_finite: bool = field(default=False, kw_only=True)
 
     def to_json(self, destination: str | None = None) -> dict[str, Any]:
         """Return the report printed by `ckpt convert --dry-run --json`."""
@@ -355,8 +360,20 @@ class Conversion(Returned):
         if any(tensor.replicas for tensor in self.plan.checkpoint.tensors.values()):
             from ckpt.compare.compare import check_replicas_of
 
-            keys = (slot.key for file in self.plan.target.files for slot in file.slots)
-            check_replicas_of(self.plan.checkpoint, keys)
+            check_replicas_of(self.plan.checkpoint, self._written_keys())
+        if self.must_be_finite:
+            from ckpt.move.values import check_finite
+
+            checkpoint = self.plan.checkpoint
+            check_finite(
+                {key: checkpoint.tensors[key] for key in self._written_keys() if key[1] != BUFFER},
+                checkpoint.computed,
+                checkpoint.path,
+                parts=frozenset(fqn for fqn, why in checkpoint.uncast.items() if why == PART),
+            )
+
+    def _written_keys(self) -> Iterator[Key]:
+        return (slot.key for file in self.plan.target.files for slot in file.slots)
 
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
         """Raise CkptError if `folder` differs from the source."""
@@ -511,7 +528,8 @@ def plan(
     if named.quantized.blocks and target.carries_optimizer:
         named = services.stored_states.as_stored(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
-    return Conversion(made, resources, to, checkpoint, quantization=quantization)
+    how: dict[str, Any] = {"quantization": quantization, "must_be_finite": layout.quantize is not None}
+    return Conversion(made, resources, to, checkpoint, **how)
 
 
 def _quantized_model(source: Source, checkpoint: Checkpoint) -> Checkpoint:

@@ -101,7 +101,7 @@ def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, path: str, sources
     bits = chosen_bits(choice, box, sources)
     if kind == Q8_0 and choice.dtype == BFLOAT16 and (found := q8_0_blocks(bits.reshape(-1))) is not None:
         return found.data.cast("B")
-    values = as_finite_values(bits, choice, box, path).reshape(-1, tensor.shape[-1])
+    values = as_finite_values(bits, choice, box, sources, path).reshape(-1, tensor.shape[-1])
     if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * _MAX_SCALE:
         why = "a weight is too large for q8_0, whose scales are float16"
         raise LossError(why, path=path, fqn=tensor.fqn, found=f"in {box}")

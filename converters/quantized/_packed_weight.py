@@ -197,7 +197,7 @@ def _content_of_rows(
             bits = chosen_bits(weight.choice, rows, weight.computed, sources).reshape(stop - start, num_columns)
             found = compute_bits(bits) if weight.choice.dtype == BFLOAT16 else None
             if found is None:
-                values = as_finite_values(bits.reshape(rows.sizes), weight.choice, rows, weight.path)
+                values = as_finite_values(bits.reshape(rows.sizes), weight.choice, rows, weight.computed, weight.path)
                 found = compute(weight, values.reshape(bits.shape))
             for number, one in enumerate(found):
                 content[places[number] : places[number] + one.nbytes] = np.ravel(one).view(np.uint8)

@@ -1,4 +1,4 @@
-"""`ckpt/commands/check/values.py`, `findings.py`, `finding.py`: `ckpt check --values`."""
+"""`ckpt/move/values.py`, `ckpt/commands/check/findings.py`, `finding.py`: `ckpt check --values`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt as toolkit
 from ckpt.base.errors import CorruptError
-from ckpt.commands.check import values as scanning
+from ckpt.move import values as scanning
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 

@@ -434,19 +434,55 @@ def test_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     assert result.code == 0, result.err
 
 
+def changed(source: Path, folder: Path, fqn: str, value: float) -> Path:
+    """Copy a model, with another value at the tensor's end."""
+    tensors = weights(source)
+    tensors[fqn][(-1,) * tensors[fqn].ndim] = value
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_weight_that_is_not_finite_is_refused(bad: float, llama: Path, tmp_path: Path) -> None:
-    tensors = weights(llama)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
-    (tmp_path / "bad").mkdir()
-    save_file(tensors, tmp_path / "bad/model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "bad/config.json").write_bytes((llama / "config.json").read_bytes())
+@pytest.mark.parametrize(
+    ("fqn", "found"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "1 of 32768 values are {}, the first at [255, 127]"),
+        ("model.norm.weight", "1 of 128 values are {}, the first at [127]"),
+    ],
+    ids=["quantized", "plain"],
+)
+def test_weight_that_is_not_finite_is_refused(bad: float, fqn: str, found: str, llama: Path, tmp_path: Path) -> None:
+    source = changed(llama, tmp_path / "bad", fqn, bad)
+    old = changed(llama, tmp_path / "old", fqn, 1.0)
+    before = {one.name: one.read_bytes() for one in old.iterdir()}
     for method in METHODS:
-        result = ckpt("convert", "hf", "hf", tmp_path / "bad", "-o", tmp_path / "out", "--quantize", method)
+        out = ("--overwrite", "-o", old) if method == "int8" else ("-o", tmp_path / "out")
+        result = ckpt("convert", "hf", "hf", source, *out, "--quantize", method)
         assert result.code == 4
-        assert "can't quantize a weight with NaN or infinity" in result.err
-        assert f"{bad} at [3, 5]" in result.err
-        assert [one.name for one in tmp_path.iterdir()] == ["bad"]
+        assert "can't quantize a model with NaN or infinity" in result.err
+        assert f"tensor: {fqn}\n" in result.err
+        assert found.format("NaN" if bad != bad else "infinite") in result.err
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["bad", "old"]
+    assert {one.name: one.read_bytes() for one in old.iterdir()} == before
+
+
+@pytest.mark.parametrize("fqn", ["model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.down_proj_bias"])
+def test_experts_that_are_not_finite_are_refused(fqn: str, gpt_oss: Path, tmp_path: Path) -> None:
+    source = changed(gpt_oss, tmp_path / "bad", fqn, float("nan"))
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--quantize", "mxfp4")
+    assert result.code == 4 and f"tensor: {fqn}\n" in result.err and "values are NaN, the first at [2, " in result.err
+    assert [one.name for one in tmp_path.iterdir()] == ["bad"]
+
+
+def test_number_beyond_the_dtype_is_refused(llama: Path, tmp_path: Path) -> None:
+    source = changed(llama, tmp_path / "large", "model.layers.1.mlp.up_proj.weight", 1e30)
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--quantize", "int8", "--dtype", "fp16")
+    assert result.code == 6
+    assert "a number is too large for float16" in result.err and "a bfloat16 number at [255, 127]" in result.err
+    assert [one.name for one in tmp_path.iterdir()] == ["large"]
+    quantize(source, tmp_path / "out", "int8")
 
 
 def test_stacked_experts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:

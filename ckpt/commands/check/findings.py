@@ -27,8 +27,8 @@ from ckpt.commands.check.finding import (
     ZERO,
     ValueFinding,
 )
-from ckpt.commands.check.values import FLOATS, Values, bits_of, scan
 from ckpt.move.reading import read_box
+from ckpt.move.values import FLOATS, Values, bits_of, scan
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
@@ -40,8 +40,6 @@ _EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<number>\d+)(?P<after>\..*)")
 _STACK = re.compile(r".*\.experts\.\w+")
 _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?B(\..*)?")
 _ADAPTER = re.compile(r"(.*\.)?(lora_|modules_to_save\.)")
-#: Infinities are normal in these tensors.
-_MASK = re.compile(r"mask|alibi", re.IGNORECASE)
 #: Equal values in smaller tensors may be a coincidence.
 _MIN_CONSTANT = 16
 _SAMPLE = 4096  # bytes
@@ -53,7 +51,7 @@ def findings(
 ) -> list[ValueFinding]:
     """Return the findings, damage first. `before` is the previous step."""
     weights = services.quantization.quantized_weights(checkpoint)
-    values = scan(checkpoint, weights.exponents, progress)
+    values = scan(checkpoint.tensors, checkpoint.computed, weights.exponents, progress)
     found = [*_value_findings(checkpoint, values, weights.parts, weights.packed)]
     found += _part_findings(checkpoint, weights)
     found += _equal_experts(checkpoint, values)
@@ -80,21 +78,13 @@ def _value_findings(
 
 
 def _not_finite(fqn: str, role: str, one: Values) -> ValueFinding:
-    said, firsts = [], []
-    for count, first, name in (
-        (one.nans, one.first_nan, "NaN"),
-        (one.infinities, one.first_infinity, "infinite"),
-    ):
-        if first is not None:
-            firsts.append(_index(first, one.shape))
-            said.append(f"{count} of {pluralize(prod(one.shape), 'value')} are {name}, the first at {list(firsts[-1])}")
-    is_mask = not one.nans and _MASK.search(fqn) is not None
-    return ValueFinding(NOT_FINITE, fqn, role, "; ".join(said), one.nans + one.infinities, firsts[0], not is_mask)
+    first = one.first_infinity if one.first_nan is None else one.first_nan
+    assert first is not None
+    count = one.nans + one.infinities
+    return ValueFinding(NOT_FINITE, fqn, role, one.not_finite, count, one.index(first), one.is_damaged(fqn))
 
 
 def _index(flat: int, shape: Shape) -> tuple[int, ...]:
-    if flat >= prod(shape):  # complex numbers: second half
-        flat //= 2
     return tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
 
 

@@ -272,19 +272,26 @@ def test_every_bfloat16_number_has_the_packages_code() -> None:
         assert q8_0_blocks(np.full(32, top, np.uint16)) is None
 
 
-def test_a_weight_must_be_finite_to_be_quantized(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "mxfp4"])
+def test_all_weights_must_be_finite_with_quantize(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
-    shutil.copytree(GGUF / "llama", tmp_path / "model")
+    shutil.copytree(GGUF / "qwen3_moe", tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
-    data = bytearray(file.read_bytes())
-    place = next(one.source for (fqn, _), one in ckpt.open(GGUF / "llama").tensors.items() if "q_proj" in fqn)
-    at = next(iter(place.fragments((64, 32)))).extent.offset
-    data[at : at + 2] = b"\xc0\x7f"
-    file.write_bytes(data)
-    with pytest.raises(CorruptError, match="NaN or infinity") as caught:
-        ckpt.convert(tmp_path / "model", "gguf", tmp_path / "out", quantize="q8_0")
-    assert "tensor: blk.0.attn_q.weight" in str(caught.value) and "nan at [0, 0]" in str(caught.value)
-    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    good = file.read_bytes()
+    tensors = {fqn: one.source for (fqn, _), one in ckpt.open(GGUF / "qwen3_moe").tensors.items()}
+    for fqn, shape, name, index in (
+        ("model.layers.0.mlp.experts.1.down_proj.weight", (32, 32), "blk.0.ffn_down_exps.weight", "1, 0, 0"),
+        ("model.norm.weight", (32,), "output_norm.weight", "0"),
+    ):
+        data = bytearray(good)
+        at = next(iter(tensors[fqn].fragments(shape))).extent.offset
+        data[at : at + 2] = b"\xc0\x7f"
+        file.write_bytes(data)
+        with pytest.raises(CorruptError, match="NaN or infinity") as caught:
+            ckpt.convert(tmp_path / "model", "gguf", tmp_path / "out", quantize=kind)
+        assert f"tensor: {name}" in str(caught.value)
+        assert f"values are NaN, the first at [{index}]" in str(caught.value)
+        assert [one.name for one in tmp_path.iterdir()] == ["model"]
 
 
 def test_the_tokenizer_is_needed(tmp_path: Path) -> None:

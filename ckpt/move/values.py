@@ -6,18 +6,22 @@ The sign bit is on top, so NaN and infinities are the largest integers of either
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt.base.errors import CorruptError
+from ckpt.base.text import pluralize
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import OpenFiles
-from ckpt.move.reading import read_box, read_exactly
-from ckpt.plan.checkpoint import Checkpoint, Key
+from ckpt.move.reading import Computed, read_box, read_exactly
+from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 
@@ -66,6 +70,8 @@ FLOATS: Mapping[str, FloatBits] = {
     "float4_e2m1fn_x2": FloatBits(1, None, None),
 }
 E8M0 = BY_NAME["float8_e8m0fnu"]
+#: Infinities are normal in these tensors.
+_MASK = re.compile(r"mask|alibi", re.IGNORECASE)
 
 
 class Values:
@@ -88,6 +94,24 @@ class Values:
     def is_zero(self) -> bool:
         bits = FLOATS.get(self.dtype.name)
         return self.single in {0, bits.sign if bits and not bits.nan_is_minus_zero else 0}
+
+    @property
+    def not_finite(self) -> str:
+        """Describe the NaN and infinities. Empty if there are none."""
+        kinds = ((self.nans, self.first_nan, "NaN"), (self.infinities, self.first_infinity, "infinite"))
+        return "; ".join(
+            f"{count} of {pluralize(prod(self.shape), 'value')} are {name}, the first at {list(self.index(first))}"
+            for count, first, name in kinds
+            if first is not None
+        )
+
+    def index(self, flat: int) -> tuple[int, ...]:
+        if flat >= prod(self.shape):  # complex numbers: second half
+            flat //= 2
+        return tuple(int(i) for i in np.unravel_index(flat, self.shape)) if self.shape else ()
+
+    def is_damaged(self, fqn: str) -> bool:
+        return bool(self.nans or (self.infinities and not _MASK.search(fqn)))
 
     def scan(self, block: NDArray, start: int) -> None:
         """Add unsigned bits, from element `start` on."""
@@ -152,8 +176,26 @@ class _Block:
     box: Box | None = None
 
 
+def check_finite(tensors: Mapping[Key, Tensor], computed: Computed, path: str, *, parts: Container[str] = ()) -> None:
+    """Raise CorruptError for NaN or infinity. Writing computes the quantized weights' `parts` from finite numbers."""
+    floats = {key: one for key, one in tensors.items() if one.dtype.name in FLOATS and one.fqn not in parts}
+    for (fqn, _), values in scan(floats, computed).items():
+        if values.is_damaged(fqn):
+            raise CorruptError(
+                "can't quantize a model with NaN or infinity",
+                path=path,
+                fqn=fqn,
+                expected="finite values",
+                found=values.not_finite,
+                hint="use `ckpt check --values` to find all of them",
+            )
+
+
 def scan(
-    checkpoint: Checkpoint, exponents: Iterable[str] = (), progress: Callable[[int], None] | None = None
+    tensors: Mapping[Key, Tensor],
+    computed: Computed,
+    exponents: Iterable[str] = (),
+    progress: Callable[[int], None] | None = None,
 ) -> dict[Key, Values]:
     """Return every tensor's values. `exponents` names byte tensors with float8_e8m0fnu scales.
 
@@ -162,9 +204,9 @@ def scan(
     scales = frozenset(exponents)
     found = {
         key: Values(E8M0 if tensor.fqn in scales and tensor.dtype.itemsize == 1 else tensor.dtype, tensor.shape)
-        for key, tensor in checkpoint.tensors.items()
+        for key, tensor in tensors.items()
     }
-    blocks, lock = _scan_blocks(checkpoint), threading.Lock()
+    blocks, lock = _scan_blocks(tensors, computed), threading.Lock()
 
     def next_block() -> _Block | None:
         with lock:
@@ -174,8 +216,8 @@ def scan(
         buffer = np.empty(_BLOCK, np.uint8)
         with OpenFiles() as sources:
             while (block := next_block()) is not None:
-                tensor, values = checkpoint.tensors[block.key], found[block.key]
-                values.scan(_read_block(block, tensor, checkpoint, sources, buffer), block.start)
+                tensor, values = tensors[block.key], found[block.key]
+                values.scan(_read_block(block, tensor, computed, sources, buffer), block.start)
                 if progress is not None:
                     with lock:
                         progress(block.count * tensor.dtype.itemsize)
@@ -187,20 +229,19 @@ def scan(
     return found
 
 
-def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFiles, buffer: NDArray) -> NDArray:
+def _read_block(block: _Block, tensor: Tensor, computed: Computed, sources: OpenFiles, buffer: NDArray) -> NDArray:
     """Return a block's bits as unsigned integers, two per complex number."""
     bits = FLOATS.get(tensor.dtype.name)
     unsigned = f"u{bits.size if bits else tensor.dtype.itemsize}"
     if block.box is not None:
-        return read_box(tensor, block.box, checkpoint.computed, sources).reshape(-1).view(np.uint8).view(unsigned)
+        return read_box(tensor, block.box, computed, sources).reshape(-1).view(np.uint8).view(unsigned)
     raw = buffer[: block.count * tensor.dtype.itemsize]
     read_exactly(sources, block.path, block.offset, raw.data)
     return raw.view(unsigned)
 
 
-def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
-    tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.numel]
-    placed = [(tensor, _runs(tensor, checkpoint)) for tensor in tensors]
+def _scan_blocks(tensors: Mapping[Key, Tensor], computed: Computed) -> Iterator[_Block]:
+    placed = [(tensor, _runs(tensor, computed)) for tensor in tensors.values() if tensor.numel]
     in_files = sorted((item for item in placed if item[1]), key=lambda item: (item[1][0][2].path, item[1][0][2].offset))
     for tensor, runs in in_files:
         size = tensor.dtype.itemsize
@@ -215,10 +256,10 @@ def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
             yield from _boxes(tensor)
 
 
-def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent, int]]:
+def _runs(tensor: Tensor, computed: Computed) -> list[tuple[int, int, Extent, int]]:
     """Return contiguous runs in files. A computed or strided tensor has none."""
     found = [(start, stop, extent, at) for start, stop, extent, at, _ in tensor.runs() or ()]
-    return [] if any(extent.path in checkpoint.computed for _, _, extent, _ in found) else found
+    return [] if any(extent.path in computed for _, _, extent, _ in found) else found
 
 
 def _boxes(tensor: Tensor) -> Iterator[_Block]:
@@ -233,5 +274,5 @@ def _boxes(tensor: Tensor) -> Iterator[_Block]:
         yield _Block(tensor.key, first * row, count * row, box=box)
 
 
-def bits_of(tensor: Tensor, box: Box, computed: Mapping[str, Callable[[], memoryview]]) -> NDArray:
+def bits_of(tensor: Tensor, box: Box, computed: Computed) -> NDArray:
     return read_box(tensor, box, computed).reshape(-1).view(storage_dtype(tensor.dtype))
