@@ -288,6 +288,9 @@ class QuantizedWeights:
                 return f"transformers joins experts while loading, but may not join the parts of {owner}"
             if packed and len(packed.shape) > 2 and not (fit.scheme and fit.scheme.loads_stacks):
                 return f"transformers may not apply the scales of stacked weights, such as {owner}"
+        for one in self._plain_in_one_layer:
+            if not _is_listed(one.fqn.rpartition(".")[0], self._ignored):
+                return f"transformers excludes modules, but the config lists the tensor {one.fqn}"
         return None
 
     @property
@@ -492,20 +495,28 @@ class QuantizedWeights:
 
     def _misplaced(self) -> Iterator[Fault]:
         """Yield plain weights that the config quantizes, and quantized weights that it does not."""
-        entries = [entry for key in _IGNORED for entry in _strings(self._settings.get(key))]
-        exact = set(entries)
+        exact = set(self._ignored)
         for owner, parts in self.owners.items():
-            if owner.rpartition(".")[0] in exact and any(map(self._is_packed, parts.values())):
-                yield Fault(owner, "quantized, but the config excludes its module")
-        if self._method is None or (self._known and self._known.takes_plain):
-            return
-        if self._settings.get("dynamic") or self._has_narrow_targets:
-            return
+            if not exact.isdisjoint((owner, owner.rpartition(".")[0])) and any(map(self._is_packed, parts.values())):
+                yield Fault(owner, "quantized, but the config excludes it")
+        for tensor in self._plain_in_one_layer:
+            if not any(_is_listed(name, self._ignored) for name in (tensor.fqn, tensor.fqn.rpartition(".")[0])):
+                what = f"{tensor.dtype}, but the same weight in other layers is quantized by {self.title}"
+                yield Fault(tensor.fqn, what)
+
+    @cached_property
+    def _ignored(self) -> Sequence[str]:
+        return [entry for key in _IGNORED for entry in _strings(self._settings.get(key))]
+
+    @cached_property
+    def _plain_in_one_layer(self) -> Sequence[Tensor]:
+        """Plain weights that other layers quantize. Empty if the method or the config's targets allow them."""
+        is_allowed = (self._known and self._known.takes_plain) or self._settings.get("dynamic")
+        if self._method is None or is_allowed or self._has_narrow_targets:
+            return []
         patterns = {_NUMBER.sub("*", owner) for owner in self.owners}
-        for name, tensor in self.tensors.items():
-            is_like = name not in self.owners and name not in self.parts and _NUMBER.sub("*", name) in patterns
-            if is_like and tensor.dtype.name not in PACKED and not _is_listed(name.rpartition(".")[0], entries):
-                yield Fault(name, f"{tensor.dtype}, but the same weight in other layers is quantized by {self.title}")
+        others = (one for name, one in self.tensors.items() if name not in self.owners and name not in self.parts)
+        return [one for one in others if one.dtype.name not in PACKED and _NUMBER.sub("*", one.fqn) in patterns]
 
     @property
     def _has_narrow_targets(self) -> bool:

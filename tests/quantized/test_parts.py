@@ -244,7 +244,39 @@ def test_the_config_says_which_weights_are_plain() -> None:
     assert [fault.fqn for fault in weights_of(plain, config).faults] == ["layers.1.up.weight"]
     assert not weights_of(plain, listed).faults
     (fault,) = weights_of(tensors, listed).faults
-    assert fault.fqn == "layers.1.up.weight" and "excludes its module" in fault.what
+    assert fault.fqn == "layers.1.up.weight" and "the config excludes it" in fault.what
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_module"),
+    [
+        ("layers.1.experts.down_proj", False),
+        ("*.1.*down_proj", False),
+        (r"re:.*\.1\..*down_proj$", False),
+        ("layers.1.experts", True),
+        ("*.1.experts", True),
+    ],
+)
+def test_the_config_says_which_stacked_experts_are_plain(entry: str, is_module: bool) -> None:
+    """transformers excludes modules, and a stack is no module of its own."""
+    tensors: dict[str, Tensor] = {}
+    for name in [f"layers.{layer}.experts.down_proj" for layer in range(LAYERS)]:
+        tensors[f"{name}_blocks"] = tensor(f"{name}_blocks", "U8", [2, OUT, IN // 32, 16])
+        tensors[f"{name}_scales"] = tensor(f"{name}_scales", "U8", [2, OUT, IN // 32])
+    fqn = "layers.1.experts.down_proj"
+    plain = {name: one for name, one in tensors.items() if not name.startswith(fqn)}
+    plain[fqn] = tensor(fqn, "BF16", [2, IN, OUT])
+    unlisted, listed = (
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", *more]}}
+        for more in ([], [entry])
+    )
+    assert [fault.fqn for fault in weights_of(plain, unlisted, is_known=False).faults] == [fqn]
+    found = weights_of(plain, listed, is_known=False)
+    assert not found.faults
+    assert (found.untried is None) == is_module and (is_module or fqn in str(found.untried))
+    if "*" not in entry:
+        (fault,) = weights_of(tensors, listed, is_known=False).faults
+        assert fault.fqn == fqn and "the config excludes it" in fault.what
 
 
 def test_an_unknown_method_is_not_proved_but_layers_are_compared() -> None:
