@@ -66,9 +66,11 @@ def carry_out(
 
     A dry run stops the function after planning, prints the plan, and returns None.
     """
+    from ckpt.base.malloc import reuse_freed_memory
     from ckpt.runs import unread_files
     from ckpt.runs.plan_lines import plan_lines
 
+    reuse_freed_memory()
     with contextlib.ExitStack() as shown_now:
         meter = shown_now.enter_context(progress(0, "plan", quiet=outcome.quiet))
 

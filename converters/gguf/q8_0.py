@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.move import groups
 
-_STEP = 1 << 17  # numbers whose temporaries fit the processor's cache
 _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))  # a half would carry the number below 0.5
 #: Magnitudes of maxima in bfloat16, with finite reciprocals, and scales below float16's end.
 _LEAST, _MOST = 16 << 7, 149 << 7
 
 
-def q8_0_blocks(bits: NDArray) -> NDArray | None:
+def q8_0_blocks(parts: Iterable[NDArray], num_blocks: int) -> NDArray | None:
     """Return the blocks' bytes, [blocks, 34], or None if the package must compute them."""
-    found = np.empty((bits.size // groups.SIZE, 34), np.uint8)
-    for start in range(0, bits.size, _STEP):
-        part = bits[start : start + _STEP]
-        place = slice(start // groups.SIZE, (start + part.size) // groups.SIZE)
-        if not _write_blocks(part, found[place]):
+    found, start = np.empty((num_blocks, 34), np.uint8), 0
+    for bits in parts:
+        stop = start + bits.size // groups.SIZE
+        if not _write_blocks(bits, found[start:stop]):
             return None
+        start = stop
     return found
 
 

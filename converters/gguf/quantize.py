@@ -22,6 +22,8 @@ from converters.gguf.blocks import CHUNKS, whole_rows
 from converters.gguf.facts import GgufFacts
 from converters.gguf.types import F16, F32, MXFP4, PLAIN, Q8_0, TYPE_BY_NAME, GgmlType
 
+#: Numbers whose temporaries fit the processor's cache.
+_STEP = 1 << 18
 #: Largest float16 number.
 _MAX_SCALE = 65504
 _IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
@@ -93,15 +95,20 @@ def _in_blocks(name: str, choice: Choice, kind: GgmlType, checkpoint: Checkpoint
 def _quantized_rows(choice: Choice, box: Box, kind: GgmlType, path: str, sources: Mapping[str, Any]) -> memoryview:
     import numpy as np
 
-    from ckpt.move.finite import as_finite_values, chosen_bits
+    from ckpt.move.files import OpenFiles
+    from ckpt.move.finite import chosen_bits, finite_values
     from converters.gguf.package import quants
     from converters.gguf.q8_0 import q8_0_blocks
 
     tensor = choice.tensor
-    bits = chosen_bits(choice, box, sources)
-    if kind == Q8_0 and choice.dtype == BFLOAT16 and (found := q8_0_blocks(bits.reshape(-1))) is not None:
-        return found.data.cast("B")
-    values = as_finite_values(bits, choice, box, sources, path).reshape(-1, tensor.shape[-1])
+    if kind == Q8_0 and choice.dtype == BFLOAT16:
+        with OpenFiles() as opened:
+            boxes = map(box.inside, whole_rows(box.sizes, _STEP))
+            parts = (chosen_bits(choice, one, sources, opened) for one in boxes)
+            found = q8_0_blocks(parts, box.numel // kind.block)
+        if found is not None:
+            return found.data.cast("B")
+    values = finite_values(choice, box, sources, path).reshape(-1, tensor.shape[-1])
     if kind == Q8_0 and np.abs(values).max(initial=0) > 127 * _MAX_SCALE:
         why = "a weight is too large for q8_0, whose scales are float16"
         raise LossError(why, path=path, fqn=tensor.fqn, found=f"in {box}")

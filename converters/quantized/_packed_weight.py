@@ -23,7 +23,7 @@ from converters.quantized.blocks import spans
 #: Elements computed at a time, in steps.
 ELEMENTS = 1 << 21
 #: A step's temporaries fit the processor's cache.
-STEP = 1 << 17
+STEP = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ def test_the_config_says_which_weights_are_plain() -> None:
     ],
 )
 def test_the_config_says_which_stacked_experts_are_plain(entry: str, is_module: bool) -> None:
-    """transformers excludes modules, and a stack is no module of its own."""
+    """In transformers, a stack is no module of its own, and the config excludes modules."""
     tensors: dict[str, Tensor] = {}
     for name in [f"layers.{layer}.experts.down_proj" for layer in range(LAYERS)]:
         tensors[f"{name}_blocks"] = tensor(f"{name}_blocks", "U8", [2, OUT, IN // 32, 16])

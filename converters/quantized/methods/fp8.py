@@ -187,22 +187,20 @@ def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
     if len(bits) % _SIZE or num_columns % _SIZE:
         return None
     codes, scales = np.empty(bits.shape, np.uint8), np.empty((len(bits) // _SIZE, num_columns // _SIZE), np.float32)
+    index = np.empty((_SIZE, _SIZE), np.uint16)
     for number, start in enumerate(range(0, len(bits), _SIZE)):
-        for first, last in spans(num_columns, STEP // _SIZE):
-            part = bits[start : start + _SIZE, first:last]
-            sizes = part & np.uint16(0x7FFF)
-            for half in (64, 32, 16, 8, 4, 2, 1):
-                np.maximum(sizes[:half], sizes[half : 2 * half], out=sizes[:half])
-            largest = np.maximum.reduceat(sizes[0], np.arange(0, last - first, _SIZE))
-            if ((largest >= _MOST) | (largest < _LEAST) & (largest != 0)).any():
-                return None
-            blocks = part.reshape(_SIZE, -1, _SIZE)
-            np.subtract(blocks, (largest & ~np.uint16(_MANTISSA))[:, None], out=sizes.reshape(blocks.shape))
-            for block, mantissa in enumerate((largest & np.uint16(_MANTISSA)).tolist()):
-                columns = slice(block * _SIZE, (block + 1) * _SIZE)
-                codes[start : start + _SIZE, first:last][:, columns] = _table(mantissa).take(sizes[:, columns])
-            factors = _scale_factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
-            scales[number, first // _SIZE : last // _SIZE] = np.float32(1) / factors
+        rows, found = bits[start : start + _SIZE], codes[start : start + _SIZE]
+        sizes = rows & np.uint16(0x7FFF)
+        for half in (64, 32, 16, 8, 4, 2, 1):
+            np.maximum(sizes[:half], sizes[half : 2 * half], out=sizes[:half])
+        largest = np.maximum.reduceat(sizes[0], np.arange(0, num_columns, _SIZE))
+        if ((largest >= _MOST) | (largest < _LEAST) & (largest != 0)).any():
+            return None
+        for block, one in enumerate(largest.tolist()):
+            columns = slice(block * _SIZE, (block + 1) * _SIZE)
+            np.subtract(rows[:, columns], np.uint16(one & ~_MANTISSA), out=index)
+            found[:, columns] = _table(one & _MANTISSA).take(index)
+        scales[number] = np.float32(1) / _scale_factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
     return [codes, scales]
 
 

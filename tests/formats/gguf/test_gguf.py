@@ -110,11 +110,17 @@ def test_a_config_of_another_architecture_is_refused() -> None:
 def test_other_types_are_named(tmp_path: Path) -> None:
     file = small(tmp_path / "a.gguf", [("x.weight", (256, 1), 12, bytes(144)), ("y.weight", (256, 1), 14, bytes(210))])
     opened = ckpt.open(file)
-    for use in (lambda: ckpt.plan(file, "dcp"), lambda: opened["y.weight"][:], lambda: ckpt.verify(opened, file)):
+    for use in (
+        lambda: ckpt.plan(file, "dcp"),
+        lambda: opened["y.weight"][:],
+        lambda: ckpt.verify(opened, file),
+        lambda: ckpt.diff(opened, file),
+        lambda: ckpt.hash(file),
+    ):
         with pytest.raises(LossError) as caught:
             use()
         assert caught.value.found == "1 tensor in q4_k, 1 tensor in q6_k"
-        assert "llama-quantize" in str(caught.value.hint)
+        assert caught.value.hint == "`llama-quantize --allow-requantize a.gguf f32.gguf f32` writes their values"
 
 
 def test_inspect_shows_bits_by_type(tmp_path: Path) -> None:
@@ -265,11 +271,11 @@ def test_every_bfloat16_number_has_the_packages_code() -> None:
         sizes = np.arange(top + 1, dtype=np.uint16)
         blocks = np.full((-(-2 * len(sizes) // 31), 32), top, np.uint16)
         blocks[:, 1:].flat[: 2 * len(sizes)] = np.concatenate([sizes, sizes | 0x8000])
-        found = q8_0_blocks(blocks.reshape(-1))
+        found = q8_0_blocks([blocks], len(blocks))
         values = (blocks.astype(np.uint32) << np.uint32(16)).view(np.float32)
         assert found is not None and found.tobytes() == quantize(values, gguf.GGMLQuantizationType.Q8_0).tobytes()
     for top in (0x7F80, 149 << 7, 1):  # infinity, beyond float16, a scale without reciprocal
-        assert q8_0_blocks(np.full(32, top, np.uint16)) is None
+        assert q8_0_blocks([np.full(32, top, np.uint16)], 1) is None
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "mxfp4"])
