@@ -61,6 +61,7 @@ from ckpt.runs.from_hub import cached_snapshot, is_repository
 from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint, warn_of_skipped
 from ckpt.runs.output_place import check_place, place_notes
+from ckpt.state.data_loaders import with_data_positions
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_step_count
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
@@ -503,6 +504,8 @@ def plan(
     if target.loads_from == "run":
         named, counted_step = with_step_count(named)
         renamed += counted_step
+    named, moved = with_data_positions(named, layout.world_size)
+    renamed += moved
     named = with_tensor_kinds(named, layout)
     if layout.quantize is not None and target.carries_quantized:
         run_dtype = named.computes_in and named.computes_in.dtype

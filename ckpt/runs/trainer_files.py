@@ -19,7 +19,7 @@ from ckpt.move.listing import files_in
 from ckpt.plan.checkpoint import PART, Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
-from ckpt.runs.data_position import position_notes
+from ckpt.runs.data_position import is_loader_state, position_notes
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.model_files import (
@@ -100,7 +100,10 @@ def run_companions(
         return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))
     found: dict[str, bytes] = {}
     names = files_in(home)
+    positions = list(position_notes(home, names, checkpoint.world_size, num_ranks))
     for name in names:
+        if positions and is_loader_state(name):
+            continue
         if is_of(name, FileKind.RUN, FileKind.ADAPTER) or (deepspeed and is_of(name, FileKind.SCRIPT)):
             found[name] = content_of(home, name)
     states = [state for state in map(_random_state, names) if state is not None]
@@ -113,7 +116,7 @@ def run_companions(
     files = [*(file for file in files if file.name not in found), *_files(found)]
     files += [file for file in own if file.name not in found]
     notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
-    notes += position_notes(home, names, checkpoint.world_size, num_ranks)
+    notes += positions
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,51 @@ def test_unproved_position(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert "the files don't prove the sequences per step" in note
 
 
-def test_accelerates_loader_counts_the_old_ranks(tmp_path: Path) -> None:
-    (tmp_path / "dl_state_dict.bin").touch()
+ACCELERATE = FIXTURES / "accelerate-loader"
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, False), (4, False), (1, True), (4, True)])
+def test_accelerate_continues_after_the_told_batches(ranks: int, split: bool) -> None:
+    """Accelerate's own loaders skip them, and read the samples that the run on 2 ranks read next."""
+    from accelerate import PartialState
+    from accelerate.data_loader import prepare_data_loader, skip_first_batches
+    from torch.utils.data import DataLoader
+
+    PartialState(cpu=True)
+    told = re.compile(r"\(loader, (\d+)\) with split_batches" if split else r"skip_first_batches\(loader, (\d+)\) on")
+    step = ACCELERATE / "step_4"
+    (note,) = position_notes(step, [one.name for one in step.iterdir()], None, ranks)
+    found = told.search(note)
+    assert found is not None
+    rest = []
+    for rank in range(ranks):
+        data = DataLoader(list(range(403)), batch_size=8 if split else 4)  # type: ignore[arg-type]
+        own = {"num_processes": ranks, "process_index": rank, "put_on_device": False, "split_batches": split}
+        rest.append([one.tolist() for one in skip_first_batches(prepare_data_loader(data, **own), int(found[1]))])
+    read = [sample for batches in zip(*rest, strict=False) for one in batches for sample in one]
+    assert sorted(read[:100]) == json.loads((ACCELERATE / "truth" / "samples.json").read_text())
+
+
+def test_no_number_of_accelerates_batches_fits() -> None:
+    (note,) = notes(ACCELERATE / "step_4", 3)
+    assert "the data starts again: 8 batches in all are no multiple of 3" in note
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accelerates_count_is_left_out_for_other_ranks(ranks: int, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(FIXTURES / "trl-fsdp2/outputs/llama-sft", tmp_path / "run"))
+    shutil.copy(ACCELERATE / "step_4" / "dl_state_dict.bin", run / "checkpoint-2")
+    done = ckpt("convert", "dcp", "dcp", run, "--world-size", ranks, "-o", tmp_path / "out")
+    assert done.code == 0 and ("dl_state_dict.bin fits 2 ranks only, after 4 batches" in done.err) == (ranks != 2)
+    assert (tmp_path / "out" / "dl_state_dict.bin").exists() == (ranks == 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", {"_num_yielded": None}, {}])
+def test_an_unreadable_count_is_told(content: bytes | dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "dl_state_dict.bin"
+    torch.save(content, path) if isinstance(content, dict) else path.write_bytes(content)
     (note,) = notes(tmp_path, 4)
-    assert "dl_state_dict.bin counts the batches of each of 2 ranks" in note
+    assert "dl_state_dict.bin fits 2 ranks only, and records no number of batches" in note
 
 
 def test_commands_tell_it(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ from ckpt.runs.steps import (
     run_at,
 )
 from ckpt.runs.trainer_files import run_files, trainer_folder
+from ckpt.state.data_loaders import loader_states
 
 T = TypeVar("T")
 
@@ -400,6 +401,8 @@ def _way(
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
+        if (loaders := loader_states(checkpoint, layout.world_size)) is not None and layout.world_size:
+            say(f"note: {loaders.note(layout.world_size)}")
         if (step := trainer_folder(checkpoint)) is not None:
             for note in position_notes(step, files_in(step), checkpoint.world_size, layout.world_size):
                 say(f"note: {note}")
@@ -555,6 +558,9 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     is_bound = checkpoint.bound_to_ranks
     if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
         return f"it was written by {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
+    loaders = loader_states(checkpoint, size)
+    if size is not None and loaders is not None and loaders.on(size) is not None:
+        return f"its data position is of {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():
         requested, written = layout.options.get(name), args.get(argument) or 1
