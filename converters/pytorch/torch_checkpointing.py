@@ -55,7 +55,6 @@ class TorchCheckpointing(Format):
     title = "per-rank files of torch_checkpointing"
     namespace = TRANSFORMERS
     writes = False
-    fits_other_ranks = False
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         if path.name == RANKS_METADATA and path.is_file():
