@@ -19,6 +19,7 @@ from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import pluralize, scheme_of
 from ckpt.base.type_checks import check_types, takes
+from ckpt.base.words import Keyword, Message, joined
 from ckpt.move.files import check_destination, is_filled, is_inside_folder
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
@@ -165,7 +166,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
                 "the destination contains files from the source",
                 path=destination,
                 found=folder,
-                hint="give another folder with -o",
+                hint=Message("give another folder with {output}"),
             )
 
 
@@ -180,10 +181,10 @@ def _check_replaceable(destination: Path) -> None:
         except CkptError:
             return  # a damaged checkpoint counts too
     raise UsageError(
-        "the destination is not a checkpoint, and --overwrite would delete its files",
+        Message("the destination is not a checkpoint, and {overwrite=True} would delete its files"),
         path=destination,
         found=", ".join(sorted(entry.name for entry in destination.iterdir())[:4]),
-        hint="give another folder with -o, or remove this one first",
+        hint=Message("give another folder with {output}, or remove this one first"),
     )
 
 
@@ -310,7 +311,7 @@ class Conversion(Returned):
             say(note)
         if verify and self.plan.target.is_rearranged:
             raise UsageError(
-                "--verify compares tensors by name, and this layout changes the names",
+                Message("{verify=True} compares tensors by name, and this layout changes the names"),
                 hint="leave it out; the manifest has the digests",
             )
         what: dict[str, Any] = {
@@ -321,9 +322,13 @@ class Conversion(Returned):
         if placeholder_files.is_standin(str(place)):
             from ckpt.stores.upload import upload
 
-            for requested, is_given in (("--overwrite", overwrite), ("--restart", restart), ("--verify", verify)):
+            for requested, is_given in (
+                (Message("{overwrite=True}"), overwrite),
+                (Message("{restart=True}"), restart),
+                (Message("{verify=True}"), verify),
+            ):
                 if is_given:
-                    raise UsageError(f"{requested} works on local folders only, not on a store", path=place)
+                    raise UsageError(requested + " works on local folders only, not on a store", path=place)
             if group is not None and group.size > 1:
                 raise UsageError(f"only one process can write to a store, and there are {group.size}", path=place)
             phase("move", self.plan.moved_bytes)
@@ -478,7 +483,9 @@ def plan(
         )
     registry.check_layout(target, layout)  # reading the source may take long
     if requested.like is not None and not (layout.quantize and target.carries_quantized):
-        raise UsageError("--like needs --quantize METHOD, and a format with quantized weights", found=f"format {to}")
+        raise UsageError(
+            Message("{like} needs {quantize=METHOD}, and a format with quantized weights"), found=f"format {to}"
+        )
     checkpoint = opened(source, format, **reading)
     check_holds_model(checkpoint)
     if requested.dequantize:
@@ -491,7 +498,7 @@ def plan(
         done = _completed(replace(checkpoint, notes=()), requested.complete_from, target)
         added, checkpoint = done.notes, replace(done, notes=checkpoint.notes)
     if requested.optimizer_dtype == "fp32":
-        _check_holds_optimizer(target, "--optimizer-dtype")
+        _check_holds_optimizer(target, Message("{optimizer_dtype}"))
         checkpoint = checkpoint.with_plain_states()
     # Writers see no notes, so the renaming's notes are new.
     if target.carries_optimizer:
@@ -541,7 +548,7 @@ def _quantized_model(source: Source, checkpoint: Checkpoint) -> Checkpoint:
     found = opened(cached_snapshot(str(source), None) if is_cached else source)
     if (differing := difference(checkpoint.config, found.config)) is not None:
         key, one, other = differing
-        what, expected = "--like names another model", f"{key} {one}"
+        what, expected = Message("{like} names another model"), f"{key} {one}"
         raise UsageError(what, path=found.path, expected=expected, found=f"{key} {other}")
     return found
 
@@ -552,7 +559,7 @@ def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkp
 
     if target.carries_optimizer or target.name == "peft":
         raise UsageError(
-            f"--complete-from writes models only, not format {target.name!r}",
+            Message("{complete_from} writes models only, not format {!r}", target.name),
             hint="convert to hf first, then convert the result",
             code="option-not-taken",
         )
@@ -667,7 +674,7 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
         path=checkpoint.path,
         fqn=fqn,
         found=f"{state} of {method}, and {len(methods) - 1} others",
-        hint="--optimizer-dtype fp32 writes the values the optimizer computes from them",
+        hint=Message("{optimizer_dtype=fp32} writes the values the optimizer computes from them"),
     )
 
 
@@ -679,17 +686,19 @@ def _namespace(target: Format, layout: Layout) -> str | None:
     if names is not None and (target.namespace != HUB or names == TORCHTITAN):
         raise UsageError(
             f"the format {target.name!r} cannot be written under these names",
-            found=f"--names {names}",
-            hint="leave --names out",
+            found=Message("{names}", names=names),
+            hint=Message("leave {names} out"),
         )
     if layout.options.get("flat_optimizer"):
-        _check_holds_optimizer(target, "--flat-optimizer")
+        _check_holds_optimizer(target, Message("{flat_optimizer=True}"))
     return target.namespace
 
 
 def _check_holds_optimizer(target: Format, option: str) -> None:
     if not target.carries_optimizer:
-        raise UsageError(f"the format {target.name!r} holds no optimizer", found=option, hint=f"leave {option} out")
+        raise UsageError(
+            f"the format {target.name!r} holds no optimizer", found=option, hint=Message("leave {} out", option)
+        )
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
@@ -862,10 +871,10 @@ def _verify_quantized(a: Checkpoint, b: Checkpoint, beside: Sequence[str], **opt
     are_quantized = [bool(quantized_parts(side) or side.blocks) for side in sides]
     if are_quantized[0] == are_quantized[1]:
         raise UsageError(
-            "--quantized compares a quantized model with the plain one",
+            Message("{quantized=True} compares a quantized model with the plain one"),
             expected="one side with quantized weights",
             found="two" if are_quantized[0] else "none",
-            hint="leave --quantized out to compare bit by bit",
+            hint=Message("leave {quantized=True} out to compare bit by bit"),
         )
     is_b = are_quantized[1]
     if sides[is_b].blocks:
@@ -952,13 +961,19 @@ def check_goes_together(
     a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool, quantized: bool = False
 ) -> None:
     if quantized and (b is None or run or loads or how.only == "optimizer"):
-        raise UsageError("--quantized needs two models, without --run, --loads or --only optimizer")
+        raise UsageError(
+            Message("{quantized=True} needs two models, without {run=True}, {loads=True} or {only=optimizer}")
+        )
     if how.cast and how.exact:
-        raise UsageError("--cast rounds, and --exact forbids rounding", hint="give only one")
+        raise UsageError(Message("{cast=True} rounds, and {exact=True} forbids rounding"), hint="give only one")
     if run and (b is None or loads or how != Comparison()):
-        raise UsageError("--run needs two runs or checkpoints, without --only, --cast, --exact or --loads")
+        raise UsageError(
+            Message(
+                "{run=True} needs two runs or checkpoints, without {only}, {cast=True}, {exact=True} or {loads=True}"
+            )
+        )
     if loads and b is not None:
-        raise UsageError("--loads takes one folder", found=f"{a} and {b}")
+        raise UsageError(Message("{loads=True} takes one folder"), found=f"{a} and {b}")
     path = a.path if isinstance(a, Checkpoint) else fspath(a)
     if loads and (scheme_of(path) is not None or placeholder_files.is_standin(path)):
         raise UsageError(
@@ -968,8 +983,7 @@ def check_goes_together(
         )
     if b is None and not loads:
         differing = {**_differing(how), **_differing(sides)}
-        spelled = {"accept_settings": "accept-setting"}
-        if of_two := " ".join(f"--{spelled.get(name, name).replace('_', '-')}" for name in differing):
+        if of_two := joined(" ", (Message("{}", Keyword.without_value(*one)) for one in differing.items())):
             what = "these options need two checkpoints: a single folder is compared with its manifest"
             raise UsageError(what, path=path, found=of_two, hint="give a second checkpoint, or leave them out")
 
@@ -1001,8 +1015,10 @@ def prove_names(path: Path) -> None:
         raise LossError(
             "from_pretrained cannot load this folder: config.json is missing",
             path=path,
-            hint="copy the model's config.json into it, or convert again with --config ORG/NAME --overwrite; "
-            "--names own pushes it without",
+            hint=Message(
+                "copy the model's config.json into it, or convert again with {config=ORG/NAME} {overwrite=True}; "
+                "{names=own} pushes it without"
+            ),
         )
     config = checkpoint.config
     if config.get("model_type") or config.get("architectures"):

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from ckpt.adapters import names
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
+from ckpt.base.words import Message
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
 from ckpt.move.source import read_file
@@ -230,7 +231,7 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
     raise NotFoundError(
         f"there is no {CONFIG}, and the weights don't record alpha or other options",
         path=checkpoint.path,
-        hint="give the folder with the adapter's config with --config",
+        hint=Message("give the folder with the adapter's config with {config}"),
     )
 
 
@@ -329,9 +330,11 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             "this adapter can't be merged: its init moves part of the base weights into the adapter",
             path=path,
             found=f"init_lora_weights: {init!r}",
-            hint="if you saved the base model after this init, give it with --base and set "
-            "init_lora_weights to true in a copy of adapter_config.json; otherwise convert the adapter with PEFT: "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)",
+            hint=Message(
+                "if you saved the base model after this init, give it with {base} and set init_lora_weights to true "
+                "in a copy of adapter_config.json; otherwise convert the adapter with PEFT: "
+                "save_pretrained(path_initial_model_for_weight_conversion=...)"
+            ),
         )
     fields = _Fields(raw if kind == LORA else {key: raw.get(key) for key in _OF_ALL_KINDS}, path)
     return AdapterConfig(

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.adapters.config import KINDS
 from ckpt.base.errors import LossError
+from ckpt.base.words import Keyword, Message
 
 #: Records, training, initialization and layer names (the tensors have them too).
 HARMLESS = frozenset(
@@ -110,7 +111,6 @@ def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), 
     if not found:
         return
     version = raw.get("peft_version")
-    accepts = " ".join(f"{option} {key}" for key in found)
     raise LossError(
         "the adapter config has unknown entries, and they may change its results",
         path=str(path),
@@ -118,7 +118,7 @@ def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), 
         found=", ".join(f"{key}: {value!r}" for key, value in found.items())
         + (f"; peft_version {version}" if version else ""),
         hint=(
-            f"{accepts} merges and ignores them"
+            Message("{} merges and ignores them", Keyword(option, [*found]))
             if option
             else "remove entries that change nothing from a copy of adapter_config.json"
         )

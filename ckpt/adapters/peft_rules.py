@@ -19,6 +19,7 @@ from os import PathLike
 from typing import Any
 
 from ckpt.base.errors import CorruptError, UsageError
+from ckpt.base.words import Keyword, Message
 
 _LATEST = 99
 #: LoRA config entries, by the minor release that added them.
@@ -89,7 +90,8 @@ def with_explicit_patterns(
         hint = 'write peft_version into a copy of adapter_config.json: "0.13.2" for 0.13 and older, "0.14.0", or '
         hint += '"0.15.2" for 0.15 to 0.17'
         if option:
-            hint = f"{option} 0.13 for PEFT 0.13 and older, {option} 0.14, or {option} 0.15 for later ones; or {hint}"
+            older, middle, later = (Keyword(option, release) for release in ("0.13", "0.14", "0.15"))
+            hint = Message("{} for PEFT 0.13 and older, {}, or {} for later ones; or {}", older, middle, later, hint)
         raise UsageError(
             "the adapter's PEFT release is not recorded, and releases read rank_pattern and alpha_pattern differently",
             path=str(path),

@@ -73,8 +73,8 @@ class CkptError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         return _restored, (type(self), self.args), self.__dict__
 
-    def facts(self) -> dict[str, str]:
-        """Return the known facts, in display order."""
+    def facts(self, said: Callable[[str], str] = str) -> dict[str, str]:
+        """Return the known facts, in display order and in the words of `said`."""
         parts = {
             "file": self.path,
             "rank": self.rank,
@@ -82,7 +82,11 @@ class CkptError(Exception):
             "expected": self.expected,
             "found": self.found,
         }
-        return {name: printable(str(value)) for name, value in parts.items() if value is not None}
+        return {
+            name: printable(said(value if isinstance(value, str) else str(value)))
+            for name, value in parts.items()
+            if value is not None
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the error for `--json`."""
@@ -100,10 +104,10 @@ class CkptError(Exception):
         return self._text(str)
 
     def _text(self, said: Callable[[str], str]) -> str:
-        facts = {name: value if name in ("file", "tensor") else said(value) for name, value in self.facts().items()}
-        lines = [said(printable(self.what)), *(f"  {name}: {value}" for name, value in facts.items())]
+        facts = (f"  {name}: {value}" for name, value in self.facts(said).items())
+        lines = [printable(said(self.what)), *facts]
         if self.hint:
-            lines += ["", f"hint: {said(printable(self.hint, _MAX_HINT))}"]
+            lines += ["", f"hint: {printable(said(self.hint), _MAX_HINT)}"]
         return "\n".join(lines)
 
 

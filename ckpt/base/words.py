@@ -1,81 +1,132 @@
-"""Translation of command-line options in messages into Python keywords."""
+"""Messages that name options: `--tp 2` on the command line, `tp=2` in Python."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
+from string import Formatter
+from typing import TYPE_CHECKING, Any
 
-#: Words after an option that are never its value.
-_WORDS = frozenset({"and", "is", "leaves", "lists", "merges", "names", "of", "or", "out", "says", "which"})
-_VERBS = re.compile("ignores?|takes?")
-_TO_FILL_IN = re.compile(r"[A-Z][A-Z_/]+|N")
-_NAMED = re.compile(
-    r"`ckpt (?P<command>[\w-]+) --help`"
-    r"|`(?!--?[a-z]|[\s,.;:)])[^`]*`"
-    r"|(?<![\w-])(?:-o (?P<folder>'[^']*'|[^\s`]*/[^\s`]*)|(?P<place>-o\b)"
-    r"|--(?P<option>[a-z][a-z0-9-]*)(?![\w-])(?: (?P<value>'[^']*'|[^\s`;,'-][^\s`;,]*))?)"
-)
-_TWO_LISTS = re.compile(r"(\w+)=\[([^]]*)\] \1=\[")
-#: Words before another program's option.
-_OTHER_PROGRAM = re.compile(r"(?:\bMegatron-(?:LM|Bridge)\b|\bcontainer: |\bmegatron-core\b)[^;]*$")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Command-line names that differ from the keyword.
+FLAGS = {
+    "output": "-o",
+    "everything": "--all",
+    "every_byte": "--bytes",
+    "accept_settings": "--accept-setting",
+    "ignore_files": "--ignore-file",
+}
 
 
 @dataclass(frozen=True)
 class Keyword:
-    """A function's keyword for an option. `is_free` is True if any word may be the value."""
+    """An option in a message. True is a switch, and a list is an option given several times."""
 
     name: str
-    type: type
-    choices: tuple[str, ...] = ()
-    is_free: bool = False
+    value: object = None
 
-    def takes(self, value: str) -> bool:
-        if value.startswith("'") or _TO_FILL_IN.fullmatch(value) or value in self.choices:
-            return True
-        if self.is_free:
-            return value not in _WORDS and not _VERBS.fullmatch(value)
-        return not self.choices and any(character.isdecimal() or character == "/" for character in value)
+    @classmethod
+    def without_value(cls, name: str, value: object) -> Self:
+        return cls(name, True if value is True else None)
 
-    def given(self, value: str) -> str:
-        plain = value.strip("'")
-        bare = plain == "N" or (self.type in (int, float) and not _TO_FILL_IN.fullmatch(plain))
-        said = plain if bare else repr(plain)
-        return f"{self.name}={f'[{said}]' if self.type is list else said}"
+    @property
+    def flag(self) -> str:
+        return FLAGS.get(self.name) or f"--{self.name.replace('_', '-')}"
+
+    def on_command_line(self) -> str:
+        if self.value is None or self.value is True:
+            return self.flag
+        values = self.value if isinstance(self.value, list) else [self.value]
+        return " ".join(f"{self.flag} {shlex.quote(str(value))}" for value in values)
+
+    def in_python(self) -> str:
+        if self.value is None:
+            return self.name
+        is_plain = isinstance(self.value, int | float | list) or self.value == "N"
+        return f"{self.name}={self.value if is_plain else repr(str(self.value))}"
 
 
-@cache
-def keywords() -> Mapping[str, Keyword]:
-    # It is far above this module, and every error needs this module.
-    found: Mapping[str, Keyword] = import_module("ckpt.options.keywords").keywords()
-    return found
+@dataclass(frozen=True)
+class CommandHelp:
+    """A command's help in a message. In a template: `{help=convert}`."""
+
+    command: str
+
+    def on_command_line(self) -> str:
+        return f"`ckpt {self.command} --help`"
+
+    def in_python(self) -> str:
+        return f"help(ckpt.{self.command.replace('-', '_')})"
+
+
+Part = str | Keyword | CommandHelp
+
+
+class Message(str):
+    """Text with options. As a string, it has the command line's words.
+
+    A field with a name is an option, and `{}` is any text. Texts and `+` keep their options, f-strings don't.
+
+        Message("use {dtype=fp32} for {}", "the masters")   # --dtype fp32, or dtype='fp32'
+        Message("{tag} takes it", tag=name)
+    """
+
+    parts: tuple[Part, ...]
+
+    def __new__(cls, template: str, *texts: object, **values: object) -> Self:
+        return cls.of(_parsed(template, iter(texts), values))
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Self:
+        flat = [one for part in parts for one in (part.parts if isinstance(part, Message) else (part,))]
+        message = super().__new__(cls, "".join(one if isinstance(one, str) else one.on_command_line() for one in flat))
+        message.parts = tuple(flat)
+        return message
+
+    def __add__(self, other: str) -> Message:
+        return Message.of((self, other))
+
+    def __radd__(self, other: str) -> Message:
+        return Message.of((other, self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Message.of, (self.parts,)
+
+
+def joined(separator: str, texts: Iterable[str]) -> Message:
+    parts = [part for text in texts for part in (separator, text)]
+    return Message.of(parts[1:])
+
+
+def keywords_in(text: str | None) -> list[Keyword]:
+    return [one for one in getattr(text, "parts", ()) if isinstance(one, Keyword)]
 
 
 def in_python(text: str) -> str:
-    """Return `text` with options as Python keywords: `--tp 2` becomes `tp=2`, and `--dequantize` `dequantize=True`."""
-    said = _NAMED.sub(_keyword, text)
-    while (joined := _TWO_LISTS.sub(r"\1=[\2, ", said)) != said:
-        said = joined
-    return said
+    """Return `text` with keywords instead of options."""
+    parts = text.parts if isinstance(text, Message) else (text,)
+    return "".join(one if isinstance(one, str) else one.in_python() for one in parts)
 
 
-def _keyword(found: re.Match[str]) -> str:
-    if command := found["command"]:
-        return f"help(ckpt.{command.replace('-', '_')})"
-    if _OTHER_PROGRAM.search(found.string[: found.start()]):
-        return found[0]
-    if folder := found["folder"]:
-        return f"output={folder.strip(chr(39))!r}"
-    if found["place"]:
-        return "output"
-    keyword = keywords().get(found["option"] or "")
-    if keyword is None:
-        return found[0]  # a command, or an option only for the command line
-    value = found["value"] or ""
-    word = value.rstrip(".:)")
-    rest = f" {value}" if value else ""
-    if keyword.type is bool:
-        return f"{keyword.name}=True{rest}"
-    return f"{keyword.given(word)}{value[len(word) :]}" if word and keyword.takes(word) else f"{keyword.name}{rest}"
+def _parsed(template: str, texts: Iterator[object], values: Mapping[str, object]) -> Iterator[Part]:
+    for text, field, spec, conversion in Formatter().parse(template):
+        yield text
+        if field:
+            name, _, value = (f"{field}:{spec}" if spec else field).partition("=")
+            yield CommandHelp(value) if name == "help" else Keyword(name, _value(value) if value else values.get(name))
+        elif field is not None:
+            other = next(texts)
+            yield (
+                other
+                if isinstance(other, Message | Keyword | CommandHelp)
+                else f"{other!r}"
+                if conversion
+                else f"{other}"
+            )
+
+
+def _value(text: str) -> object:
+    return True if text == "True" else int(text) if text.isdecimal() else text

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -24,6 +24,7 @@ from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.type_checks import short_dtype
+from ckpt.base.words import Keyword, Message, keywords_in
 from ckpt.cli import command_registry, defaults
 from ckpt.cli.quick import quicken
 from ckpt.cli.usage import say_error, saying_usage_errors
@@ -90,30 +91,23 @@ def guarded(function: Function, command: Command) -> Function:
     return run  # type: ignore[return-value]
 
 
-#: Outside commands in backticks.
-_HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
-
-
 def _for_command(hint: str, name: str) -> str:
     """Use the option names of the command `name`. Mark options that only `ckpt convert` has."""
-    known = _options_of(name) if "--" in hint else set()
-    if not known:
+    known = _options_of(name)
+    if not known or not isinstance(hint, Message):
         return hint
-    others: dict[str, None] = {}
-
-    def renamed(found: re.Match[str]) -> str:
-        option = found[1]
-        if option and option not in known:
-            if f"{option}-a" in known:
-                return f"{option}-a"
-            others[option] = None
-        return found[0]
-
-    hint = _HINTED.sub(renamed, hint)
+    hint = Message.of(_of_side(part, known) if isinstance(part, Keyword) else part for part in hint.parts)
+    others = dict.fromkeys(one.flag for one in keywords_in(hint) if one.flag not in known)
     elsewhere = [option for option in others if option in _options_of("convert")]
     if not elsewhere or "convert" in hint:
         return hint
     return f"{hint} (`ckpt convert` has {' and '.join(elsewhere)}, `ckpt {name}` has not)"
+
+
+def _of_side(option: Keyword, known: Collection[str]) -> Keyword:
+    """Return the option for A if the command compares A and B."""
+    of_a = replace(option, name=f"{option.name}_a")
+    return of_a if option.flag not in known and of_a.flag in known else option
 
 
 def _options_of(name: str) -> set[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckpt.base.errors import UsageError, printable
 from ckpt.base.flags import SHOWN, WRITTEN, Flag
+from ckpt.base.words import Message
 
 if TYPE_CHECKING:
     from ckpt.base.results import Returned
@@ -29,7 +30,7 @@ class HeatMap:
         if self.html is not None:
             check_place(self.html, ".html", *checkpoints)
         elif self.overwrite:
-            raise UsageError("--overwrite goes with --html")
+            raise UsageError(Message("{overwrite=True} goes with --html"))
 
     def write(self, report: Returned, *, quiet: bool) -> None:
         if self.html is not None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from ckpt.base.errors import UsageError, shown
 from ckpt.base.sizes import show_size
 from ckpt.base.text import aligned, one_line, pluralize
+from ckpt.base.words import Keyword, Message
 from ckpt.compare.changes import Change, Tolerance, can_measure, measure, together
 from ckpt.compare.compare import Reader
 from ckpt.compare.pairs import (
@@ -149,7 +150,9 @@ def diff(
     """
     for name, value in (("rtol", tolerance.rtol), ("atol", tolerance.atol)) if tolerance else ():
         if not 0 <= value < math.inf:
-            raise UsageError(f"--{name} is not a tolerance", expected="a finite number, not negative", found=value)
+            raise UsageError(
+                Message("{} is not a tolerance", Keyword(name)), expected="a finite number, not negative", found=value
+            )
     judge = partial(_measure_tensors, allowed=tolerance or Tolerance())
     return Diff(a, b, *walk(a, b, only, judge, progress, expected), tolerance)
 

@@ -18,6 +18,7 @@ from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageErro
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import one_line, pluralize
+from ckpt.base.words import Message
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 from ckpt.compare.other_files import is_of_training
@@ -268,7 +269,7 @@ def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
             "this checkpoint has no optimizer states to compare",
             path=checkpoint.path,
             found=f"a checkpoint in the format {checkpoint.format}",
-            hint="use --only weights to compare the model's tensors",
+            hint=Message("use {only=weights} to compare the model's tensors"),
         )
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ckpt.base.errors import CorruptError, LossError, StorageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
@@ -356,7 +357,7 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise LossError(
-            "the tensors' names are too many for one safetensors file", hint="give a smaller --max-shard-size"
+            "the tensors' names are too many for one safetensors file", hint=Message("give a smaller {max_shard_size}")
         )
     base = 8 + len(text)
     placed = [(tensor, base + offset) for tensor, offset in zip(ordered, offsets, strict=True)]

@@ -29,6 +29,7 @@ from ckpt.base.errors import (
     printable,
 )
 from ckpt.base.sizes import show_size
+from ckpt.base.words import Message
 from ckpt.move.source import NO_NAME, open_file
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -57,18 +58,18 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
 
 
 @contextlib.contextmanager
-def _writing(path: Path, how: str = "place with -o") -> Iterator[None]:
+def _writing(path: Path, how: str = Message("place with {output}")) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         is_denied = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
-        hint = f"nothing can be written there; choose another {how}" if is_denied else None
+        hint = "nothing can be written there; choose another " + how if is_denied else None
         raise _storage_error(error, path, hint) from error
 
 
 def _storage_error(error: OSError, path: str | os.PathLike[str] | None, hint: str | None = None) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free some space, or choose another place with -o"
+        hint = Message("free some space, or choose another place with {output}")
     return StorageError(error.strerror or str(error), path=path, hint=hint)
 
 
@@ -134,7 +135,7 @@ def check_destination(destination: Path, source: Path) -> None:
             path=destination,
             expected="a folder outside the source that does not contain it",
             found=f"source {source}",
-            hint="give another folder with -o",
+            hint=Message("give another folder with {output}"),
             code="destination-overlaps",
         )
 
@@ -289,14 +290,14 @@ class Staging:
             raise UsageError(
                 "the destination is a mount point and cannot be replaced in one step",
                 path=self.destination,
-                hint="give a folder in it with -o",
+                hint=Message("give a folder in it with {output}"),
             )
         if not self._overwrite and is_filled(self.destination):
             raise UsageError(
                 "the destination exists",
                 path=self.destination,
                 found=_folder_summary(self.destination),
-                hint="give another folder with -o, or --overwrite to replace it",
+                hint=Message("give another folder with {output}, or {overwrite=True} to replace it"),
                 code="destination-exists",
             )
 
@@ -309,7 +310,7 @@ class Staging:
                 path=self.destination.parent,
                 expected=show_size(self._total_bytes),
                 found=f"{show_size(free)} free, {show_size(self._total_bytes - free)} too few",
-                hint="free some space, or choose another place with -o",
+                hint=Message("free some space, or choose another place with {output}"),
                 code="no-space",
             )
 
@@ -419,7 +420,9 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
     if path.is_dir():
         raise UsageError("this is a folder", path=path, expected="the name of a file")
     if not overwrite and os.path.lexists(path):
-        raise UsageError("the file exists", path=path, hint="give another name, or --overwrite to replace it")
+        raise UsageError(
+            "the file exists", path=path, hint=Message("give another name, or {overwrite=True} to replace it")
+        )
     staged = path.with_name(f".{path.name}.{os.getpid()}{_STAGED}")
     with _writing(path, "place"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import LossError
+from ckpt.base.words import Message
 from ckpt.move.casts import cast_bits
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_box
@@ -39,6 +40,6 @@ def as_finite_values(bits: NDArray, choice: Choice, box: Box, computed: Computed
             path=path,
             fqn=tensor.fqn,
             found=f"a {tensor.dtype} number at {index}",
-            hint="give --dtype bf16, or leave --dtype out",
+            hint=Message("give {dtype=bf16}, or leave {dtype} out"),
         )
     return values

@@ -24,6 +24,7 @@ from ckpt.base.errors import CorruptError, UsageError, shown
 from ckpt.base.sizes import show_size
 from ckpt.base.text import one_line
 from ckpt.base.version import __version__
+from ckpt.base.words import Message
 from ckpt.move.filehash import CHUNK, Hasher
 from ckpt.move.files import OpenFiles, disk_bytes, translate_os_errors
 from ckpt.move.parts import Pieces
@@ -35,7 +36,7 @@ from ckpt.plan.spans import Piece
 
 JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # bytes
-_BEGINS_ANEW = "use --restart to discard it and start over"
+_BEGINS_ANEW = Message("use {restart=True} to discard it and start over")
 
 #: By target file name.
 Digests = dict[str, dict[Piece, str]]
@@ -222,22 +223,24 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
     if version != expected["version"]:
         what = "the stopped conversion there is from another version of ckpt"
         found = version if isinstance(version, str) else "an older one"
-        hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
+        hint = Message("{}: {}", _BEGINS_ANEW, _leftovers(path.parent))
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
     files = _sources(expected, path)
     if known and files and not any(file.path in known for file in files):  # the run may have saved a newer step
         what = "the stopped conversion there has another source"
-        hint = f"give that source again to continue (--tag TAG for a step); {_BEGINS_ANEW}: {_leftovers(path.parent)}"
+        hint = Message(
+            "give that source again to continue ({tag=TAG} for a step); {}: {}", _BEGINS_ANEW, _leftovers(path.parent)
+        )
         raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
     for now in files:
         then = known.get(now.path, now)
         if then != now:
             what = "the source has changed since the stopped conversion"
-            hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
+            hint = Message("{}: {}", _BEGINS_ANEW, _leftovers(path.parent))
             raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=hint)
     what = "the stopped conversion there has other options or another source"
-    hint = f"run the same command again to continue it; {_BEGINS_ANEW}"
+    hint = Message("run the same command again to continue it; {}", _BEGINS_ANEW)
     raise UsageError(what, path=path.parent, found=_leftovers(path.parent), hint=hint)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
 from ckpt.base.sizes import show_size
+from ckpt.base.words import Message
 from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher
@@ -73,7 +74,7 @@ class Resources:
         if size < _MIN_BUFFER:
             least = _MIN_BUFFER * 4 * self.num_workers
             found = show_size(self.max_memory)
-            raise UsageError("--max-memory is too small", expected=f"at least {least >> 10}KiB", found=found)
+            raise UsageError(Message("{max_memory} is too small"), expected=f"at least {least >> 10}KiB", found=found)
         return size
 
     def peak_buffers(self, plan: Plan) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.options import OF_FILES, Options, read_options
@@ -402,7 +403,7 @@ class Layout:
         """Return the number of ranks to write. Raise UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
         if found is None:
-            what, hint = "the source has no rank count", "pass --world-size N"
+            what, hint = "the source has no rank count", Message("pass {world_size=N}")
             raise UsageError(what, hint=hint)
         return found
 

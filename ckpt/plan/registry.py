@@ -21,6 +21,7 @@ from typing import Any, cast
 from ckpt.base.entries import entries, load
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
+from ckpt.base.words import CommandHelp, Keyword, Message, joined
 from ckpt.plan.checkpoint import Format, Layout
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import OF_FILES, Option, options_of
@@ -146,20 +147,22 @@ def options_for_reading() -> dict[str, Option]:
 
 def check_layout(format: Format, layout: Layout) -> None:
     """Raise UsageError if `layout` sets an option without effect on the files of `format`."""
-    for name in layout.of_files().keys() - set(format.takes):
-        flag = f"--{name.replace('_', '-')}"
+    for name, value in layout.of_files().items():
+        if name in format.takes:
+            continue
+        option = Keyword.without_value(name, value)
         others = ", ".join(one.name for one in all_formats() if one.writes and name in one.takes)
         raise UsageError(
-            f"the format {format.name!r} takes no {flag}: {OF_FILES[name]}",
-            hint=f"leave {flag} out; it is an option of {others}",
+            Message("the format {!r} takes no {}: {}", format.name, option, OF_FILES[name]),
+            hint=Message("leave {} out; it is an option of {}", option, others),
             code="option-not-taken",
         )
     if layout.quantize is not None and layout.quantize not in format.quantizes:
         writers = [one.name for one in all_formats() if layout.quantize in one.quantizes]
         raise UsageError(
-            f"the format {format.name!r} takes no --quantize {layout.quantize}",
+            Message("the format {!r} takes no {quantize}", format.name, quantize=layout.quantize),
             expected=" or ".join(format.quantizes) or None,
-            hint=f"leave --quantize out; {' and '.join(writers) or 'no format'} can be written with it",
+            hint=Message("leave {quantize} out; {} can be written with it", " and ".join(writers) or "no format"),
             code="option-not-taken",
         )
     check_options(format.name, layout.options)
@@ -177,13 +180,13 @@ def check_options(format: str, requested: Mapping[str, Any], command: str = "con
     owners = {owner: formats for owner, formats in declared.items() if of_owner[owner].keys() & {*others}}
     if not owners:
         reading = options_for_reading() if command == "convert" else ()
-        hint = did_you_mean(others[0], [*known, *reading, *_OF_ALL[command]]) or f"see `ckpt {command} --help`"
+        hint = did_you_mean(others[0], [*known, *reading, *_OF_ALL[command]]) or Message("see {}", CommandHelp(command))
         raise UsageError(f"the format {format!r} has no option {others[0]!r}", hint=hint)
     of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
     raise UsageError(
         f"the format {format!r} does not support {' or '.join(of)}",
-        found=" ".join(f"--{name.replace('_', '-')}" for name in others),
-        hint=f"see `ckpt {command} --help`",
+        found=joined(" ", (Message("{}", Keyword.without_value(name, requested[name])) for name in others)),
+        hint=Message("see {}", CommandHelp(command)),
         code="option-not-taken",
     )
 

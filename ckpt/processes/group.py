@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
+from ckpt.base.words import Message
 from ckpt.processes.messages import dump, load
 from ckpt.processes.transport import Torch, Transport
 
@@ -188,7 +189,7 @@ def _named(error: BaseException, rank: int, size: int) -> BaseException:
     named: Any = error
     where = f"in rank {rank} of {size}, on {os.uname().nodename}"
     if isinstance(error, CkptError):
-        error.what = f"{error.what} ({where})"
+        error.what = Message("{} ({})", error.what, where)
     elif not isinstance(error, KeyboardInterrupt | MemoryError):
         places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
         named = RuntimeError(f"{where}: {type(error).__name__}: {error}, at {', '.join(places)}")

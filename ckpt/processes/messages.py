@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from ckpt.base.errors import CkptError
 from ckpt.base.streams import TerminatedError
+from ckpt.base.words import CommandHelp, Keyword, Message
 
 
 def dump(value: Any) -> str:
@@ -32,6 +33,10 @@ def _refuse(value: object) -> NoReturn:
 
 
 def _encoded(value: Any, other: Callable[[object], str]) -> Any:
+    if isinstance(value, Message):
+        return {"message": [_encoded(part, other) for part in value.parts]}
+    if isinstance(value, Keyword | CommandHelp):
+        return {"part": type(value).__name__, "values": [_encoded(one, other) for one in vars(value).values()]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -55,6 +60,11 @@ def _decoded(value: Any) -> Any:
         return tuple(map(_decoded, value["tuple"]))
     if "dict" in value:
         return {_decoded(key): _decoded(one) for key, one in value["dict"]}
+    if "message" in value:
+        return Message.of(map(_decoded, value["message"]))
+    if "part" in value:
+        part = {"Keyword": Keyword, "CommandHelp": CommandHelp}[value["part"]]
+        return part(*map(_decoded, value["values"]))
     kinds: list[type[BaseException]] = [*_all_kinds(CkptError), KeyboardInterrupt, TerminatedError, MemoryError]
     known = {kind.__name__: kind for kind in kinds}
     kind = next((known[name] for name in value["error"] if name in known), RuntimeError)

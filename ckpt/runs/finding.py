@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.base.words import Message
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.runs.models import is_models
@@ -108,7 +109,8 @@ def newest_whole(found: Iterable[Path], is_whole: Callable[[Path], bool] | None)
     """Return a hint with the first whole step. The other models of a save are no steps."""
     steps = (one for one in found if re.search(r"\d", one.name) and not is_models(one.name))
     whole = next((step.name for step in steps if is_whole is None or is_whole(step)), None)
-    return f"the newest {'complete ' if is_whole else ''}step here is {whole}: --tag {whole}" if whole else None
+    which = "complete " if is_whole else ""
+    return Message("the newest {}step here is {}: {tag}", which, whole, tag=whole) if whole else None
 
 
 def newest_first(steps: Iterable[Path]) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
+from ckpt.base.words import joined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
@@ -85,7 +86,7 @@ def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
     model = next(_models_around(Path(error.path or ""), {*trained}), None)
     if model is not None:
         place = f"the model is in {model}: give that {'folder' if model.is_dir() else 'file'}"
-        error.hint = "; ".join([place, *([error.hint] if error.hint else [])])
+        error.hint = joined("; ", [place, *([error.hint] if error.hint else [])])
     elif error.hint is None:
         error.hint = "give the folder with this save's model, or a whole step"
     return error

@@ -12,12 +12,12 @@ Format facts: accelerate 1.15, `accelerator.py`, `checkpointing.py` and `utils/f
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ckpt.base.errors import IncompleteError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message, joined
 from ckpt.move.listing import entries_in, folders_in, is_folder, names_in
 from ckpt.runs.steps import LATEST, has_rank_files, recorded_step, step_number
 
@@ -139,4 +139,4 @@ def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> U
 
 
 def how_to_choose(models: Iterable[Path], *, with_tag: bool) -> str:
-    return "use " + " or ".join(f"--tag {shlex.quote(name_of(one))}" if with_tag else str(one) for one in models)
+    return "use " + joined(" or ", (Message("{tag}", tag=name_of(one)) if with_tag else str(one) for one in models))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError, shown
 from ckpt.base.text import did_you_mean, pluralize
+from ckpt.base.words import Keyword, Message, joined
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
 from ckpt.plan import registry, services
@@ -264,9 +264,9 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         if models := models_of(_step_named(path, None)).values():
             hint = how_to_choose(models, with_tag=True)
         elif offered := list(islice((name for name in names if _opens(path, format, name)), 8)):
-            hint = " or ".join(f"--tag {shlex.quote(name)}" for name in offered)
+            hint = joined(" or ", (Message("{tag}", tag=name) for name in offered))
         elif inside := _checkpoints_inside(path, format):
-            hint = "give one of the checkpoints here, without --tag: " + ", ".join(inside[:8])
+            hint = Message("give one of the checkpoints here, without {tag}: ") + ", ".join(inside[:8])
     if hint is None and (deeper := _checkpoint_deeper(path)):
         hint = f"give the folder with one checkpoint, such as {deeper}"
     contents = None if others or not path.is_dir() else _contents(path)
@@ -365,7 +365,7 @@ def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
             path=checkpoint.path,
             expected=option.applies_to,
             found=checkpoint.framework or checkpoint.format,
-            hint=f"leave {option.flag} out",
+            hint=Message("leave {} out", Keyword(name)),
         )
 
 
@@ -385,7 +385,7 @@ def find_config(where: str) -> Path:
         if any((path / name).exists() for name in (CONFIG, ADAPTER_CONFIG, _NEMO_CONTEXT)):
             return path
         inside = [str(one) for one in folders_in(path) if (one / CONFIG).is_file()]
-        hint = f"use --config {inside[0]}" if inside else "give the folder with the model's config.json"
+        hint = Message("use {config}", config=inside[0]) if inside else "give the folder with the model's config.json"
         raise NotFoundError(f"this folder has no {CONFIG}", path=where, hint=hint)
     if path.is_file():
         return path.parent

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt.base.errors import UsageError
+from ckpt.base.words import Message
 from ckpt.move.files import is_staged
 from ckpt.move.listing import entries_in, is_folder
 from ckpt.runs.half_checkpoints import is_checkpoint
@@ -44,10 +44,16 @@ def next_to_run(path: Path, *suffix: str) -> Path:
     """Return a place next to the run, relative if `path` is."""
     absolute = Path(os.path.abspath(path))
     if not absolute.name:
-        raise UsageError("the input has no name for an output folder", path=path, hint="give one with -o")
+        raise UsageError(
+            "the input has no name for an output folder", path=path, hint=Message("give one with {output}")
+        )
     run = run_root(absolute)
     if not run.name:
-        raise UsageError("the run is the root folder, so no output fits next to it", path=path, hint="give one with -o")
+        raise UsageError(
+            "the run is the root folder, so no output fits next to it",
+            path=path,
+            hint=Message("give one with {output}"),
+        )
     name = "-".join([*absolute.relative_to(run.parent).parts, *suffix])
     is_named = bool(path.name) and path.name != ".."  # not `.` or `..`
     return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)
@@ -102,7 +108,7 @@ def _refusal(destination: Path, expected: str, found: str) -> UsageError:
         path=destination,
         expected=expected,
         found=found,
-        hint=f"-o {shlex.quote(str(next_to_run(destination)))} writes next to the run",
+        hint=Message("{output} writes next to the run", output=str(next_to_run(destination))),
         code="destination-in-run",
     )
 

@@ -22,6 +22,7 @@ from ckpt.base.errors import (
     UsageError,
 )
 from ckpt.base.text import Brief
+from ckpt.base.words import Keyword, Message, joined, keywords_in
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
@@ -332,25 +333,25 @@ class Chooser:
         older, newer = run.steps[at + 1 :], run.steps[: max(at, 0)]
         reasons, hints = [], [error.hint] if error.hint else []
         for step in (*older, *newer)[:_MAX_NAMES]:
-            name = shlex.quote(run.name(step.path))
+            option = Keyword("tag", run.name(step.path))
             try:
                 check_ended(step.path)
                 found = self._open_step(step.path)
             except CkptError as reason:
-                reasons.append(f"{name}: {reason.what}")
+                reasons.append(f"{shlex.quote(run.name(step.path))}: {reason.what}")
                 continue
             if found is None:
                 continue
-            if f"--tag {name}" not in (error.hint or ""):
+            if option not in keywords_in(error.hint):
                 before = damaged if step in older else None
                 what = f"the checkpoint before {run.name(before.path)}" if before else "that step instead"
-                error.hint = "; ".join([*hints, f"--tag {name} takes {what}"])
+                error.hint = joined("; ", [*hints, Message("{} takes {}", option, what)])
             return
         if reasons:
             all_of = (
                 f"no other step can be used: {'; '.join(reasons)}; `ckpt check {shlex.quote(str(run.path))}` lists all"
             )
-            error.hint = "; ".join([*hints, all_of])
+            error.hint = joined("; ", [*hints, all_of])
 
 
 def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | None = None) -> bool:
@@ -463,5 +464,5 @@ def _ask(run: Run, names: Sequence[str]) -> None:
         "ambiguous: nothing records the newest checkpoint here",
         path=run.path,
         found=", ".join(names),
-        hint=" or ".join(f"--tag {shlex.quote(name)}" for name in names),
+        hint=joined(" or ", (Message("{tag}", tag=name) for name in names)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt.base.errors import NotFoundError
+from ckpt.base.words import Message
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
@@ -61,7 +62,7 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
             found="no config.json next to the checkpoint"
             if checkpoint.config is None
             else "a config.json without a model_type",
-            hint="give the folder of a config.json, or a Hub id, with --config",
+            hint=Message("give the folder of a config.json, or a Hub id, with {config}"),
         )
     return replace(checkpoint, namespace=TRANSFORMERS) if checkpoint.namespace == OWN else checkpoint
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ckpt.base.errors import CkptError, LossError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, PART, Checkpoint, Format, Layout, Target
 
@@ -40,7 +41,7 @@ def parts_error(checkpoint: Checkpoint, kind: type[CkptError], *, reads: bool = 
 
 def dequantizing_hint(checkpoint: Checkpoint) -> str:
     if services.dequantizing.can_dequantize(checkpoint):
-        return "--dequantize makes plain weights of them"
+        return Message("{dequantize=True} makes plain weights of them")
     return "take the full-precision model: this quantization method can't be dequantized here"
 
 
@@ -74,10 +75,10 @@ def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     weights = services.quantization.quantized_weights(checkpoint)
     if layout.dtype is not None and weights.unproved:
         raise LossError(
-            "--dtype might cast parts of quantized weights and change the weights",
+            Message("{dtype} might cast parts of quantized weights and change the weights"),
             path=checkpoint.path,
             found=weights.unproved,
-            hint="leave --dtype out",
+            hint=Message("leave {dtype} out"),
         )
     return replace(checkpoint, uncast={**checkpoint.uncast, **dict.fromkeys(weights.parts, PART)})
 

@@ -21,6 +21,7 @@ from xxhash import xxh3_128
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message, joined
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
 from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
@@ -96,7 +97,7 @@ def upload(
     except BaseException as error:
         is_ours = sending.is_claimed()
         if is_ours and not (sending.remove() and _is_removed(to, claim)) and isinstance(error, CkptError):
-            error.hint = "; ".join(filter(None, (error.hint, f"first remove the sent files: {_removal(url)}")))
+            error.hint = joined("; ", filter(None, (error.hint, f"first remove the sent files: {_removal(url)}")))
         raise
     finally:
         sending.close()
@@ -112,7 +113,7 @@ def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *
     if ours is not None and not is_ours:
         raise _claim_error(destination, ours, len(there))
     if there:
-        hint = "give another folder with -o, or remove it"
+        hint = Message("give another folder with {output}, or remove it")
         raise UsageError(
             "the destination exists", path=destination, found=min(there), hint=hint, code="destination-exists"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.plan.checkpoint import ParamGroup
 from converters.deepspeed.experts import is_in_rows
@@ -104,8 +105,8 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
     counts = _counts(names)
     if not counts:
         if ep_size is not None:
-            what, hint = "the model has no experts of `deepspeed.moe` layers", "leave --ep-size out"
-            raise UsageError(what, found=f"--ep-size {ep_size}", hint=hint)
+            what, hint = "the model has no experts of `deepspeed.moe` layers", Message("leave {ep_size} out")
+            raise UsageError(what, found=Message("{ep_size}", ep_size=ep_size), hint=hint)
         return Sharing(model.checkpoint.path)
     if not model.is_deepspeed or not model.resumable or model.checkpoint.facts_of(DeepSpeedFacts).own_module_order:
         refuse_experts(names, config)
@@ -115,7 +116,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
             "the source's MoE layers record several ep_size, or none; pass one for all",
             path=model.checkpoint.path,
             found=", ".join(map(str, sorted(sizes))) or "none",
-            hint="pass --ep-size N; with several, DeepSpeed orders groups differently on each rank",
+            hint=Message("pass {ep_size=N}; with several, DeepSpeed orders groups differently on each rank"),
         )
     size = ep_size or sizes.pop()
     if uneven := [count for count in (num_ranks, *counts.values()) if count % size]:
@@ -123,7 +124,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
             f"ep_size {size} does not divide the experts",
             expected="an ep_size dividing the ranks and every layer's experts",
             found=f"{pluralize(num_ranks, 'rank')}; {', '.join(map(str, counts.values()))} experts",
-            hint=f"--ep-size N, a divisor of {uneven[0]}",
+            hint=Message("{ep_size=N}, a divisor of {}", uneven[0]),
         )
     if sizes - {size}:
         _refuse_split_groups(model)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.sources import RankFile
 from ckpt.plan.tensors import Shape
 from ckpt.runs.model_files import read_config
@@ -74,7 +75,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
     cuts: dict[str, Cut] = {}
     are_added = _are_added(folders)
     for number, held in entries.items():
-        hint = "--config with the Hub's config.json of the model, for its use_parallel_residual"
+        hint = Message("{config} with the Hub's config.json of the model, for its use_parallel_residual")
         check_neox(held, file, size if are_added is None else 1, hint)
         for name, stored in held.items():
             if is_recomputed(name):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.words import Message
 
 #: Factors for rotary frequencies, computed by llama.cpp's converter.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -136,7 +137,7 @@ def check_recorded(config: Mapping[str, Any], arch: str, recorded: Mapping[str, 
                 path=path,
                 expected=f"{arch}.{key} {found}, as in the file",
                 found=f"{_RECORDED.get(key, 'rope_theta')} {value}",
-                hint="give the config of this model with --config",
+                hint=Message("give the config of this model with {config}"),
             )
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.namespace import Namespace
@@ -211,7 +212,7 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
             path=checkpoint.path,
             expected=f"{facts.architecture!r}, like general.architecture",
             found=f"model_type {config.get('model_type')!r}",
-            hint="give the config of this model with --config",
+            hint=Message("give the config of this model with {config}"),
         )
     tensors = dict(checkpoint.tensors)
     has_factors = (ROPE_FACTORS, WEIGHT) in tensors

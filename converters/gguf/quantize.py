@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.precision import Choice, choices
@@ -38,7 +39,8 @@ def wanted_type(layout: Layout) -> GgmlType | None:
         return None if layout.dtype is None else PLAIN[layout.dtype]
     if layout.dtype is not None and PLAIN[layout.dtype].name != asked:
         raise UsageError(
-            "--quantize and --dtype give two types", found=f"--quantize {asked} --dtype {PLAIN[layout.dtype].name}"
+            Message("{quantize} and {dtype} give two types"),
+            found=Message("{quantize} {dtype}", quantize=asked, dtype=PLAIN[layout.dtype].name),
         )
     return TYPE_BY_NAME[asked]
 
@@ -51,7 +53,9 @@ def type_of(name: str, shape: Shape, dtype: DType, wanted: GgmlType | None) -> G
         wanted = None
     if wanted is None:
         if dtype not in PLAIN:
-            raise LossError("GGUF has no type for these weights", fqn=name, found=dtype, hint="--dtype bf16 casts them")
+            raise LossError(
+                "GGUF has no type for these weights", fqn=name, found=dtype, hint=Message("{dtype=bf16} casts them")
+            )
         return PLAIN[dtype]
     return F16 if shape[-1] % wanted.block else wanted
 
@@ -72,7 +76,7 @@ def quantized(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         blocks[name] = wanted.name
     if not blocks:
         raise UsageError(
-            f"this model has no tensors for --quantize {wanted.name}",
+            Message("this model has no tensors for {quantize}", quantize=wanted.name),
             path=checkpoint.path,
             expected="a model with experts" if wanted == MXFP4 else f"rows that divide into {wanted.block}",
         )

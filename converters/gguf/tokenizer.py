@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt.base.errors import LossError, NotFoundError
+from ckpt.base.words import Message
 from ckpt.move.json_files import read_json
 from converters.gguf import sentencepiece
 from converters.gguf.package import package
@@ -64,7 +65,7 @@ def tokenizer_folder(folders: tuple[str, ...], path: str) -> Path:
         "GGUF holds the tokenizer, and there is none next to the model",
         path=path,
         expected=f"{FILE} or {sentencepiece.FILE}",
-        hint="give the folder or Hub name of the base model with --config",
+        hint=Message("give the folder or Hub name of the base model with {config}"),
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from ckpt.adapters.names import check_is_no_others, is_others
 from ckpt.base.errors import NotFoundError, UnknownArchitectureError, UsageError
 from ckpt.base.text import Brief
+from ckpt.base.words import Message
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import (
     INDEX,
@@ -59,9 +60,11 @@ _MAY_COMPUTE_IN_LESS = Brief(
     "16-bit weights"
 )
 
-_CONFIG = "--config ORG/NAME takes the trained model's config"
+_CONFIG = Message("{config=ORG/NAME} takes the trained model's config")
 NO_CONFIG = LoadCheck(
-    False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
+    False,
+    why="config.json is missing",
+    hint=Message("Run again with {config=ORG/NAME} {overwrite=True} to write it, too"),
 )
 
 
@@ -270,10 +273,10 @@ def _not_compared(
 ) -> tuple[list[str], LoadCheck]:
     if layout.read(ProofOptions).strict and layout.read(NameOptions).names != OWN_NAMES:
         raise UsageError(
-            "--strict: the names can't be compared with the model's architecture",
+            Message("{strict=True}: the names can't be compared with the model's architecture"),
             path=checkpoint.path,
             found=why or loads.why,
-            hint=f"{hint or _CONFIG}; leave --strict out to write the names uncompared",
+            hint=Message("{}; leave {strict=True} out to write the names uncompared", hint or _CONFIG),
         )
     return ["; ".join(filter(None, [why, hint]))] if why else [], loads
 
@@ -284,7 +287,7 @@ def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]
     from converters.names.hub.expected_tensors import missing_parts
 
     shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})
-    cure = "use --complete-from BASE to take it from the base model, or remove its entry from config.json"
+    cure = Message("use {complete_from=BASE} to take it from the base model, or remove its entry from config.json")
     return [f"{one}: {cure}" for one in missing_parts(checkpoint.config, shapes)]
 
 
@@ -304,7 +307,7 @@ def _adapter_notes(chosen: Collection[str], checkpoint: Checkpoint, layout: Layo
         else:
             what = "from_pretrained can't load this: it is a model with PEFT adapters under its training names"
             hint = f"`ckpt merge-lora {where}` merges the adapter into its base, "
-            hint += f"`ckpt convert auto peft {where}` extracts it; --names own writes the names unchanged"
+            hint += Message("`ckpt convert auto peft {}` extracts it; {names=own} writes the names unchanged", where)
         raise UsageError(what, path=checkpoint.path, hint=hint)
     return [
         "from_pretrained will find neither a model nor an adapter: the tensors keep their training names "

@@ -21,6 +21,7 @@ from ckpt.adapters.config import is_of_mlx, settings_of
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile import read as torchfile
@@ -163,7 +164,9 @@ def prove_names(folder: Path) -> None:
             path=folder,
             fqn=wrapped[0],
             found=f"{pluralize(len(wrapped), 'name')} with wrapper prefixes",
-            hint=f"`ckpt convert peft peft {folder}` writes an adapter PEFT can load; --names own keeps these names",
+            hint=Message(
+                "`ckpt convert peft peft {}` writes an adapter PEFT can load; {names=own} keeps these names", folder
+            ),
         )
 
 

@@ -27,6 +27,7 @@ from ckpt.adapters.config import AdapterConfig
 from ckpt.adapters.names import PREFIX, parse_name
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.safetensors import Planned, build_header
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.precision import Choice
@@ -129,7 +130,7 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
                 fqn=experts,
                 expected=f"a model_type of {', '.join((*APART, *(STACKED if server == VLLM else ())))}",
                 found=f"model_type {model_type}" if model_type else "no base config",
-                hint="give the base's config.json with --config"
+                hint=Message("give the base's config.json with {config}")
                 if model_type is None
                 else "use `ckpt merge-lora` to merge it",
             )

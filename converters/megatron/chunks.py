@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.torchfile.write import FromSource
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key, Layout
 from ckpt.plan.precision import Choice, choices
@@ -322,7 +323,9 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     options = layout.read(MegatronOptions)
     grid = _grid(args, options)
     if grid.ep > 1 and not experts:  # as in megatron/core/transformer/transformer_config.py
-        raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}", hint="--ep 1")
+        raise UsageError(
+            "a model without experts has no expert parallel ranks", found=f"ep {grid.ep}", hint=Message("{ep=1}")
+        )
     stages = _stages(args, grid, options, len(layers))
     if options.transformer_impl:
         args["transformer_impl"] = options.transformer_impl
@@ -354,7 +357,7 @@ def refuse_encoder(model: MegatronModel, form: str) -> None:
         raise LossError(
             f"{form} can't hold a BertModel",
             path=model.checkpoint.path,
-            hint="--ckpt-format torch_dist",
+            hint=Message("{ckpt_format=torch_dist}"),
         )
 
 
@@ -378,9 +381,9 @@ def _check_packed(
         raise UsageError(
             "the tensor parallel size doesn't divide the packed layer's heads or groups",
             fqn=hybrid,
-            expected=f"{name} divisible by --tp",
+            expected=Message("{} divisible by {tp}", name),
             found=f"{name} {count}, tp {grid.tp}",
-            hint="another --tp",
+            hint=Message("another {tp}"),
         )
     if mixer is None:
         return
@@ -388,14 +391,14 @@ def _check_packed(
         raise UsageError(
             "megatron-core's MambaModel has one chunk on each pipeline rank",
             fqn=mixer,
-            hint="--vpp 1, or without --vpp",
+            hint=Message("{vpp=1}, or without {vpp}"),
         )
     if grid.pp > 1 and (stages.layout is not None or stages.embedding or stages.loss):
         raise UsageError(
             "megatron-core's MambaModel splits layers into stages only by their number",
             fqn=mixer,
             expected="no pipeline layout, and neither embedding nor loss counted in the stages",
-            hint="use --decoder-first-pipeline-num-layers N and --decoder-last-pipeline-num-layers N instead",
+            hint=Message("use {decoder_first_pipeline_num_layers=N} and {decoder_last_pipeline_num_layers=N} instead"),
         )
 
 
@@ -410,9 +413,9 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
     if heads and (heads % tp or (args.get("group_query_attention") and groups and groups % tp and tp % groups)):
         raise UsageError(
             "the tensor parallel size does not divide the attention heads",
-            expected="heads divisible by --tp, and query groups divisible by --tp or dividing it",
+            expected=Message("heads divisible by {tp}, and query groups divisible by {tp} or dividing it"),
             found=f"{heads} heads, {groups} query groups, tp {tp}",
-            hint="another --tp",
+            hint=Message("another {tp}"),
         )
     return grid
 
@@ -431,9 +434,9 @@ def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_l
     try:
         return even.check()
     except UsageError as error:
-        error.hint = (
-            "use another --pp or --vpp, or set --decoder-first-pipeline-num-layers and "
-            "--decoder-last-pipeline-num-layers"
+        error.hint = Message(
+            "use another {pp} or {vpp}, or set {decoder_first_pipeline_num_layers} and "
+            "{decoder_last_pipeline_num_layers}"
         )
         raise
 
@@ -469,8 +472,8 @@ def _args(
         raise UsageError(
             f"{pluralize(layout.world_size, 'rank')} do not divide into this layout",
             expected=f"a multiple of {grid.pp * grid.ranks_in_stage}",
-            found=f"--world-size {layout.world_size}",
-            hint="another --world-size, --tp or --pp",
+            found=Message("{world_size}", world_size=layout.world_size),
+            hint=Message("another {world_size}, {tp} or {pp}"),
         )
     if not world_size or world_size % model_ranks or world_size % (grid.pp * grid.ranks_in_stage):
         world_size = grid.pp * grid.ranks_in_stage

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt.base.errors import UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.state.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
@@ -72,16 +73,16 @@ def megatron_stages(
     grid = Grid(tp=tp, pp=pp, ep=ep, etp=tp if ep == 1 else 1)
     grid.check()
     if ep > 1 and not sizes.num_experts:
-        raise UsageError("the model has no experts", found=f"--ep {ep}")
+        raise UsageError("the model has no experts", found=Message("{ep}", ep=ep))
     if heads % tp or groups % tp:
         raise UsageError(
             "attention heads do not divide among tensor parallel ranks",
-            expected=f"a --tp dividing {pluralize(heads, 'head')} in {pluralize(groups, 'group')}",
-            found=f"--tp {tp}",
+            expected=Message("a {tp} dividing {} in {}", pluralize(heads, "head"), pluralize(groups, "group")),
+            found=Message("{tp}", tp=tp),
         )
     if sizes.num_experts % ep:
         what = f"{pluralize(sizes.num_experts, 'expert')} do not divide among {ep} expert parallel ranks"
-        raise UsageError(what, hint="another --ep")
+        raise UsageError(what, hint=Message("another {ep}"))
     stages = _deal(sizes.num_layers, pp)
     padded = padded_vocab_size(sizes.dims["v"], vocab_multiple, tp)
     whole = list(_megatron_parameters(table, sizes, padded))

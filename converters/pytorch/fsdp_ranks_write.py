@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
 from ckpt.move.files import confined
@@ -58,7 +59,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         raise UsageError(
             "the source does not record FSDP1's flat parameters",
             path=checkpoint.path,
-            hint="use --fsdp-version 2 to write files for FSDP2 (verl: strategy fsdp2)",
+            hint=Message("use {fsdp_version=2} to write files for FSDP2 (verl: strategy fsdp2)"),
         )
     chosen = kept_in_training(checkpoint, layout.dtype)
     states = _States.of(checkpoint, chosen)

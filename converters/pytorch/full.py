@@ -40,6 +40,7 @@ from ckpt.base.errors import (
     UsageError,
 )
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
@@ -189,7 +190,7 @@ class Full(Format):
         if trained:
             if "max_shard_size" in layout.of_files():
                 what = "training state needs exactly two files, for the model and the optimizer"
-                raise UsageError(what, found="--max-shard-size", hint="leave --max-shard-size out")
+                raise UsageError(what, found=Message("{max_shard_size}"), hint=Message("leave {max_shard_size} out"))
             files = [
                 torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)),
                 optimizer_file(OPTIMIZERS[0], checkpoint),

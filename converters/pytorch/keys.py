@@ -12,13 +12,13 @@ Before torch 2.4, dicts and lists without tensors were single values.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, SeveralModelsError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message, joined
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
@@ -316,7 +316,7 @@ def several_models(names: Sequence[str], path: str) -> SeveralModelsError:
         path=path,
         tags=() if _TOP in names else names,
         found=", ".join(names),
-        hint="use " + " or ".join(f"--tag {shlex.quote(name)}" for name in names if name != _TOP),
+        hint="use " + joined(" or ", (Message("{tag}", tag=name) for name in names if name != _TOP)),
     )
 
 

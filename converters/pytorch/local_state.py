@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
@@ -160,8 +161,10 @@ def _unknown(file: RankFile, what: str) -> NotFoundError:
         f"the parameters inside FSDP1's flat parameters (LOCAL_STATE_DICT) are unknown: {what}",
         path=file.path,
         expected="named optimizer states in optimizer_0/, or a supported model's config",
-        hint="pass a config.json with --config; otherwise load it with the script that wrote it, and save with "
-        "SHARDED_STATE_DICT or FULL_STATE_DICT",
+        hint=Message(
+            "pass a config.json with {config}; otherwise load it with the script that wrote it, and save with "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT"
+        ),
     )
 
 

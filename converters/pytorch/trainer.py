@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.weights import (
     INDEX,
     MAX_INDEX,
@@ -271,8 +272,9 @@ def _order(checkpoint: Checkpoint) -> list[str]:
         raise LossError(
             _UNORDERED,
             path=checkpoint.path,
-            hint="give the Hub model's folder with --config; for an architecture unknown to `ckpt`, install "
-            "transformers",
+            hint=Message(
+                "give the Hub model's folder with {config}; for an architecture unknown to `ckpt`, install transformers"
+            ),
         )
     return [*order, *(last or ())]
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.words import Message
 from ckpt.move.files import OpenFiles
 from ckpt.move.finite import as_finite_values, chosen_bits, finite_values
 from ckpt.move.reading import Computed
@@ -61,12 +62,12 @@ class PlainWeight:
     def check_dtype(self, method: str, *dtypes: DType) -> None:
         if self.choice.dtype not in dtypes:
             raise UsageError(
-                f"--quantize {method} can't quantize weights in {self.choice.dtype}",
+                Message("{quantize} can't quantize weights in {}", self.choice.dtype, quantize=method),
                 path=self.path,
                 fqn=self.fqn,
                 expected=" or ".join(map(str, dtypes)),
                 found=self.choice.dtype,
-                hint="add --dtype bf16",
+                hint=Message("add {dtype=bf16}"),
             )
 
     def refused(self, why: str, found: object) -> LossError:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import LossError
+from ckpt.base.words import Message
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box
 from converters.quantized._packed_weight import PackedBlock, PackedParts
@@ -92,5 +93,5 @@ def _check_range(stored: StoredWeights, fqn: str, powers: NDArray, is_used: NDAr
         fqn=fqn,
         expected=f"scales from 2^{_LEAST - exponent} to 2^{_LARGEST - exponent}, with those of fused weights",
         found=f"2^{int(powers[row, group]) - exponent} at [{row + start}, {group}]",
-        hint="add --dequantize to round the values instead",
+        hint=Message("add {dequantize=True} to round the values instead"),
     )

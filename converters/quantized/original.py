@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import FLOAT32, DType
@@ -39,10 +40,12 @@ class Original:
     def of(cls, like: Checkpoint, method: str, quantizer: Quantizer) -> Original:
         found = cls(like, quantized_weights(like), method, quantizer)
         if not found.weights.owners or found.weights.quantization is None or like.namespace != HUB:
-            raise found.refused("the model given with --like has no quantized weights")
+            raise found.refused(Message("the model given with {like} has no quantized weights"))
         if QUANTIZATION_ENTRY not in (like.config or {}):
             where = found.weights.quantization.file
-            raise found.refused(f"--like needs {QUANTIZATION_ENTRY} in {CONFIG}", found=f"settings in {where}")
+            raise found.refused(
+                Message("{like} needs {} in {}", QUANTIZATION_ENTRY, CONFIG), found=f"settings in {where}"
+            )
         check_parts_known(like, found.weights)
         return found
 
@@ -63,7 +66,7 @@ class Original:
             if fqn in tied and None in (plain.get(fqn), shapes.get(fqn)):
                 continue
             expected, found = (list(of[fqn]) if fqn in of else "no such tensor" for of in (shapes, plain))
-            what = "the model given with --like has other tensors"
+            what = Message("the model given with {like} has other tensors")
             raise LossError(what, path=self.checkpoint.path, fqn=fqn, expected=expected, found=found)
         return {fqn: weights[fqn] for fqn in self.weights.owners if fqn in weights}
 
@@ -102,7 +105,7 @@ class Original:
                 ", ".join(f"{name.format(w=owner, m='')} {dtype} {list(shape)}" for name, (dtype, shape) in of.items())
                 for of in (wanted, found)
             )
-            what = f"--quantize {self.method} writes other parts than the model given with --like"
+            what = Message("{quantize} writes other parts than the model given with {like}", quantize=self.method)
             raise self.refused(what, owner, expected=expected, found=seen if found != wanted else self.weights.title)
         dtypes = dict.fromkeys((weight.choice.dtype, model_dtype(self.checkpoint.config)))
         originals = [plain_weight(self._of(dtype), self.weights, owner) for dtype in dtypes]

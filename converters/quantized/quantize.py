@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.model_config import config_parts
@@ -113,9 +114,9 @@ def _cast(checkpoint: Checkpoint, method: str, quantizer: Quantizer, weights: Qu
 def _check_plain(checkpoint: Checkpoint) -> None:
     if checkpoint.config is None:
         raise UsageError(
-            "--quantize needs the model's config.json",
+            Message("{quantize} needs the model's config.json"),
             path=checkpoint.path,
-            hint="give it with --config ORG/NAME",
+            hint=Message("give it with {config=ORG/NAME}"),
         )
     found = quantized_weights(checkpoint)
     if found.quantization is None and not found.parts:
@@ -125,7 +126,7 @@ def _check_plain(checkpoint: Checkpoint) -> None:
         path=checkpoint.path,
         expected="plain weights in bf16, fp16 or fp32",
         found=found.title,
-        hint="add --dequantize to quantize its plain values again"
+        hint=Message("add {dequantize=True} to quantize its plain values again")
         if found.can_dequantize
         else "take the full-precision model from before quantization",
     )
@@ -155,7 +156,7 @@ def _suitable(
     if stacked is not None:
         is_known = quantizer.names is not None and quantizer.names.fullmatch(stacked) is not None
         raise UsageError(
-            f"--quantize {method} can't quantize these experts, stacked in one tensor",
+            Message("{quantize} can't quantize these experts, stacked in one tensor", quantize=method),
             path=checkpoint.path,
             fqn=stacked,
             expected="rows and columns in blocks of {} by {}".format(*quantizer.blocks)
@@ -166,7 +167,7 @@ def _suitable(
         )
     if not found:
         raise UsageError(
-            f"--quantize {method} finds no weight to quantize",
+            Message("{quantize} finds no weight to quantize", quantize=method),
             path=checkpoint.path,
             expected="attention and MLP weights of decoder layers, in whole blocks of bf16, fp16 or fp32",
             found=f"model_type {(checkpoint.config or {}).get('model_type')}",
@@ -190,7 +191,7 @@ def _is_stack(weight: PlainWeight) -> bool:
 def _other_method(checkpoint: Checkpoint, method: str) -> str | None:
     model_type = str((checkpoint.config or {}).get("model_type"))
     found = [name for name in own_methods(model_type) if name != method]
-    return f"--quantize {found[0]} quantizes them" if found else None
+    return Message("{quantize} quantizes them", quantize=found[0]) if found else None
 
 
 def _has_whole_blocks(weight: PlainWeight, quantizer: Quantizer) -> bool:

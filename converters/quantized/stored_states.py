@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.subclass import wrapper
 from ckpt.containers.torchfile.values import Record
@@ -22,7 +23,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, FlatRange, Shape, Tensor, Whole, flat_range
 from converters.quantized.states import Quantized, Stored
 
-_HINT = "--optimizer-dtype fp32 writes the values the optimizer computes from them"
+_HINT = Message("{optimizer_dtype=fp32} writes the values the optimizer computes from them")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -22,10 +23,11 @@ import torch
 import ckpt
 from ckpt import api
 from ckpt.base.results import Returned
-from ckpt.base.words import in_python
+from ckpt.base.words import Message, in_python, joined
 from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
 from ckpt.plan.checkpoint import Layout
+from ckpt.processes.messages import dump, load
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 
@@ -204,28 +206,35 @@ def test_mistakes_are_told_in_the_words_of_python(run: str, mistake: Callable[[s
 
 
 def test_options_are_said_as_keywords() -> None:
-    for typed, said in (
-        ("give another folder with -o, or --overwrite to replace it", "another folder with output, or overwrite=True"),
+    for message, typed, said in (
         (
-            "--dequantize makes plain weights; or leave --dtype out",
-            "dequantize=True makes plain weights; or leave dtype",
+            Message("another folder with {output}, or {overwrite=True} to replace it"),
+            "another folder with -o, or --overwrite to replace it",
+            "another folder with output, or overwrite=True to replace it",
         ),
-        ("--names own keeps every tensor", "names='own' keeps"),
-        ("hint: --tp 1", "hint: tp=1"),
-        ("--accept-setting NAME ignores it", "accept_settings=['NAME'] ignores"),
-        ("--adapter-slot 1:8:ALPHA takes slot 1: read on", "adapter_slot='1:8:ALPHA' takes slot 1: read"),
-        ("the newest is step-9: --tag step-9", "step-9: tag='step-9'"),
-        ("--world-size says how many there are", "world_size says how"),
-        ("use --tag actor or --tag 'a b'; --tag takes it", "use tag='actor' or tag='a b'; tag takes it"),
-        ("--accept-setting a --accept-setting b ignores them", "accept_settings=['a', 'b'] ignores them"),
-        ("-o '/runs/a b' writes next to the run", "output='/runs/a b' writes next"),
-        ("--config ORG/NAME takes the trained", "config='ORG/NAME' takes the trained"),
-        ("`ckpt merge-lora run --base MODEL` makes one", "`ckpt merge-lora run --base MODEL` makes"),
-        ("see `ckpt merge-lora --help`", "see help(ckpt.merge_lora)"),
-        ("save it with Megatron-LM, --ckpt-format torch_dist", "Megatron-LM, --ckpt-format torch_dist"),
-        ("a file called run--tag.pt", "run--tag.pt"),
+        (Message("{names=own} keeps {}", "them"), "--names own keeps them", "names='own' keeps them"),
+        ("hint: " + Message("{tp=1}") + "!", "hint: --tp 1!", "hint: tp=1!"),
+        (Message("pass {world_size=N}"), "pass --world-size N", "pass world_size=N"),
+        (Message("{adapter_slot=1:8:ALPHA}: x"), "--adapter-slot 1:8:ALPHA: x", "adapter_slot='1:8:ALPHA': x"),
+        (
+            joined(" or ", (Message("{tag}", tag=name) for name in ("actor", "a b"))),
+            "--tag actor or --tag 'a b'",
+            "tag='actor' or tag='a b'",
+        ),
+        (
+            Message("{accept_settings} ignores {!r}", "x", accept_settings=["a", "b"]),
+            "--accept-setting a --accept-setting b ignores 'x'",
+            "accept_settings=['a', 'b'] ignores 'x'",
+        ),
+        (Message("{output}", output="/runs/a b"), "-o '/runs/a b'", "output='/runs/a b'"),
+        (Message("see {help=merge-lora}"), "see `ckpt merge-lora --help`", "see help(ckpt.merge_lora)"),
+        (Message("{}: {{tp}}", Message("{tag} takes it")), "--tag takes it: {tp}", "tag takes it: {tp}"),
     ):
-        assert said in in_python(typed)
+        sent = load(dump(UsageError(message)))
+        for one in (message, pickle.loads(pickle.dumps(message)), sent.what):
+            assert (str(one), in_python(one)) == (typed, said)
+        assert (sent.on_command_line(), str(sent)) == (typed, said)
+    assert in_python("a file called run--tag.pt") == "a file called run--tag.pt"
 
 
 @pytest.mark.parametrize("name", sorted(set(ckpt.__all__) - {"CkptError", "__version__"}))

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import ckpt as package
-from ckpt.base.words import in_python
+from ckpt.base.words import FLAGS, in_python, keywords_in
 from ckpt.cli import command_registry
 from ckpt.cli.parser import _options_of
 from tests.support import advice, hints
 from tests.support.commands import ckpt
+from tests.support.keywords import is_message, keyword_of, keywords, messages, rendered
 from tests.support.places import FIXTURES, REPOSITORY
 
 NAMES = list(command_registry.places())
@@ -23,21 +24,32 @@ NAMES = list(command_registry.places())
 
 def texts() -> Iterator[tuple[str, str]]:
     """Yield each hint in the source with its place; a computed part is a word to fill in."""
-    for folder in ("ckpt", "converters"):
-        for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                for keyword in node.keywords if isinstance(node, ast.Call) else ():
-                    if keyword.arg == "hint":
-                        yield from ((f"{path.relative_to(REPOSITORY)}:{keyword.lineno}", one) for one in parts(keyword))
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                if keyword.arg == "hint":
+                    yield from ((f"{path.relative_to(REPOSITORY)}:{keyword.lineno}", one) for one in parts(keyword))
 
 
-def parts(keyword: ast.keyword) -> Iterator[str]:
-    inner = {id(part) for node in ast.walk(keyword) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+def parts(keyword: ast.AST) -> Iterator[str]:
+    outer = [node for node in ast.walk(keyword) if isinstance(node, ast.JoinedStr) or is_message(node)]
+    inner = {id(part) for node in outer for part in ast.walk(node) if part is not node}
     for node in ast.walk(keyword):
-        if isinstance(node, ast.JoinedStr):
+        if is_message(node) and id(node) not in inner:
+            yield rendered(node)
+        elif isinstance(node, ast.JoinedStr) and id(node) not in inner:
             yield "".join(str(one.value) if isinstance(one, ast.Constant) else "VALUE" for one in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
             yield node.value
+
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for folder in ("ckpt", "converters"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
 
 
 #: Options in messages of other programs: Megatron-LM, GPT-NeoX, vLLM, Docker, pip, clouds; and mistyped ones.
@@ -55,17 +67,42 @@ def test_every_option_in_a_text_exists() -> None:
     known = {option for name in NAMES for option in _options_of(name)} | {"--help", *OF_OTHERS.split()}
     found = [
         (path.name, text.lineno, option)
-        for folder in ("ckpt", "converters")
-        for path in sorted((REPOSITORY / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, tree in sources()
+        for node in ast.walk(tree)
         if not isinstance(node, ast.Expr)  # a docstring
         for text in ast.iter_child_nodes(node)
         if isinstance(text, ast.Constant) and isinstance(text.value, str)
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.value)
+        for option in _OPTION.findall(text.value)
     ]
-    assert len(found) > 400
+    assert len(found) > 200
     assert [one for one in found if one[2] not in known] == []
     assert {*OF_OTHERS.split()} <= {option for _, _, option in found}
+
+
+def test_every_option_in_a_message_is_declared() -> None:
+    found = [
+        (path.name, line, one) for path, tree in sources() for line, text in messages(tree) for one in keywords_in(text)
+    ]
+    assert len(found) > 250
+    assert [place for place in found if place[2].name not in keywords().get(place[2].flag, ())] == []
+    switches = [one for *_, one in found if keywords()[one.flag][one.name] is bool]
+    assert {one.value for one in switches} == {True}
+    assert [name for name, flag in FLAGS.items() if name not in keywords().get(flag, ())] == []
+
+
+def test_no_error_hides_an_option_in_its_text() -> None:
+    """Python would show the command line's words. Commands in backticks and options of other programs may."""
+    found = [
+        (path.name, option)
+        for path, tree in sources()
+        for call in ast.walk(tree)
+        if getattr(getattr(call, "func", None), "id", "").endswith("Error")
+        for text in parts(call)
+        for plain in (re.sub("`[^`]*`", "", part) for part in getattr(text, "parts", (text,)) if isinstance(part, str))
+        for option in _OPTION.findall(plain)
+        if option in keywords() and "Megatron-LM" not in text and option != "--optimizer"  # of Megatron's own
+    ]
+    assert found == []
 
 
 def test_every_hint_proposes_something_or_is_of_a_known_kind() -> None:
@@ -109,7 +146,7 @@ def test_python_has_a_word_for_every_option_of_a_function(name: str) -> None:
     for option in _options_of(name):
         keyword = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and keyword in parameters:
-            assert in_python(option).partition("=")[0] == keyword
+            assert keyword_of(option) == keyword
 
 
 def test_kinds_of_hints_have_reasons() -> None:

@@ -183,6 +183,6 @@ def test_an_unknown_init_is_refused_by_name() -> None:
     assert not any(adapter_entries.unknown({"peft_type": LORA, "init_lora_weights": init}) for init in known)
     raw = {"peft_type": LORA, "init_lora_weights": "newinit"}
     with pytest.raises(LossError) as refused:
-        adapter_entries.check(raw, "adapter_config.json", option="--accept-setting")
+        adapter_entries.check(raw, "adapter_config.json", option="accept_settings")
     assert "init_lora_weights: 'newinit'" in str(refused.value)
     adapter_entries.check(raw, "adapter_config.json", ["init_lora_weights"])

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
+from ckpt.base.words import Message
 from ckpt.commands.resume.caller import Caller, caller
 from ckpt.commands.resume.resuming import RECORD
 from ckpt.compare import manifest
@@ -167,7 +168,7 @@ class TestOneProcess:
 
     def test_hints_are_for_who_resumes(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def is_full(*_: object, **__: object) -> int:
-            raise StorageError("no space", hint="free some space, or choose another place with -o")
+            raise StorageError("no space", hint=Message("free some space, or choose another place with {output}"))
 
         plan = api.plan
 

@@ -25,6 +25,7 @@ from ckpt.plan import registry
 from ckpt.plan.options import options_of
 from tests.support import hints
 from tests.support.hints import Told
+from tests.support.keywords import keyword_of
 from tests.support.places import REPOSITORY
 
 #: Public class names.
@@ -98,7 +99,7 @@ def _unknown(name: str, function: Callable[..., Any], hint: str) -> Iterator[str
         if callable(found := getattr(ckpt, other, None)):
             taken |= _parameters(found)
     for option in hints.options_in(hint):
-        keyword = in_python(option).partition("=")[0]
+        keyword = keyword_of(option)
         is_place = keyword == "output" and "destination" in taken
         if keyword not in taken and not is_place:
             yield f"{name} takes no {keyword}"

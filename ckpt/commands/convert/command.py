@@ -16,6 +16,7 @@ from ckpt.base.errors import CkptError, UsageError, printable, shown
 from ckpt.base.flags import WRITTEN, Flag, Positional
 from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
+from ckpt.base.words import Message
 from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
@@ -39,7 +40,7 @@ class Place:
     def folder(self) -> Path | None:
         if self.out is not None and self.output is not None:
             what = "two output folders given"
-            raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give only one")
+            raise UsageError(what, found=Message("{} and {output}", self.out, output=self.output), hint="give only one")
         return self.output if self.out is None else self.out
 
 
@@ -129,10 +130,10 @@ def _resolve_arguments(
     is_usual = len(words) == 3 and Path(words[2]).exists()
     formats = [] if is_usual else registry.words()  # imports every format
     if not words:
-        raise UsageError("there is nothing to convert", expected=_USAGE, hint="see `ckpt convert --help`")
+        raise UsageError("there is nothing to convert", expected=_USAGE, hint=Message("see {help=convert}"))
     if to is not None:
         if len(words) == 3:
-            raise UsageError("two target formats given", expected=_USAGE, found=f"{target} and --to {to}")
+            raise UsageError("two target formats given", expected=_USAGE, found=Message("{} and {to}", target, to=to))
         words = [*([AUTO] if len(words) == 1 else words[:1]), to, words[-1]]
     elif len(words) == 2 and words[0] not in (*formats, AUTO) and words[1] in formats:
         words = [AUTO, words[1], words[0]]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from ckpt.base.errors import UsageError, printable
 from ckpt.base.flags import SHOWN, WRITTEN, Flag, Positional
+from ckpt.base.words import Message
 from ckpt.commands.drawings import check_place, write
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
 from ckpt.options import groups as opt
@@ -38,7 +39,7 @@ def estimate_(
     if picture is not None:
         check_place(picture, ".svg")
     elif overwrite:
-        raise UsageError("--overwrite goes with --picture")
+        raise UsageError(Message("{overwrite=True} goes with --picture"))
     given = opt.by_name({"stated": stated, "training": training, "on": on, "states": states, "lora": lora})
     from ckpt.commands.estimate.estimating import estimate
 

@@ -12,6 +12,7 @@ from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size
 from ckpt.base.text import pluralize
 from ckpt.base.type_checks import takes
+from ckpt.base.words import Message
 from ckpt.commands.estimate import run_config as configs
 from ckpt.commands.estimate import text
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
@@ -101,7 +102,9 @@ def estimate(
     where, run_config = fspath(model), stated.run_config
     if where.endswith((".yaml", ".yml")):
         if run_config is not None:
-            raise UsageError("two run configs given", found=f"{where} and --run-config {run_config}")
+            raise UsageError(
+                "two run configs given", found=Message("{} and {run_config}", where, run_config=run_config)
+            )
         run_config = where
         where = configs.model_of(read_run_config(Path(where)), Path(where))
     subject = find(where)
@@ -132,10 +135,10 @@ def estimate(
     setup = Setup(**{**run.setup, **{name: value for name, value in requested.items() if value is not None}})
     chosen = _listed(stated.strategy) or ([run.strategy] if run.strategy else [])
     if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
-        raise UsageError("--lora-target-modules and --qlora go with --lora-r")
+        raise UsageError(Message("{lora_target_modules} and {qlora=True} go with {lora_r}"))
     axes = {name: count for name, count in (("tp", on.tp), ("pp", on.pp), ("ep", on.ep)) if count}
     if axes and chosen and "megatron" not in chosen:
-        raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
+        raise UsageError(Message("{tp}, {pp} and {ep} need the strategy megatron"), found=", ".join(chosen))
     found = size(subject, setup, _gpu_memory(on.gpu_memory), list(chosen), **{**run.axes, **axes})
     return Estimate(**vars(found))
 

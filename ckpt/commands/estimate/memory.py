@@ -33,6 +33,7 @@ from math import ceil, lcm, prod
 
 from ckpt.base.errors import UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.commands.estimate import activations
 from ckpt.commands.estimate.activations import Activations
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, ITEMSIZES, NVME, ZERO1, ZERO2, ZERO3, Setup, placed
@@ -100,7 +101,7 @@ def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
     """Estimate a data-parallel strategy on all GPUs. Raise UsageError for an unsupported setup."""
     frozen, trained = _frozen_and_trained(model, setup)
     if not setup.lora_rank and setup.quantized:
-        raise UsageError("4-bit weights cannot be trained", expected="--lora-r with --qlora")
+        raise UsageError("4-bit weights cannot be trained", expected=Message("{lora_r} with {qlora=True}"))
     engine, optimizer, params = placed(strategy, setup)
     makers: dict[str, Callable[..., Memory]] = {DDP: _ddp, ZERO1: _zero12, ZERO2: _zero12, ZERO3: _zero3}
     made = makers.get(engine, _fsdp)(
@@ -116,7 +117,9 @@ def megatron(
 ) -> Memory:
     """Estimate the pipeline stage with the most memory. `vocabulary` is the whole model's, `tp` divides each stage."""
     if setup.lora_rank:
-        raise UsageError("estimate doesn't support LoRA with Megatron", found="--lora-r with the strategy megatron")
+        raise UsageError(
+            "estimate doesn't support LoRA with Megatron", found=Message("{lora_r} with the strategy megatron")
+        )
     pp = len(stages)
     if setup.gpus % (tp * pp * setup.context_parallel) or setup.gpus % (ep * pp):
         raise UsageError(
@@ -213,7 +216,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
             "DeepSpeed keeps 16-bit states only with 16-bit masters",
             expected="bf16_master_weights_and_grads with bf16_optimizer_states",
             found=f"states in {setup.state_dtype}, masters in fp32",
-            hint="--master-dtype bf16",
+            hint=Message("{master_dtype=bf16}"),
         )
     return ITEMSIZES[setup.master_dtype], setup.state_bytes(part, ITEMSIZES[setup.state_dtype])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
+from ckpt.base.words import Message
 from ckpt.commands.estimate import deepspeed_settings
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
 from ckpt.runs.yaml_files import read_run_config
@@ -48,7 +49,7 @@ def model_of(content: Mapping[str, Any], path: Path) -> str:
             "the config has no model",
             path=path,
             expected="base_model",
-            hint="give the model, and this file with --run-config",
+            hint=Message("give the model, and this file with {run_config}"),
         )
     return str(content["base_model"])
 
@@ -140,7 +141,7 @@ def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
             path=path,
             expected="one of " + ", ".join(OPTIMIZER_STATES),
             found=name,
-            hint="pass a known optimizer with equal states: --optimizer NAME",
+            hint=Message("pass a known optimizer with equal states: {optimizer=NAME}"),
         )
     return found
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
 from ckpt.base.flags import SHOWN, WRITTEN, Flag
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.commands.drawings import check_place, write
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -72,7 +73,7 @@ def inspect(
     from ckpt.state.quantized_weights import parts_error
 
     if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
-        raise UsageError("--only and --overwrite go with --picture or --html")
+        raise UsageError(Message("{only} and {overwrite=True} go with --picture or --html"))
     if csv and as_json:
         raise UsageError("--csv and --json can't be combined", hint="give only one")
     with listed_once():

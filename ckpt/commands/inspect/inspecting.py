@@ -15,6 +15,7 @@ from ckpt.base.errors import UsageError, shown
 from ckpt.base.results import Returned
 from ckpt.base.text import aligned, did_you_mean, pluralize, scheme_of
 from ckpt.base.type_checks import check_types
+from ckpt.base.words import Message
 from ckpt.commands.check.checking import HEADS, Checked, checkpoints_of, survey
 from ckpt.commands.inspect import overview
 from ckpt.commands.inspect.inspection import inspection
@@ -126,7 +127,7 @@ def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[T
     names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            hint = did_you_mean(pattern, names) or "--tensors without --tensor lists them all"
+            hint = did_you_mean(pattern, names) or Message("{tensors=True} without {tensor} lists them all")
             raise UsageError(f"no tensor matches {pattern!r}", path=checkpoint.path, hint=hint)
     return tuple(
         one for (fqn, _), one in checkpoint.tensors.items() if any(fnmatchcase(fqn, pattern) for pattern in patterns)

@@ -17,6 +17,7 @@ from ckpt.adapters import names
 from ckpt.adapters.config import LORA, parse_config
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.words import Message
 from ckpt.commands.merge_lora.empty_model import empty_model
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
@@ -124,18 +125,24 @@ def _check(
 ) -> None:
     if len(weights) != len(adapters):
         raise UsageError(
-            "--adapter-weights needs one weight for each adapter", expected=len(adapters), found=len(weights)
+            Message("{adapter_weights} needs one weight for each adapter"), expected=len(adapters), found=len(weights)
         )
     if combination not in COMBINATIONS:
         raise UsageError("unknown combination", expected=" ".join(COMBINATIONS), found=combination)
     prunes = combination.startswith(("ties", "dare", "magnitude"))
     if prunes != (density is not None):
-        raise UsageError(f"--combination {combination} " + ("needs --density" if prunes else "takes no --density"))
+        raise UsageError(
+            Message("{combination} {} {density}", "needs" if prunes else "takes no", combination=combination)
+        )
     if density is not None and not 0 < density <= 1:
-        raise UsageError("--density must be above 0 and at most 1", found=density)
+        raise UsageError(Message("{density} must be above 0 and at most 1"), found=density)
     if combination.startswith("dare") != (seed is not None):
         raise UsageError(
-            f"--combination {combination} " + ("drops at random: give a --seed" if seed is None else "takes no --seed")
+            Message(
+                "{combination} {} {seed}",
+                "drops at random: give a" if seed is None else "takes no",
+                combination=combination,
+            )
         )
     for one in adapters:
         config = one.config

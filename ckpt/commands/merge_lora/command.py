@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.flags import HUB, WRITTEN, Flag, Positional
+from ckpt.base.words import Message
 from ckpt.commands.merge_lora.options import Combining, Merged, MergeSource, Threads
 from ckpt.commands.push.command import push_target, telling
 from ckpt.options import groups as opt
@@ -60,7 +61,9 @@ def merge_lora(
 
     quiet = outcome.quiet
     if not push and at_hub != HubTarget():
-        raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
+        raise UsageError(
+            Message("{repo_id}, {private=True}, {revision}, {create_pr=True} and {commit_message} go with --push")
+        )
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted = [where for where, _ in given]
     source = replace(source, base=source.base or given[0][1])

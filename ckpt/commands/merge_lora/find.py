@@ -18,6 +18,7 @@ from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief, pluralize
+from ckpt.base.words import Message, joined
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
@@ -144,7 +145,7 @@ def open_adapter(
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
     raw, notes = _with_release(raw, peft_version)
-    spelled = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
+    spelled = {"entry_option": "accept_settings", "release_option": "peft_version"}
     settings = adapter_services.settings.checked_settings(checkpoint, raw, found, accept_settings or (), **spelled)
     settings = replace(settings, given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
@@ -164,7 +165,9 @@ def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[st
     if given is None:
         return raw, ()
     if peft_rules.release_of({"peft_version": given}) is None:
-        raise UsageError("--peft-version needs a PEFT release", expected="0.13, 0.18.1 or another one", found=given)
+        raise UsageError(
+            Message("{peft_version} needs a PEFT release"), expected="0.13, 0.18.1 or another one", found=given
+        )
     if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may match either release
         return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
     return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
@@ -179,7 +182,7 @@ def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None
             f"the base's config.json is needed to turn {in_words(checkpoint.namespace)} into PEFT's",
             path=checkpoint.path,
             expected="the adapter's base model",
-            hint="--base takes the model's folder, or a Hub id",
+            hint=Message("{base} takes the model's folder, or a Hub id"),
         )
     place = local(base)
     return replace(checkpoint, config=_model(place if place.exists() else cached_snapshot(base, None), config).config)
@@ -274,7 +277,7 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
         raise UsageError(
             "the adapter records no base model",
             path=adapter.config.path,
-            hint="give it with --base",
+            hint=Message("give it with {base}"),
         )
     path = local(given) if where else Path(given)
     if not path.exists():
@@ -283,18 +286,20 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
                 "base model not found",
                 path=given,
                 found=None if where else f"base_model_name_or_path of {adapter.config.path}",
-                hint="; or, ".join(filter(None, ("give the base's folder with --base", owner_hint(given)))),
+                hint=joined("; or, ", filter(None, (Message("give the base's folder with {base}"), owner_hint(given)))),
             )
         try:
             path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
         except NotFoundError as error:
             if where is None and _is_quantized(given):
-                error.hint = (
-                    f"it is a quantized copy: give the full-precision {_QUANTIZED.sub('', given)}, or what that was "
-                    f"made from, with --base; or fetch it, hf download {given}, and add --dequantize"
+                error.hint = Message(
+                    "it is a quantized copy: give the full-precision {}, or what that was made from, with {base}; or "
+                    "fetch it, hf download {}, and add {dequantize=True}",
+                    _QUANTIZED.sub("", given),
+                    given,
                 )
             else:
-                error.hint = f"{error.hint}; or give the folder of a copy with --base"
+                error.hint = Message("{}; or give the folder of a copy with {base}", error.hint)
             raise
     note = None if accept else _check_identity(adapter.config, path, given)
     base = _model(path, config)
@@ -313,7 +318,7 @@ def check_one_base(adapters: Sequence[Adapter]) -> None:
                 path=path,
                 expected=f"{first}, as {where} has it",
                 found=base,
-                hint="--accept-base merges anyway",
+                hint=Message("{accept_base=True} merges anyway"),
             )
 
 
@@ -325,7 +330,7 @@ def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
 
 
 def _other_base(path: str | Path, expected: str, found: str) -> UsageError:
-    what, hint = "the adapter was trained on another base", "--accept-base merges anyway"
+    what, hint = "the adapter was trained on another base", Message("{accept_base=True} merges anyway")
     return UsageError(what, path=path, expected=expected, found=found, hint=hint)
 
 

@@ -10,6 +10,7 @@ from ckpt.adapters import names
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.commands.merge_lora.find import Adapter
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key
@@ -54,8 +55,8 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
         raise UsageError(
             f"can't add a head to a quantized base: the adapter was trained on {cls.name}",
             path=base.path,
-            hint="give the full-precision model with --base"
-            + ("; or --dequantize" if services.dequantizing.can_dequantize(base) else ""),
+            hint=Message("give the full-precision model with {base}")
+            + (Message("; or {dequantize=True}") if services.dequantizing.can_dequantize(base) else ""),
         )
     return _class_model(base, adapter, cls)
 
@@ -95,7 +96,9 @@ def _class_model(base: Checkpoint, adapter: Adapter, cls: ModelClassProtocol) ->
             fqn=missing[0],
             expected=f"{pluralize(len(shapes), 'tensor')} in {cls.name}",
             found=f"{len(missing)} missing: {_first_of(missing)}",
-            hint=f"transformers initialized it randomly for training: give the {cls.name} from training with --base",
+            hint=Message(
+                "transformers initialized it randomly for training: give the {} from training with {base}", cls.name
+            ),
         )
     counts = model_dtypes(base, None)
     dtype = max(counts, key=lambda one: (counts[one], one.name), default=FLOAT32)

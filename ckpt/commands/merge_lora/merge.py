@@ -24,6 +24,7 @@ from ckpt.adapters.config import BY_LAYER, BY_MODEL, KINDS, LORA, TRAINABLE_TOKE
 from ckpt.adapters.names import AdapterName, parse_name
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message
 from ckpt.commands.merge_lora import base_names, tied
 from ckpt.commands.merge_lora.combine import loaded, require_peft
 from ckpt.commands.merge_lora.effect import Merge, Noted, Update, raw_bytes
@@ -86,7 +87,7 @@ class _Merged:
                 f"torch can't compute this tensor: {error}",
                 path=self.source.file or self.source.of.path,
                 fqn=self.fqn,
-                hint="--workers 1 needs the least memory",
+                hint=Message("{workers=1} needs the least memory"),
             ) from error
         return raw_bytes(merged).data
 
@@ -395,7 +396,7 @@ class _Merge:
                 "can't merge this adapter type into a weight shared by two layers",
                 path=adapter.path,
                 fqn=owner,
-                hint="leave out --as-peft to merge it into its own layer only" if self.as_peft else None,
+                hint=Message("leave out {as_peft=True} to merge it into its own layer only") if self.as_peft else None,
             )
         if owner in self.updates:
             raise UsageError("can't merge this adapter type into a weight adapted twice", path=adapter.path, fqn=owner)
@@ -474,7 +475,7 @@ class _Merge:
                         fqn=owner,
                         expected="the changed base weight in the adapter (save_embedding_layers=True)",
                         found=f"init_lora_weights: {adapter.config.raw.get('init_lora_weights')!r}",
-                        hint="--as-peft writes the same weights as PEFT's merge_and_unload",
+                        hint=Message("{as_peft=True} writes the same weights as PEFT's merge_and_unload"),
                     )
 
     def _tie_copies(self, wanted: Set[str]) -> None:
@@ -546,8 +547,10 @@ class _Merge:
                     fqn=next(iter(self.untied)),
                     expected="the same change to all tied weights",
                     found=f"only one changed: {', '.join([self.base.ties[min(self.untied)], *sorted(self.untied)])}",
-                    hint="--as-peft changes every tied weight, like PEFT's merge_and_unload: the result is not the "
-                    "trained model",
+                    hint=Message(
+                        "{as_peft=True} changes every tied weight, like PEFT's merge_and_unload: the result is not "
+                        "the trained model"
+                    ),
                 )
             declared = services.ties.declared_ties
             for alias in declared(config).keys() - declared(untied or {**config, _TIE: False}).keys():
@@ -801,7 +804,7 @@ class _Merge:
                 fqn=fqn,
                 expected="peft_version, the release used for training",
                 found=repr(adapter.config.raw.get("peft_version")),
-                hint="--peft-version 0.18.1, 0.19.0, or 0.19.1 for later releases",
+                hint=Message("{peft_version=0.18.1}, 0.19.0, or 0.19.1 for later releases"),
             )
         if trained == is_transposed:
             self.by_release.append(fqn)
@@ -820,8 +823,10 @@ class _Merge:
                 fqn=fqn,
                 expected="lora_B_layout: grouped_by_expert or rank_major",
                 found="Unsloth's mark in auto_mapping or README.md, and no lora_B_layout or different ones",
-                hint="--expert-layout unsloth if a version before 2026.9.6 trained it; --expert-layout peft if a later "
-                "version did, or if UNSLOTH_MOE_LORA_MERGED=1 was set",
+                hint=Message(
+                    "{expert_layout=unsloth} if a version before 2026.9.6 trained it; {expert_layout=peft} if a later "
+                    "version did, or if UNSLOTH_MOE_LORA_MERGED=1 was set"
+                ),
             )
         if layout == "grouped_by_expert":
             self.by_expert.append(fqn)
@@ -910,9 +915,9 @@ class _Merge:
             fqn=fqn,
             expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
             found=f"{self.chosen[fqn].dtype}, {method}",
-            hint="give the full-precision model with --base"
+            hint=Message("give the full-precision model with {base}")
             + (
-                "; or use --dequantize to merge into dequantized values"
+                Message("; or use {dequantize=True} to merge into dequantized values")
                 if services.dequantizing.can_dequantize(self.base)
                 else ": this quantization method can't be dequantized here"
             ),
@@ -1015,7 +1020,7 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
         fqn=fqn,
         expected=expected,
         found=found,
-        hint=hint or trained or "give the model from training with --base",
+        hint=hint or trained or Message("give the model from training with {base}"),
     )
 
 

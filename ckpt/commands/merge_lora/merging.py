@@ -13,6 +13,7 @@ from ckpt.base.errors import UsageError
 from ckpt.base.flags import others
 from ckpt.base.sizes import parse_size
 from ckpt.base.type_checks import takes
+from ckpt.base.words import Message
 from ckpt.commands.merge_lora.effect import Merge, MergedModel
 from ckpt.commands.merge_lora.find import check_one_base, open_adapter, open_base
 from ckpt.commands.merge_lora.merge import plan
@@ -55,7 +56,7 @@ def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any])
     ]
     if combining != Combining() and combining.adapter_weights is None:
         raise UsageError(
-            "--combination, --density and --seed say how adapters become one, and go with --adapter-weights",
+            Message("{combination}, {density} and {seed} say how adapters become one, and go with {adapter_weights}"),
             hint="without them, one adapter is merged after the other",
         )
     if not source.accept_base:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from ckpt.base.errors import UsageError
 from ckpt.base.flags import HOW, READ, WRITTEN, Flag, OptionGroup
+from ckpt.base.words import Message
 from ckpt.plan.groups import (
     Cast,
     DequantizeOption,
@@ -29,7 +30,7 @@ def parse_weights(text: str) -> list[float]:
     except ValueError:
         weights = []
     if not weights or not all(map(isfinite, weights)):
-        raise UsageError("--adapter-weights takes numbers with commas between them", found=text)
+        raise UsageError(Message("{adapter_weights} takes numbers with commas between them"), found=text)
     return weights
 
 

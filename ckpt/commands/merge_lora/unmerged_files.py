@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import os
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from ckpt import api
 from ckpt.adapters.names import PREFIX, parse_name
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
 from ckpt.runs.sentence_modules import weights_files
@@ -77,7 +77,7 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
         path=path,
         expected="trained weights in the adapter's own file",
         found=f"{pluralize(len(names), 'tensor')}: {_first_names(names)}" if names else "unreadable tensors",
-        hint=f"--ignore-file {shlex.quote(path.name)} leaves it out{where}",
+        hint=Message("{ignore_files} leaves it out{}", where, ignore_files=[path.name]),
     )
 
 
@@ -90,7 +90,7 @@ def _check_modules(folder: Path, base: Checkpoint, ignored: Collection[str]) -> 
             path=folder,
             expected="modules equal to the base's",
             found=", ".join(path.parent.name for path in lost),
-            hint=f"{' '.join(f'--ignore-file {shlex.quote(path.parent.name)}' for path in lost)} leaves them out",
+            hint=Message("{ignore_files} leaves them out", ignore_files=[path.parent.name for path in lost]),
         )
 
 

@@ -21,6 +21,7 @@ from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.base.results import Returned
 from ckpt.base.text import HUB_ID, pluralize
+from ckpt.base.words import Message
 from ckpt.commands.push.card import CARD, is_ours
 from ckpt.compare import manifest
 from ckpt.compare.manifest import MANIFEST
@@ -83,8 +84,8 @@ class Push:
         if self.create_pr and self.revision is not None:
             raise UsageError(
                 "a pull request is made against the main branch",
-                found=f"--revision {self.revision}",
-                hint="leave out --revision or --create-pr",
+                found=Message("{revision}", revision=self.revision),
+                hint=Message("leave out {revision} or {create_pr=True}"),
             )
 
     def again(self, folder: Path) -> str:
@@ -284,7 +285,7 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
         f"the repository holds {what}: loaders would use only the adapter",
         path=to.repo_id,
         found=found,
-        hint="give another repository with --repo-id, or another branch with --revision",
+        hint=Message("give another repository with {repo_id}, or another branch with {revision}"),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckpt.base.errors import UsageError
 from ckpt.base.text import HUB_ID
+from ckpt.base.words import Message
 from ckpt.commands.push.card import CARD
 from ckpt.move.source import read_file
 from ckpt.runs.file_table import TRAINING_ARGS
@@ -34,13 +35,16 @@ def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
                     return found + suffix
                 without_owner = without_owner or found
     if without_owner is not None:
-        what, hint = "the run records one without its owner", f"give it with --repo-id ORG/{without_owner}{suffix}"
+        what, hint = (
+            "the run records one without its owner",
+            Message("give it with {repo_id}", repo_id=f"ORG/{without_owner}{suffix}"),
+        )
         raise UsageError(f"to which repository? {what}", expected="ORG/NAME", found=without_owner, hint=hint)
     raise UsageError(
         "to which repository? the run does not record one",
         expected=f"hub_model_id in its training arguments ({TRAINING_ARGS}) or Axolotl's config in its {CARD}",
         found=f"none in {', '.join(looked_at)}" if looked_at else f"no {TRAINING_ARGS}",
-        hint="give it with --repo-id ORG/NAME",
+        hint=Message("give it with {repo_id=ORG/NAME}"),
     )
 
 

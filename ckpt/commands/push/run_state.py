@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckpt import api
 from ckpt.base.errors import CkptError, LossError
+from ckpt.base.words import Message
 from ckpt.runs.file_table import TORCH_SUFFIXES
 from ckpt.runs.opening import has_optimizer, holds_optimizer
 from ckpt.runs.unread_files import owner_in_run
@@ -29,7 +30,11 @@ def check_no_run(folder: Path, names: Collection[str]) -> None:
         path=folder,
         expected="a model or an adapter alone",
         found=f"{', '.join(found[:_MAX_SHOWN])}{more}",
-        hint=f"`ckpt convert {folder} {_model_format(folder)}` writes the model alone; --whole-run pushes everything",
+        hint=Message(
+            "`ckpt convert {} {}` writes the model alone; {whole_run=True} pushes everything",
+            folder,
+            _model_format(folder),
+        ),
         code="push-of-a-run",
     )
 

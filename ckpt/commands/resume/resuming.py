@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -32,6 +31,7 @@ from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize, scheme_of
 from ckpt.base.type_checks import check_types
+from ckpt.base.words import Message, keywords_in
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
@@ -67,7 +67,7 @@ from ckpt.state.data_loaders import loader_states
 T = TypeVar("T")
 
 _STAYS = "data position: not converted, {} can't be written; `ckpt convert auto dcp` converts it"
-_MODEL_ONLY = "--model-only continues from the model, with a new optimizer"
+_MODEL_ONLY = Message("{model_only=True} continues from the model, with a new optimizer")
 #: Check larger copies without their tensor data.
 _AFFORDABLE = 4_000_000_000
 
@@ -225,11 +225,11 @@ def _planned(way: _Way, source: Checkpoint | None, config: str | None, layout: L
 
 
 def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None:
-    option = re.match(r"(--optimizer-dtype \w+) (.*)", hint or "")
-    if option is None:
+    option = next((one for one in keywords_in(hint) if one.name == "optimizer_dtype"), None)
+    if hint is None or option is None:
         return hint
-    command = shlex.join(["ckpt", "convert", source.format, format, source.path, *option[1].split()])
-    return f"`{command}` {option[2]}; resume from its output"
+    command = f"{shlex.join(['ckpt', 'convert', source.format, format, source.path])} {option.on_command_line()}"
+    return f"`{command}`{hint.removeprefix(option.on_command_line())}; resume from its output"
 
 
 def _has_saved(path: Path) -> bool:
@@ -344,7 +344,7 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
                 "ckpt doesn't read this trainer's optimizer: its states would be reset",
                 path=path,
                 found=f"{found}, and {unread}",
-                hint=f"resume with the trainer itself, on the same number of ranks; {_MODEL_ONLY}",
+                hint=Message("resume with the trainer itself, on the same number of ranks; {}", _MODEL_ONLY),
             )
         raise LossError(
             "no checkpoint here has an optimizer: its states would be reset",
@@ -387,7 +387,7 @@ def _way(
         raise LossError(
             f"the format {wanted} can't hold this checkpoint's optimizer",
             path=checkpoint.path,
-            hint=f"leave --format out to keep the optimizer; or {_MODEL_ONLY}",
+            hint=Message("leave {format} out to keep the optimizer; or {}", _MODEL_ONLY),
         )
     if not (has_optimizer(checkpoint) and target.carries_optimizer):
         what = wanted if has_optimizer(checkpoint) else checkpoint.path
@@ -419,7 +419,7 @@ def _way(
             "the optimizer's states would be lost: their parameters are unknown",
             path=checkpoint.path,
             found="; ".join(checkpoint.notes),
-            hint=f"resume it unconverted, with the same engine and ranks; or {_MODEL_ONLY}",
+            hint=Message("resume it unconverted, with the same engine and ranks; or {}", _MODEL_ONLY),
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
     source = (checkpoint.path, checkpoint.format)
@@ -509,7 +509,7 @@ def _own_hints(way: _Way, path: Path) -> Iterator[None]:
     except (StorageError, UsageError) as error:
         if os.path.isdir(way.place) or error.what.startswith("another process is writing"):
             error.hint = "another resume is converting this run, or has just finished: start again when it is done"
-        elif "-o" in (error.hint or ""):
+        elif any(one.name == "output" for one in keywords_in(error.hint)):
             command = f"`ckpt convert auto {way.format} {path} -o FOLDER`, with the same options,"
             error.hint = f"the converted checkpoint is kept next to the run; {command} writes elsewhere"
         raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ckpt.base.errors import UsageError
 from ckpt.base.flags import HOW, READ, SHOWN, Flag, Positional
 from ckpt.base.progress import progress
+from ckpt.base.words import Keyword, Message, joined
 from ckpt.commands.drawings import HeatMap
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -83,12 +84,12 @@ def verify(
     api.check_goes_together(a, b, how, sides, run=kind.run, loads=kind.loads, quantized=kind.quantized)
     if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_files:
         others = {
-            "--only": how.only != "all",
-            "--cast": how.cast,
-            "--exact": how.exact,
-            "--run": kind.run,
-            "--quantized": kind.quantized,
-            "--loads": kind.loads,
+            Message("{only}"): how.only != "all",
+            Message("{cast=True}"): how.cast,
+            Message("{exact=True}"): how.exact,
+            Message("{run=True}"): kind.run,
+            Message("{quantized=True}"): kind.quantized,
+            Message("{loads=True}"): kind.loads,
             "--html": bool(page.html),
         }
         _verify_merge(
@@ -96,7 +97,10 @@ def verify(
         )
         return
     if page.html and (b is None or kind.run or kind.quantized):
-        raise UsageError("--html needs two checkpoints", hint="give A and B, without --run and without --quantized")
+        raise UsageError(
+            "--html needs two checkpoints",
+            hint=Message("give A and B, without {run=True} and without {quantized=True}"),
+        )
     if b is None:
         _verify_one(a, kind.loads, as_json, quiet)
         return
@@ -128,13 +132,13 @@ def _verify_merge(
     from ckpt.commands.merge_lora.merge_proof import verify_merge
 
     others += [
-        f"--{name.replace('_', '-')}" for name in ("from_a", "tag_a") if getattr(sides, name) not in ("auto", None)
+        Message("{}", Keyword(name)) for name in ("from_a", "tag_a") if getattr(sides, name) not in ("auto", None)
     ]
     if merged is None or not claimed.adapter or others:
         raise UsageError(
             "--adapter needs a base and a merged model, and no other options",
             expected="ckpt verify BASE MERGED --adapter ADAPTER",
-            found=" ".join(others) or None,
+            found=joined(" ", others) or None,
         )
     with progress(0, "compare", quiet=quiet) as meter:
         report = verify_merge(

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Keyword, Message
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
@@ -185,22 +186,22 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
         if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value not in (None, 1):
             raise UsageError(
                 "Megatron-DeepSpeed pipelines do not support this layout",
-                expected="--tp, --pp, --world-size, the layers per stage and the vocabulary padding",
-                found=f"--{name.replace('_', '-')} {value}",
-                hint=f"leave --{name.replace('_', '-')} out",
+                expected=Message("{tp}, {pp}, {world_size}, the layers per stage and the vocabulary padding"),
+                found=Message("{}", Keyword(name, value)),
+                hint=Message("leave {} out", Keyword.without_value(name, value)),
             )
     source = Grid.of_args(args)
     grid = Grid(options.tp or source.tp, options.pp or source.pp)
     if grid.pp == 1 and (dealt := [name for name in STAGE_ARGS if getattr(options, name)]):
-        flag = f"--{dealt[0].replace('_', '-')}"
-        hint = f"leave {flag} out"
-        raise UsageError("one pipeline stage has all layers", expected="--pp above 1", found=flag, hint=hint)
+        option = Message("{}", Keyword.without_value(dealt[0], getattr(options, dealt[0])))
+        hint = Message("leave {} out", option)
+        raise UsageError("one pipeline stage has all layers", expected=Message("{pp} above 1"), found=option, hint=hint)
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     if any(isinstance(count, int) and count % grid.tp for count in (heads, groups)):
         raise UsageError(
             "the tensor parallel size does not divide the attention heads",
-            expected="heads and query groups that --tp divides",
+            expected=Message("heads and query groups that {tp} divides"),
             found=f"{heads} heads, {groups or heads} query groups, tp {grid.tp}",
         )
     return grid
@@ -209,8 +210,8 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
 def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
     """Return the requested stages, or the source's if their number fits, or balanced ones."""
     if num_layers < grid.pp:
-        what, hint = "the model has fewer layers than pipeline stages", "a smaller --pp"
-        raise UsageError(what, expected=f"--pp {num_layers} or less", hint=hint)
+        what, hint = "the model has fewer layers than pipeline stages", Message("a smaller {pp}")
+        raise UsageError(what, expected=Message("{pp} or less", pp=num_layers), hint=hint)
     even = Stages(num_layers, grid.pp)
     requested = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
     if requested:
@@ -235,8 +236,10 @@ def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> i
         raise UsageError(
             f"{pluralize(num_ranks, 'rank')} do not divide into this layout",
             expected=f"a multiple of TP x PP, {slices}",
-            found=f"--world-size {num_ranks}" if layout.world_size else f"{pluralize(num_ranks, 'rank')} in the source",
-            hint="pass --world-size N",
+            found=Message("{world_size}", world_size=num_ranks)
+            if layout.world_size
+            else f"{pluralize(num_ranks, 'rank')} in the source",
+            hint=Message("pass {world_size=N}"),
         )
     return num_ranks // slices
 
@@ -257,7 +260,7 @@ def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
         raise LossError(
             f"under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and {says}",
             fqn=biases[0],
-            hint="--tp 1",
+            hint=Message("{tp=1}"),
         )
 
 

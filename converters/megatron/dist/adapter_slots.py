@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.base.errors import CorruptError, UsageError
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
@@ -43,7 +44,7 @@ class AdapterSlot:
             if rank and alpha:
                 return cls(number, rank, int(alpha) if alpha == int(alpha) else alpha)
         raise UsageError(
-            "--adapter-slot takes a slot with its rank and its alpha",
+            Message("{adapter_slot} takes a slot with its rank and its alpha"),
             expected="SLOT:RANK:ALPHA, for example 1:8:16",
             found=text or "nothing",
         )
@@ -72,8 +73,12 @@ def select_slot(checkpoint: Checkpoint, requested: str | None, folder: Path) -> 
             path=folder,
             expected="a slot in this run, with its own rank and alpha",
             found=f"{MULTIS_CLASS}, with {found}",
-            hint=f"use --adapter-slot {example} with convert or merge-lora for slot {first}, with the alpha "
-            "given to `init_adapter_slot`",
+            hint=Message(
+                "use {adapter_slot} with convert or merge-lora for slot {}, with the alpha given to "
+                "`init_adapter_slot`",
+                first,
+                adapter_slot=example,
+            ),
         )
     tensors = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
@@ -94,7 +99,7 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
             f"no slot in this run has rank {slot.rank}",
             path=run.path,
             expected=f"a rank up to {run.dim}",
-            found=f"--adapter-slot {slot.number}:{slot.rank}:{slot.alpha}",
+            found=Message("{adapter_slot}", adapter_slot=f"{slot.number}:{slot.rank}:{slot.alpha}"),
         )
     shapes = checkpoint.shapes
     links, padding = [], {}
@@ -118,7 +123,7 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
             path=checkpoint.path,
             expected=f"rank {slot.rank}",
             found=_described(slot.number, factors),
-            hint=f"--adapter-slot {slot.number}:{rank}:ALPHA; alpha is divided by the rank",
+            hint=Message("{adapter_slot}; alpha is divided by the rank", adapter_slot=f"{slot.number}:{rank}:ALPHA"),
         )
     relation = Relation(tuple(links), shapes, {link.b: link.b_box.sizes for link in links}, a_padding=padding)
     alone = replace(run, kind="lora", dim=slot.rank, alpha=slot.alpha)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
@@ -52,7 +53,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     options = layout.read(MegatronOptions)
     tp = options.tp or known.tp
     if known.has_magnitudes and tp > 1:
-        raise UsageError("DoRA is written for tensor parallel size 1", path=checkpoint.path, hint="--tp 1")
+        raise UsageError("DoRA is written for tensor parallel size 1", path=checkpoint.path, hint=Message("{tp=1}"))
     if known.expert_dim not in (None, known.dim):
         raise UsageError(
             "expert adapters and other adapters must have the same rank",
@@ -66,7 +67,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         raise UsageError(
             "adapters with a factor shared by experts need expert tensor parallel size 1",
             path=checkpoint.path,
-            hint="--etp 1",
+            hint=Message("{etp=1}"),
         )
     chosen = choices(checkpoint, layout.dtype)
     folder = iteration_folder(checkpoint.state.step)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt.base.errors import NotFoundError, UsageError
+from ckpt.base.words import Message
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
@@ -84,7 +85,11 @@ class MegatronDist(Format):
         if form == TORCH_DIST:
             return write.lay_out(checkpoint, layout)
         if checkpoint.is_adapter:
-            raise UsageError(f"{form} can't hold an adapter", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}")
+            raise UsageError(
+                f"{form} can't hold an adapter",
+                path=checkpoint.path,
+                hint=Message("{ckpt_format}", ckpt_format=TORCH_DIST),
+            )
         if form == NEMO:
             return nemo.lay_out(checkpoint, layout)
         return plain_write.lay_out(checkpoint, layout, form)

@@ -32,6 +32,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import ChunkedTensor
@@ -305,7 +306,7 @@ def _check_experts(reading: DistReading) -> None:
             "grouped GEMM's weights",
             path=reading.folder,
             fqn=legacy,
-            hint="--expert-model-parallel-size 1, or another --ckpt-format",
+            hint=Message("--expert-model-parallel-size 1, or another {ckpt_format}"),
         )
 
 

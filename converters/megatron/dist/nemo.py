@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.words import Message
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.move.files import confined, translate_os_errors
@@ -90,8 +91,11 @@ def _context(checkpoint: Checkpoint) -> Path:
         path=checkpoint.path,
         expected=f"{CONTEXT}/{IO} and {CONTEXT}/{MODEL}",
         found="no folder with both",
-        hint=f"--config takes the {CONTEXT} folder from a NeMo checkpoint (llm.import_ckpt makes one from the "
-        "base model), with config.json beside it",
+        hint=Message(
+            "{config} takes the {} folder from a NeMo checkpoint (llm.import_ckpt makes one from the base model), "
+            "with config.json beside it",
+            CONTEXT,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import Brief
+from ckpt.base.words import Keyword, Message, joined
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import SourceTensor, Writing, flatten
 from ckpt.containers.torchfile.values import Record
@@ -51,8 +52,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
         raise UsageError(
             f"{form} needs tensor, pipeline and expert parallel size 1",
             expected="sizes of 1",
-            found=", ".join(f"--{name} {value}" for name, value in requested.items()),
-            hint="leave these out, or --ckpt-format torch_dist",
+            found=joined(", ", (Message("{}", Keyword(name, value)) for name, value in requested.items())),
+            hint=Message("leave these out, or {ckpt_format=torch_dist}"),
         )
     ones = Layout(layout.dtype, layout.max_shard_size, layout.world_size, {**layout.options, **dict.fromkeys(_AXES, 1)})
     model = describe_model(checkpoint, ones)
@@ -126,18 +127,18 @@ def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tupl
             path=model.checkpoint.path,
             expected="optimizer states, and random states from one stage and one tensor parallel rank",
             found="no optimizer" if not model.has_optimizer else "no matching random states",
-            hint="--ckpt-format torch_dist",
+            hint=Message("{ckpt_format=torch_dist}"),
         )
     if model.checkpoint.facts_of(MegatronFacts).own_module_order:
         raise LossError(
             f"{OTHER_ORDER}, and the optimizer identifies parameters only by their order",
-            hint="--ckpt-format torch_dist",
+            hint=Message("{ckpt_format=torch_dist}"),
         )
     if model.tied:
         raise LossError(
             "Megatron-LM's --use-torch-fsdp2 needs a model with untied embeddings",
             path=model.checkpoint.path,
-            hint="--ckpt-format torch_dist",
+            hint=Message("{ckpt_format=torch_dist}"),
         )
     for one in chunk.tensors:
         choice = model.chosen[one.fqn]
@@ -166,7 +167,7 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
                 fqn=one.fqn,
                 expected="bfloat16 or float16",
                 found=choice.dtype,
-                hint="--dtype bf16, or --ckpt-format torch_dist",
+                hint=Message("{dtype=bf16}, or {ckpt_format=torch_dist}"),
             )
         kept = (one.fqn, MASTER)  # also without states: SGD, or before the first step
         master = kept if kept in model.checkpoint.tensors else choice.key

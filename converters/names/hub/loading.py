@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ckpt.base.words import Message
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.tensors import Shape
 from ckpt.runs.sentence_modules import MODULES, WITH_WEIGHTS
@@ -37,7 +38,7 @@ def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = 
         return LoadCheck(False, why="the names and the config are OLMo-core's", hint=hint)
     if not names_architecture(config):
         why = "config.json has no model_type and no architectures"
-        return LoadCheck(False, why=why, hint="--config ORG/NAME takes the trained model's config")
+        return LoadCheck(False, why=why, hint=Message("{config=ORG/NAME} takes the trained model's config"))
     if any(name.startswith(PEFT) for name in shapes):
         return LoadCheck(False, why="the names belong to a model with PEFT adapters")
     if differ := tables_differ(config, shapes):

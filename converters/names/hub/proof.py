@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, LossError, UnknownArchitectureError, UsageError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message
 from ckpt.plan.tensors import Shape
 from converters.names.families import composites, encoders
 from converters.names.families import tables as families
@@ -23,7 +24,7 @@ from converters.names.hub import diffusers_models, save_pretrained
 from converters.names.transformers.tables import declared
 from converters.quantized.parts import UNKNOWN_SHAPE
 
-OWN_NAMES = "--names own keeps every tensor's own name"
+OWN_NAMES = Message("{names=own} keeps every tensor's own name")
 #: TRL's value head: TRL reads it, and `from_pretrained` skips it.
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 PEFT = "base_model.model."
@@ -257,7 +258,7 @@ def _unknown(config: Mapping[str, Any], path: str) -> UnknownArchitectureError:
         path=path,
         expected="an architecture known to ckpt" + (f" or to {library}" if is_available else ""),
         found=_described(config),
-        hint=f"{ways_to_compare(config)}; {OWN_NAMES}",
+        hint=Message("{}; {}", ways_to_compare(config), OWN_NAMES),
     )
 
 
@@ -267,7 +268,7 @@ def _other_class(config: Mapping[str, Any], path: str) -> UsageError:
         path=path,
         expected=f"a class of {config.get('model_type')!r}",
         found=_described(config),
-        hint=f"does the config belong to this checkpoint? {OWN_NAMES}",
+        hint=Message("does the config belong to this checkpoint? {}", OWN_NAMES),
     )
 
 
@@ -306,11 +307,12 @@ def _hint(shapes: Mapping[str, Shape], differ: Differences) -> str:
     if any(name.startswith(PEFT) for name in shapes):
         return (
             "this is a model with PEFT adapters: `ckpt merge-lora PATH` merges them into the base, "
-            f"`ckpt convert auto peft PATH` takes them out; {OWN_NAMES}"
+            "`ckpt convert auto peft PATH` takes them out; " + OWN_NAMES
         )
     if not differ.extra and not differ.shapes:
-        return (
-            "--complete-from BASE takes the missing tensors from the trained base model; or use a config.json "
-            f"without these parts; {OWN_NAMES}"
+        return Message(
+            "{complete_from=BASE} takes the missing tensors from the trained base model; or use a config.json "
+            "without these parts; {}",
+            OWN_NAMES,
         )
-    return f"does the config belong to this checkpoint? {OWN_NAMES}"
+    return Message("does the config belong to this checkpoint? {}", OWN_NAMES)

@@ -26,6 +26,7 @@ from ckpt.adapters import names as peft
 from ckpt.adapters.config import AdapterConfig, parse_config, settings_of
 from ckpt.base.errors import CorruptError, LossError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import MEGATRON, OWN, Checkpoint, Layout
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
@@ -183,7 +184,7 @@ class Modules:
             found=found,
             hint=f"the run's config says: it was trained on {run.base}"
             if run.base
-            else "give the base model it was trained on: --base in merge-lora, --config in convert",
+            else Message("give the base model it was trained on: {base} in merge-lora, {config} in convert"),
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
@@ -160,7 +161,9 @@ def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Non
             path=checkpoint.path,
             expected=f"mtp_num_layers {count}",
             found=pluralize(len(found), "multi-token prediction layer"),
-            hint="is the checkpoint complete? --accept-setting mtp_num_layers ignores the setting",
+            hint=Message(
+                "is the checkpoint complete? {accept_settings} ignores the setting", accept_settings=["mtp_num_layers"]
+            ),
         )
 
 

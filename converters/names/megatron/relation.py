@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -139,7 +140,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         raise LossError(
             "the checkpoint has multi-token prediction layers, but the config declares no multi-token prediction",
             fqn=next(name for name in shapes if name.startswith("mtp.")),
-            hint="give a config.json with num_nextn_predict_layers to --config" if table.prediction else None,
+            hint=Message("give a config.json with num_nextn_predict_layers to {config}") if table.prediction else None,
         )
     padded = shapes.get(EMBEDDING, (sizes.dims["v"],))[0]
     if padded < sizes.dims["v"]:
@@ -212,10 +213,10 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     vocabulary = _vocabulary(checkpoint, args)
     if requested and vocabulary is None:
         raise UsageError(
-            "--make-vocab-size-divisible-by needs the vocabulary size, but it is unknown",
+            Message("{make_vocab_size_divisible_by} needs the vocabulary size, but it is unknown"),
             fqn=EMBEDDING,
             found=f"{pluralize(stored, 'row')}, padding included",
-            hint="give the model's config.json with --config",
+            hint=Message("give the model's config.json with {config}"),
         )
     if vocabulary is not None and (requested or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
         padded = padded_vocab_size(vocabulary, requested or multiple, new_tp)
@@ -227,7 +228,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             fqn=EMBEDDING,
             expected=f"a multiple of {new_tp}",
             found=f"{pluralize(stored, 'row')}, vocabulary size {vocabulary or 'unknown'}",
-            hint=None if vocabulary else "give the model's config.json with --config",
+            hint=None if vocabulary else Message("give the model's config.json with {config}"),
         )
     args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": requested} if requested else {})
     state = replace(checkpoint.state, args=args)
@@ -328,7 +329,7 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
             path=checkpoint.path,
             expected=f"one value for {' and '.join(stated)}",
             found=", ".join(f"{name} {value}" for name, value in stated.items()),
-            hint="remove the wrong one from a copy of config.json, and give the copy's folder with --config",
+            hint=Message("remove the wrong one from a copy of config.json, and give the copy's folder with {config}"),
         )
     return table, sizes
 
@@ -433,7 +434,7 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
             "Megatron has no place for quantized weights",
             fqn=quantized,
             expected="weights in bf16, fp16 or fp32",
-            hint="use --dequantize for quantized weights",
+            hint=Message("use {dequantize=True} for quantized weights"),
         )
 
 

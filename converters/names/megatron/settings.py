@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message, joined
 from converters.names.megatron import rotary_settings
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
@@ -190,7 +191,6 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
         f"{name} {_short(value)}" + ("" if name in known else " (unknown to ckpt)") for name, value in found.items()
     ]
     shown = parts[:_MOST] + ([f"and {len(parts) - _MOST} more"] if len(parts) > _MOST else [])
-    options = " ".join(f"--accept-setting {name}" for name in found)
     order = ROUTED_BLOCK in found or SHARED_BLOCK in found
     return LossError(
         "the model's config can't hold some recorded settings, and they "
@@ -199,8 +199,11 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
         path=path,
         expected="settings supported by the config, or without effect",
         found=", ".join(shown),
-        hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, merge-lora, verify, diff, "
-        "hash and mount"
+        hint=Message(
+            "{accept_settings} ignores {}, in ckpt convert, merge-lora, verify, diff, hash and mount",
+            "it" if len(found) == 1 else "them",
+            accept_settings=[*found],
+        )
         + ("; Megatron-Bridge saves rows either in blocks or in order, without recording the choice" if order else ""),
     )
 
@@ -213,7 +216,9 @@ def check_aliases(recorded: Mapping[str, Any], path: str) -> None:
             path=path,
             expected=f"one value for {' and '.join(stated)}",
             found=", ".join(f"{name} {_short(value)}" for name, value in stated.items()),
-            hint=" or ".join(f"--accept-setting {name.partition('.')[0]}" for name in stated)
+            hint=joined(
+                " or ", (Message("{accept_settings}", accept_settings=[name.partition(".")[0]]) for name in stated)
+            )
             + " ignores the wrong one",
         )
 

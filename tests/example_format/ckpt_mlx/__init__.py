@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt.base.words import Message
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import parse_index, read_weights, weight_files
 from ckpt.errors import LossError, UsageError
@@ -96,11 +97,17 @@ class Mlx(Format):
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         stem = layout.read(MlxOptions).mlx_stem
         if not re.fullmatch(r"model[\w.-]*", stem):
-            raise UsageError("mlx_lm would not load these files", found=f"--mlx-stem {stem}", expected="model...")
+            raise UsageError(
+                "mlx_lm would not load these files", found=Message("{mlx_stem}", mlx_stem=stem), expected="model..."
+            )
         kept = services.ties.kept_names(checkpoint)
         chosen = {kept.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
         if quantized := services.quantization.quantized_weights(checkpoint).parts:
-            raise LossError("MLX quantizes in its own way", fqn=min(quantized), hint="--dequantize makes plain weights")
+            raise LossError(
+                "MLX quantizes in its own way",
+                fqn=min(quantized),
+                hint=Message("{dequantize=True} makes plain weights"),
+            )
         files, places = weight_files(chosen, stem, {"format": NAME}, layout.max_shard_size)
         total = {"total_size": sum(slot.extent.nbytes for file in files for slot in file.slots)}
         index = json.dumps({"metadata": total, "weight_map": dict(sorted(places.items()))}, indent=4).encode()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import AXES
 
 # -- axes ----------------------------------------------------------------------------------------------------
@@ -62,16 +63,16 @@ class Grid:
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(
                 "a virtual pipeline needs a pipeline",
-                expected="--pp above 1",
-                found=f"--vpp {self.vpp} with --pp 1",
-                hint="give --pp, or leave --vpp out",
+                expected=Message("{pp} above 1"),
+                found=Message("{vpp} with {pp=1}", vpp=self.vpp),
+                hint=Message("give {pp}, or leave {vpp} out"),
             )
         if self.tp % self.etp or self.ranks_in_stage % self.tp or self.ranks_in_stage % (self.etp * self.ep):
             raise UsageError(
                 "expert and tensor parallel ranks do not fit each other",
-                expected="an --etp dividing --tp, and tp dividing etp * ep or the reverse",
+                expected=Message("an {etp} dividing {tp}, and tp dividing etp * ep or the reverse"),
                 found=f"tp {self.tp}, ep {self.ep}, etp {self.etp}",
-                hint="another --etp" if self.tp % self.etp else "another --ep or --etp",
+                hint=Message("another {etp}") if self.tp % self.etp else Message("another {ep} or {etp}"),
             )
 
     @property
@@ -103,7 +104,7 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
 def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
     if num_experts % grid.ep:
         what = f"{pluralize(num_experts, 'expert')} do not divide among {grid.ep} expert parallel ranks"
-        raise UsageError(what, hint="another --ep")
+        raise UsageError(what, hint=Message("another {ep}"))
     count = num_experts // grid.ep
     return range(ep * count, (ep + 1) * count)
 
@@ -181,7 +182,7 @@ class Stages:
                 "the pipeline layout has the wrong number of stages",
                 expected=len(chunks),
                 found=len(self.layout),
-                hint="--pp times --vpp must equal the stage count",
+                hint=Message("{pp} times {vpp} must equal the stage count"),
             )
         if self.layout is not None and not _is_in_order([kind for stage in self.layout for kind in stage]):
             raise UsageError(
@@ -201,8 +202,10 @@ class Stages:
                 f"{pluralize(self.num_layers, 'layer')} can't be split into {stages}",
                 expected="a layer count (with embedding and loss if requested) divisible evenly",
                 found=self._uneven_options(),
-                hint="use another --pp, or set --decoder-first-pipeline-num-layers and "
-                "--decoder-last-pipeline-num-layers",
+                hint=Message(
+                    "use another {pp}, or set {decoder_first_pipeline_num_layers} and "
+                    "{decoder_last_pipeline_num_layers}"
+                ),
             )
         return self
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.tensors import Box, Shape, whole
 from converters.names.megatron.model.spelling import is_expert, is_outside_language_model
 
@@ -85,7 +86,7 @@ class GateBlocks:
                     f"the argument {name} is not a row count",
                     expected="a positive integer, or nothing",
                     found=repr(size),
-                    hint=f"--accept-setting {name} ignores it: all gate rows come first then",
+                    hint=Message("{accept_settings} ignores it: all gate rows come first then", accept_settings=[name]),
                 )
         return cls(sizes.get(ROUTED_BLOCK), sizes.get(SHARED_BLOCK))
 
@@ -210,7 +211,7 @@ def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box
             "a rank's gate and up rows do not divide into alternating blocks",
             expected=f"gate rows on each tensor parallel rank divisible by {block}",
             found=f"{pluralize(rows, 'gate row')}",
-            hint="another --etp (experts) or --tp (shared experts)" if rows * size % block == 0 else None,
+            hint=Message("another {etp} (experts) or {tp} (shared experts)") if rows * size % block == 0 else None,
         )
     for start in range(0, rows, block):
         for section in sections:
