@@ -20,7 +20,6 @@ from ckpt.move.json_files import read_object
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
 
-CONFIG = "adapter_config.json"
 #: verl's substitute next to rank files (verl 0.9.1, `utils/checkpoint/lora_metadata.py`). verl's LoRA has no other
 #: settings except the layers.
 VERL_META = "lora_train_meta.json"
@@ -217,7 +216,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def find_config(folders: Iterable[str | Path]) -> Path | None:
     """Return the nearest `adapter_config.json` or verl's substitute."""
     for folder in map(Path, folders):
-        for name in (CONFIG, VERL_META):
+        for name in (names.ADAPTER_CONFIG, VERL_META):
             if (folder / name).exists():
                 return confined(folder, name)
     return None
@@ -229,7 +228,7 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
     if path is not None:
         return path
     raise NotFoundError(
-        f"there is no {CONFIG}, and the weights don't record alpha or other options",
+        f"there is no {names.ADAPTER_CONFIG}, and the weights don't record alpha or other options",
         path=checkpoint.path,
         hint=Message("give the folder with the adapter's config with {config}"),
     )

@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
 
+ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.adapters.config import CONFIG as ADAPTER
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError
 from ckpt.base.text import one_line
 from ckpt.move.json_files import parse_json
@@ -66,7 +66,7 @@ def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
     folders = [Path(folder) for folder in side.run_folders]
     own = Path(side.path)
     found = companions(folders)
-    places = {name: own / name for name in (ADAPTER, *_model_files(side, own))}
+    places = {name: own / name for name in (ADAPTER_CONFIG, *_model_files(side, own))}
     if config := find_config(folders):
         places[CONFIG] = config
     return {name: read_file(path) for name, path in places.items() if path.is_file()} | found

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
 from ckpt.base.words import joined
 from ckpt.move.listing import folders_in, names_in

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError, shown
 from ckpt.base.text import did_you_mean, pluralize
 from ckpt.base.words import Keyword, Message, joined

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckpt.adapters.config import CONFIG as ADAPTER
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, printable
 from ckpt.containers.safetensors import read_header
 from ckpt.move.listing import entries_in, names_in
@@ -120,7 +120,7 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
         if name in modules:
             yield UnreadFile(f"{name}/", OTHER, "a module of sentence-transformers")
             continue
-        if (root / name / ADAPTER).is_file():
+        if (root / name / ADAPTER_CONFIG).is_file():
             yield UnreadFile(f"{name}/", OTHER, "another adapter")
             continue
         found = judged(_listed(root, name), (), partial(_ends_in, root))

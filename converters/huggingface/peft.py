@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.adapters import names as adapter
-from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.adapters.config import is_of_mlx, settings_of
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize

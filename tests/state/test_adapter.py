@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.adapters.config import CONFIG, parse_config
-from ckpt.adapters.names import parse_name
+from ckpt.adapters.config import parse_config
+from ckpt.adapters.names import ADAPTER_CONFIG, parse_name
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_patterns_match_as_pefts_do() -> None:
     config = parse_config({"peft_type": "LORA", "r": 8, "rank_pattern": patterns}, Path("adapter_config.json"))
     for key in ("model.layers.0.q_proj", "model.layers.1.k_proj", "x.mlp.up_proj", "xmlp.up_proj", "my_q_proj"):
         assert config.rank_of(key) == patterns.get(get_pattern_key(patterns, key), 8)
-    assert CONFIG == "adapter_config.json"
+    assert ADAPTER_CONFIG == "adapter_config.json"

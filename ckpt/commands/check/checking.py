@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt.adapters import services as adapter_services
-from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.adapters.config import KINDS
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import (
     CkptError,
     CorruptError,

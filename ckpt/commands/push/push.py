@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.base.results import Returned
 from ckpt.base.text import HUB_ID, pluralize

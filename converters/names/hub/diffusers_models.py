@@ -9,10 +9,12 @@ import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError
-from converters.names.families.rows import Saved
+
+if TYPE_CHECKING:
+    from converters.names.families.rows import Saved
 
 #: File name without its suffix, and transformers' one.
 STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
@@ -40,6 +42,8 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     if name is None or not is_available():
         return None
     import torch
+
+    from converters.names.families.rows import Saved
 
     diffusers: Any = import_module("diffusers")
     cls: Any = getattr(diffusers, name, None)
