@@ -23,8 +23,8 @@ from converters.gguf.blocks import CHUNKS, whole_rows
 from converters.gguf.facts import GgufFacts
 from converters.gguf.types import F16, F32, MXFP4, PLAIN, Q8_0, TYPE_BY_NAME, GgmlType
 
-#: Numbers whose temporaries fit the processor's cache.
-_STEP = 1 << 18
+#: Numbers read at once. With fewer, threads wait for the interpreter's lock.
+_STEP = 1 << 19
 #: Largest float16 number.
 _MAX_SCALE = 65504
 _IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")

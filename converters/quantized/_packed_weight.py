@@ -23,8 +23,8 @@ from converters.quantized.blocks import spans
 
 #: Elements computed at a time, in steps.
 ELEMENTS = 1 << 21
-#: A step's temporaries fit the processor's cache.
-STEP = 1 << 18
+#: With smaller steps, threads wait for the interpreter's lock.
+STEP = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,52 +176,57 @@ def _scale_factors(largest: NDArray) -> NDArray:
     return factors
 
 
-#: In bfloat16: a mantissa's bits, and maxima for `_table`. Others lead to subnormal numbers.
+#: In bfloat16: a mantissa's bits, and maxima for `_tables`. Others lead to subnormal numbers.
 _MANTISSA, _LEAST, _MOST = 0x7F, 24 << 7, 253 << 7
 _OCTAVES = 20  # a number smaller by a factor of 2 ** 19 becomes zero
+#: Entries of a table before the maximum's exponent, and all.
+_BEFORE, _LENGTH = 1 << 15, 3 << 15
 
 
 def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
-    """Look up whole blocks of bfloat16 numbers, with the bits of `_quantized_rows`."""
+    """Look up whole blocks of bfloat16 numbers, with the bits of `_quantized_rows`.
+
+    Each call of numpy takes all blocks: after a short one, threads wait for the interpreter's lock.
+    """
     num_columns = bits.shape[1]
     if len(bits) % _SIZE or num_columns % _SIZE:
         return None
-    codes, scales = np.empty(bits.shape, np.uint8), np.empty((len(bits) // _SIZE, num_columns // _SIZE), np.float32)
-    index = np.empty((_SIZE, _SIZE), np.uint16)
-    for number, start in enumerate(range(0, len(bits), _SIZE)):
-        rows, found = bits[start : start + _SIZE], codes[start : start + _SIZE]
-        sizes = rows & np.uint16(0x7FFF)
-        for half in (64, 32, 16, 8, 4, 2, 1):
-            np.maximum(sizes[:half], sizes[half : 2 * half], out=sizes[:half])
-        largest = np.maximum.reduceat(sizes[0], np.arange(0, num_columns, _SIZE))
-        if ((largest >= _MOST) | (largest < _LEAST) & (largest != 0)).any():
-            return None
-        for block, one in enumerate(largest.tolist()):
-            columns = slice(block * _SIZE, (block + 1) * _SIZE)
-            np.subtract(rows[:, columns], np.uint16(one & ~_MANTISSA), out=index)
-            found[:, columns] = _table(one & _MANTISSA).take(index)
-        scales[number] = np.float32(1) / _scale_factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
-    return [codes, scales]
+    sizes = bits.reshape(-1, _SIZE, num_columns) & np.uint16(0x7FFF)
+    for half in (64, 32, 16, 8, 4, 2, 1):
+        np.maximum(sizes[:, :half], sizes[:, half : 2 * half], out=sizes[:, :half])
+    largest = np.maximum.reduceat(sizes[:, 0], np.arange(0, num_columns, _SIZE), axis=1)
+    if ((largest >= _MOST) | (largest < _LEAST) & (largest != 0)).any():
+        return None
+    starts = largest.astype(np.intp)
+    starts = (starts & _MANTISSA) * _LENGTH + _BEFORE - (starts & ~_MANTISSA)
+    index = np.add(bits.reshape(-1, _SIZE, num_columns // _SIZE, _SIZE), starts[:, None, :, None])
+    codes = np.empty(bits.shape, np.uint8)
+    _tables().take(index.reshape(bits.shape), out=codes, mode="clip")  # "raise" would copy the codes
+    factors = _scale_factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    return [codes, np.float32(1) / factors]
 
 
 @cache
-def _table(mantissa: int) -> NDArray:
-    """Return codes of all bfloat16 numbers if the maximum has this mantissa.
+def _tables() -> NDArray:
+    """Return codes of all bfloat16 numbers, one table after the other for each mantissa of the maximum.
 
-    The index is a number's bits, minus the bits of the maximum's exponent, modulo 2 ** 16.
+    The index in a table is a number's bits, minus the bits of the maximum's exponent, plus `_BEFORE`.
     """
-    index = np.arange(-_OCTAVES << 7, 1 << 7).astype(np.uint16)
-    one = np.uint16(E8M0_BIAS << 7)
-    largest, values = (
-        ((bits + one).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        for bits in (np.array([mantissa], np.uint16), index)
-    )
-    found = e4m3_bytes(values * _scale_factors(largest))
-    sign = np.uint16(0x8000)
-    table = np.zeros(1 << 16, np.uint8)
-    table[256 : sign + 128] = 0x80
-    table[index], table[index + sign] = found, found | 0x80
-    return table
+    tables = np.zeros((_MANTISSA + 1, _LENGTH), np.uint8)
+    sizes = np.arange(-_OCTAVES << 7, 1 << 7)
+    values = _as_fp32(sizes)
+    sign, end = 1 << 15, 1 << 7
+    tables[:, _BEFORE + 256 : _BEFORE + sign + end] = 0x80
+    for mantissa, table in enumerate(tables):
+        found = e4m3_bytes(values * _scale_factors(_as_fp32(np.array([mantissa]))))
+        table[_BEFORE + sizes] = found
+        table[_BEFORE + sign + sizes] = found | 0x80
+    return tables.reshape(-1)
+
+
+def _as_fp32(steps: NDArray) -> NDArray:
+    """Return the bfloat16 numbers so many steps above 1."""
+    return ((steps + (E8M0_BIAS << 7)).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 _RULE = "transformers 5.23 Fp8Quantize: a block's numbers times 448 / maximum, in fp32; ties to even"
