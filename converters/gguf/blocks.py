@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: Types with known values, and elements computed at once.
-CHUNKS = {Q8_0: 1 << 22, MXFP4: 1 << 18}
+CHUNKS = {Q8_0: 1 << 21, MXFP4: 1 << 18}
 #: FP4's values, doubled like in ggml. Minus zero is zero.
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 #: Bytes of the scale, and the byte for numbers that are 1.
