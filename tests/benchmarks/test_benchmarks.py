@@ -35,7 +35,7 @@ def test_digests_are_compared_with_what_there_is(
 
 
 #: Recorded sections, by name, and their models' layers.
-RECORDED = {name: SECTIONS[name] for name in ("zero", "cold", "reshard", "dcp", "lora", "megatron")}
+RECORDED = {name: SECTIONS[name] for name in ("zero", "cold", "reshard", "dcp", "lora", "megatron", "quantized")}
 NUM_LAYERS = 28
 _FACTORS = re.compile(r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\) x ")
 _ROW = re.compile(r"(.+?)(?: +\d+\.\d\d){4} +\d+(?:  (.+))?")
