@@ -43,7 +43,8 @@ _HARMLESS = (
 )
 #: Complete models from transformers, diffusers, PEFT, Accelerate and Mistral.
 _WEIGHTS = re.compile(
-    r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|diffusion_pytorch_model|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
+    r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|diffusion_pytorch_model|adapter_model|pytorch_lora_weights|consolidated)"
+    r"(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
 _NAMED = {

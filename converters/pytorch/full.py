@@ -113,7 +113,7 @@ _OTHERS = (
     "common.pt",
     "*train_state.pt",
 )
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "pytorch_lora_weights.safetensors")
 #: Skip torch files next to Accelerate's sharded folder or an adapter.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}

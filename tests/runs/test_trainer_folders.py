@@ -98,6 +98,39 @@ def test_a_broken_step_of_diffusers(
         api.open(step)
 
 
+def test_a_lora_of_diffusers_is_whole_and_named(copied: Callable[[str], Path]) -> None:
+    run = copied("diffusers-lora")
+    for place, steps in ((run, 2), (run / "checkpoint-2", 1)):
+        checked = ckpt("check", place)
+        assert checked.code == 0 and checked.out.count(": whole (hf") == steps, checked.out
+        assert "optimizer.bin: not read: the run's optimizer" in checked.out
+        refused = ckpt("convert", "auto", "hf", place, "-o", run.with_name("out"))
+        assert refused.code == 2 and "an adapter with names from diffusers" in refused.err, refused.err
+        assert "load_lora_weights, fuse_lora" in refused.err
+        assert ckpt("resume", place).code == 6
+
+
+LORA = "pytorch_lora_weights.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("file", "act", "said"),
+    [
+        (LORA, Path.unlink, "only optimizer states"),
+        (LORA, halve, f"{LORA}: the file ends within its header"),
+        ("more.pt", stray, "more.pt: not read"),
+    ],
+)
+def test_a_broken_step_of_a_lora_of_diffusers(
+    copied: Callable[[str], Path], file: str, act: Callable[[Path], object], said: str
+) -> None:
+    step = copied("diffusers-lora") / "checkpoint-2"
+    act(step / file)
+    for place in (step, step.parent):
+        checked = ckpt("check", place)
+        assert checked.code == 4 and said in checked.out, checked.out
+
+
 def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str], Path]) -> None:
     run = copied("diffusers")
     shutil.rmtree(run / "checkpoint-2" / "unet_ema")
