@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -270,6 +270,15 @@ class CopyBatch:
                     write_all(output.descriptor, slab.content.data, slab.start)
 
 
+@runtime_checkable
+class InParts(Protocol):
+    """Computed content that also comes in consecutive parts."""
+
+    def __call__(self) -> memoryview: ...
+
+    def parts(self) -> Iterator[memoryview]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedBatch(CopyBatch):
     """Copies of bytes from `content`. `room` reserves memory in the meantime."""
@@ -279,6 +288,9 @@ class ComputedBatch(CopyBatch):
 
     def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
         with self.room:
+            if isinstance(self.content, InParts) and all(copy.is_span for copy in self.copies):
+                yield from self._write(self.content.parts(), output)
+                return
             computed = self.content()
             for copy in self.copies:
                 bits = in_shape(np.frombuffer(computed, np.uint8)[copy.source.offset : copy.source.end], copy.source)
@@ -286,6 +298,18 @@ class ComputedBatch(CopyBatch):
                 with translate_os_errors(output.name), output.writing:
                     _write_bits(output.descriptor, copy.target, bits)
                 yield copy.target.nbytes
+
+    def _write(self, parts: Iterator[memoryview], output: OpenTarget) -> Iterator[int]:
+        at = 0
+        for part in parts:
+            for source, target in ((copy.source, copy.target) for copy in self.copies):
+                start, stop = max(at, source.offset), min(at + len(part), source.end)
+                if start < stop:
+                    place = target.offset + start - source.offset
+                    with translate_os_errors(output.name), output.writing:
+                        write_all(output.descriptor, part[start - at : stop - at], place)
+                    yield stop - start
+            at += len(part)
 
 
 def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ckpt.commands.merge_lora import arithmetic
 from ckpt.commands.merge_lora import find as adapters
 from ckpt.commands.merge_lora import merge as lora
 from ckpt.errors import UsageError
@@ -304,6 +305,25 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
         torch.testing.assert_close(logits, stored["logits"].float(), rtol=2e-2, atol=2e-2)  # the live, unmerged model
         assert ckpt("verify", "--loads", folder).code == 0
         tables[TABLE][f"out of a {job['strategy']} run"]["llama"] = f"{equal}/{len(theirs)} (14)"
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 1000])
+def test_rows_are_merged_one_after_another(
+    at_once: int, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have PEFT's bits, also if a tensor is cut at its end, and a change in the last rows is found."""
+    monkeypatch.setattr(arithmetic, "AT_ONCE", at_once)
+    saved = save_adapter(bases["llama"], tmp_path / "adapter", {"target_modules": "all-linear"})
+    file = saved / "adapter_model.safetensors"
+    factors = load_file(file)
+    first, *_, last = (factor for name, factor in factors.items() if "lora_B" in name)
+    first[:-1], last[:] = 0, 0
+    save_file(factors, file, metadata={"format": "pt"})
+    merge_by_peft(bases["llama"], [saved], tmp_path / "peft")
+    told = json.loads(ckpt("merge-lora", saved, "--base", bases["llama"], "-o", tmp_path / "ours", "--json").out)
+    equal, total, changed = compare(tmp_path / "peft", tmp_path / "ours", bases["llama"])
+    assert (equal, told["targets"]) == (total, {"changed": changed, "zero": 1, "unchanged": []})
+    assert changed == len(factors) // 2 - 1
 
 
 # -- memory and errors ---------------------------------------------------------------------------------------

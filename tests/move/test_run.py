@@ -32,7 +32,7 @@ from ckpt.compare.compare import check_replicas_of
 from ckpt.errors import CorruptError, SourceGoneError, StorageError, UsageError
 from ckpt.move import blocks, casts, files, run
 from ckpt.move import workers as threads
-from ckpt.move.blocks import Batch, CopyBatch
+from ckpt.move.blocks import Batch, ComputedBatch, CopyBatch
 from ckpt.move.casts import FLOATS
 from ckpt.move.files import OpenFiles, Staging
 from ckpt.move.journal import JOURNAL
@@ -866,3 +866,27 @@ def test_from_any_world_size_to_any_other(ranks_in: int, ranks_out: int, numel: 
         plan = make_plan(checkpoint, Target(tuple(files)))
         execute(plan, Path(folder) / "out", resources=Resources(workers=workers))
         assert {p.name: p.read_bytes() for p in (Path(folder) / "out").iterdir()} == expected
+
+
+def test_computed_parts_arrive_where_the_whole_would(tmp_path: Path) -> None:
+    content = bytes(range(60))
+
+    class Content:
+        def __call__(self) -> memoryview:
+            return memoryview(content)
+
+        def parts(self) -> Iterator[memoryview]:
+            return (memoryview(content)[start : start + 7] for start in range(0, 60, 7))
+
+    def bytes_at(path: str, offset: int, size: int) -> Extent:
+        return Extent.contiguous(path, offset, UINT8, (size,))
+
+    places = (((5, 20), 30), ((25, 35), 50), ((0, 5), 0))
+    placed = [Copy(bytes_at("", *of), bytes_at("out", to, of[1])) for of, to in places]
+    written = []
+    for made in (Content(), Content().__call__):
+        with (tmp_path / "out").open("w+b") as file:
+            batch = ComputedBatch(placed, made, contextlib.nullcontext())
+            assert Opened({}, file.fileno()).carry_out(batch, 1 << 20) == 60
+        written.append((tmp_path / "out").read_bytes())
+    assert written[0] == written[1] and len(written[0]) == 85

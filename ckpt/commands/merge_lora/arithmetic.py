@@ -19,12 +19,15 @@ Every function may reuse its weight's memory, and keeps its dtype.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
+
+#: Elements merged at once: they stay in the processor's cache.
+AT_ONCE = 1 << 17
 
 
 @dataclass
@@ -76,6 +79,19 @@ def merge_linear(
     norm = _row_norms(_transpose(weight, transposed), _transpose(delta, transposed))
     factor = _transpose((magnitude / norm).view(-1, 1), transposed)
     return (factor * (weight + delta)).to(weight.dtype)
+
+
+def add_rows(a: torch.Tensor, b: torch.Tensor, *, scaling: float) -> Callable[[torch.Tensor, int], None]:
+    """Return a function that merges into rows of a linear layer, from their first row's number.
+
+    It has the bits of `merge_linear`. No other product may be computed in this thread in the meantime.
+    """
+    product = _product(a, b, False)
+
+    def add(rows: torch.Tensor, first: int) -> None:
+        _add(rows, product[first : first + len(rows)], scaling, b.dtype)
+
+    return add
 
 
 def merge_experts(
@@ -193,7 +209,8 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
     A few rows at a time stay in the processor's cache.
     """
     wider = torch.promote_types(weight.dtype, dtype)
-    for part, rows in zip(weight.split(_rows_at_once(weight)), product.split(_rows_at_once(weight)), strict=True):
+    number = rows_at_once(weight.shape[1])
+    for part, rows in zip(weight.split(number), product.split(number), strict=True):
         delta = rows.mul_(scaling).to(dtype)
         if weight.dtype == wider:
             part.add_(delta)
@@ -203,9 +220,8 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
     return weight
 
 
-def _rows_at_once(weight: torch.Tensor) -> int:
-    columns: int = weight.shape[1]
-    return max(1, (1 << 17) // max(1, columns))
+def rows_at_once(columns: int) -> int:
+    return max(1, AT_ONCE // max(1, columns))
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:

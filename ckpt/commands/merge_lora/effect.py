@@ -30,13 +30,15 @@ _COMPARED = 1 << 14  # sampled values per weight
 class Update:
     """A change to one weight by `adapter`, for `target`: a layer or a parameter.
 
-    `is_nothing` returns True if there was nothing to add.
+    `is_nothing` returns True if there was nothing to add. `by_rows` is set if rows can be merged one after another: it
+    gets the weight's dtype, and returns a function that merges into some rows, given the first row's number.
     """
 
     adapter: str
     target: str
     apply: Callable[[torch.Tensor], torch.Tensor]
     is_nothing: Callable[[], bool]
+    by_rows: Callable[[torch.dtype], Callable[[torch.Tensor, int], None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,19 @@ class Noted:
             changes.append(_AppliedUpdate(update, dtype, is_changed))
         self.found[fqn] = changes
         return weight
+
+    def updated_rows(
+        self, fqn: str, dtype: str, parts: Iterator[torch.Tensor], add: Callable[[torch.Tensor, int], None], of: Update
+    ) -> Iterator[torch.Tensor]:
+        """Yield the weight's parts after `add`."""
+        is_changed, first = False, 0
+        for part in parts:
+            before = None if is_changed else part.clone()
+            add(part, first)
+            is_changed = is_changed or not np.array_equal(raw_bytes(before), raw_bytes(part))
+            first += len(part)
+            yield part
+        self.found[fqn] = [_AppliedUpdate(of, dtype, is_changed)]
 
 
 def _effect(adapter: str, target: str, changes: list[_AppliedUpdate]) -> Effect:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief, pluralize
 from ckpt.base.words import Message, joined
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.source import is_standin
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
@@ -70,6 +72,20 @@ class Factor:
         fragments = self.choice.tensor.fragments() if self.choice else ()
         return next((one.extent.path for one in fragments), None)
 
+    @property
+    def is_range(self) -> bool:
+        """True for one byte range of a local file."""
+        fragments = [*islice(self.choice.tensor.fragments(), 2)] if self.choice else []
+        extents = [one.extent for one in fragments if one.extent.is_contiguous]
+        return len(fragments) == 1 and any(not (e.path in self.of.computed or is_standin(e.path)) for e in extents)
+
+    def rows(self, number: int) -> Iterator[torch.Tensor]:
+        """Yield `number` rows at a time."""
+        assert self.choice is not None
+        with OpenFiles() as sources:
+            for first in range(0, self.shape[0], number):
+                yield load(self.choice, self.of, sources, slice(first, first + number))
+
     def rounded(self, dtype: DType) -> Factor:
         def load() -> torch.Tensor:
             import torch
@@ -79,10 +95,10 @@ class Factor:
         return self if self.choice and self.choice.dtype == dtype else replace(self, load=load, choice=None)
 
 
-def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> torch.Tensor:
+def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None, rows: slice | None = None) -> torch.Tensor:
     import torch
 
-    tensor = LazyTensor(choice.tensor, of.computed, sources)[...]
+    tensor = LazyTensor(choice.tensor, of.computed, sources)[... if rows is None else rows]
     return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
 
 

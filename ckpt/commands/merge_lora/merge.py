@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
@@ -46,7 +46,6 @@ from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.runs.file_table import FileKind, is_of
 from ckpt.runs.model_files import CONFIG, TEMPLATES, companions, dump_config
 from ckpt.runs.omitted_content import training_left_out
-from ckpt.runs.sentence_modules import MODULES, settings, weights_files
 from ckpt.runs.steps import run_at
 from ckpt.state.naming import to_namespace
 from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_parts
@@ -76,13 +75,34 @@ class _Merged:
     noted: Noted
 
     def __call__(self) -> memoryview:
+        with self._computing():
+            return raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, self.updates)).data
+
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the bytes in order. Merged row by row, they are still in the processor's cache."""
+        import torch
+
+        from ckpt.commands.merge_lora.arithmetic import rows_at_once
+
+        by_rows = self.updates[0].by_rows if len(self.updates) == 1 and self.source.is_range else None
+        if by_rows is None:
+            yield self()
+            return
+        with self._computing():
+            add = by_rows(getattr(torch, self.dtype.name))
+            rows = self.source.rows(rows_at_once(self.source.shape[1]))
+            for part in self.noted.updated_rows(self.fqn, self.dtype.name, rows, add, self.updates[0]):
+                yield raw_bytes(part).data
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
         import torch
 
         from ckpt.commands.merge_lora.arithmetic import one_thread
 
         try:
             with torch.no_grad(), one_thread():  # workers already compute tensors in parallel
-                merged = self.noted.updated(self.fqn, self.dtype.name, self.source.load, self.updates)
+                yield
         except (MemoryError, RuntimeError) as error:
             raise StorageError(
                 f"torch can't compute this tensor: {error}",
@@ -90,7 +110,6 @@ class _Merged:
                 fqn=self.fqn,
                 hint=Message("{workers=1} needs the least memory"),
             ) from error
-        return raw_bytes(merged).data
 
 
 def plan(
@@ -154,7 +173,7 @@ def _plan(
     if merge.untied or merge.resized or merge.entries:
         target = _with_config(target, merge.config)
     for one in adapters:
-        target = _with_modules(_with_tokenizer(target, one), one)
+        target = _with_tokenizer(target, one)
     notes = (*notes, *merge.notes(), *target.notes)
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
@@ -685,7 +704,9 @@ class _Merge:
             apply = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
         else:
             apply = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
-        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
+        is_by_rows = not (attention or is_conv or transposed or magnitude)
+        by_rows = partial(_adding_rows, a, b, scaling) if is_by_rows else None
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b), by_rows))
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
@@ -979,16 +1000,25 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
     def update(weight: torch.Tensor) -> torch.Tensor:
         from ckpt.commands.merge_lora import arithmetic  # imports torch
 
-        def loaded_factor(factor: Factor) -> torch.Tensor:
-            tensor = factor.load()
-            return tensor if factor.is_held else tensor.to(arithmetic.adapter_dtype(weight.dtype))
-
         merged: torch.Tensor = getattr(arithmetic, name)(
-            weight, *(one and loaded_factor(one) for one in factors), **options
+            weight, *(one and _loaded_factor(one, weight.dtype) for one in factors), **options
         )
         return merged
 
     return update
+
+
+def _adding_rows(a: Factor, b: Factor, scaling: float, dtype: torch.dtype) -> Callable[[torch.Tensor, int], None]:
+    from ckpt.commands.merge_lora.arithmetic import add_rows
+
+    return add_rows(_loaded_factor(a, dtype), _loaded_factor(b, dtype), scaling=scaling)
+
+
+def _loaded_factor(factor: Factor, weight: torch.dtype) -> torch.Tensor:
+    from ckpt.commands.merge_lora.arithmetic import adapter_dtype
+
+    tensor = factor.load()
+    return tensor if factor.is_held else tensor.to(adapter_dtype(weight))
 
 
 def _is_saved_base_weight(fqn: str) -> bool:
@@ -1072,15 +1102,3 @@ def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
     files = [file for file in target.files if not _is_tokenizer(file.name)]
     files += [TargetFile.of_bytes(name, content) for name, content in found.items()]
     return replace(target, files=tuple(files), notes=(*target.notes, Brief("the tokenizer comes from the adapter")))
-
-
-def _with_modules(target: Target, adapter: Adapter) -> Target:
-    """Add sentence-transformers' settings if only the adapter's folder has them, for modules without weights."""
-    names = set(settings(adapter.folder))
-    if MODULES not in names or weights_files(adapter.folder) or any(file.name == MODULES for file in target.files):
-        return target
-    own = {file.name for file in target.files}
-    found = {name: content for name, content in companions([adapter.folder]).items() if name in names - own}
-    files = (TargetFile.of_bytes(name, content) for name, content in found.items())
-    note = Brief("sentence-transformers' settings and modules come from the adapter")
-    return replace(target, files=(*target.files, *files), notes=(*target.notes, note))
