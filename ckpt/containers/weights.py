@@ -52,9 +52,13 @@ def parse_index(
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError("the index has no weight_map", path=path)
+    checked: set[str] = set()
     for fqn, name in weight_map.items():
         if not isinstance(name, str):
             raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(name))
+        if name in checked:
+            continue
+        checked.add(name)
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
         if not name.endswith(suffixes) or not name.isprintable():
