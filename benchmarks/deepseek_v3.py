@@ -1,9 +1,9 @@
 """Sparse checkpoint with DeepSeek-V3's size in the Hub's layout in bf16: all names and shapes, no data.
 
 The config is the published one without `quantization_config`. Multi-token prediction is layer 61. With `tiny`, all
-sizes are small and the bytes random.
+sizes are small and the bytes random. A number stands for as many layers.
 
-    python -m benchmarks.deepseek_v3 FOLDER [tiny]
+    python -m benchmarks.deepseek_v3 FOLDER [tiny|NUMBER]
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _mlp(name: str, size: int) -> Iterator[tuple[str, Shape]]:
 
 
 def write(folder: Path, kind: str = "") -> None:
-    CONFIG.update(_TINY if kind == "tiny" else {})
+    CONFIG.update(_TINY if kind == "tiny" else {"num_hidden_layers": int(kind)} if kind else {})
     shard = _SHARD // 10_000 if kind == "tiny" else _SHARD
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
