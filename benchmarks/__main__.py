@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
+import platform
 import sys
 from datetime import datetime, timezone
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import (
@@ -77,8 +79,8 @@ def main() -> None:
     parser.add_argument(
         "--large", action="store_true", help="zero: also measure memory for a checkpoint three times larger"
     )
-    parser.add_argument("--record", action="store_true", help=f"also write the output to {_SHORT}")
-    parser.add_argument("--readme", action="store_true", help=f"copy the rows from {_SHORT} into the README, then exit")
+    parser.add_argument("--record", action="store_true", help=f"also replace these sections in {_SHORT}")
+    parser.add_argument("--readme", action="store_true", help=f"copy the figures from {_SHORT} to the pages, then exit")
     options = parser.parse_args()
     if not sys.flags.safe_path and not Path("ckpt").is_dir():
         parser.error("run it from the checkout")
@@ -92,27 +94,34 @@ def main() -> None:
         compileall.compile_dir(package, quiet=1)
     chosen = [name for name in ALL if name in (options.sections or SECTIONS)]
     bench = Bench(options.folder, options.layers, options.rounds, options.keep)
-    said: list[str] = []
+    measured: dict[str, str] = {}
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-        said.append(text)
+    def say(name: str, text: str, day: str) -> None:
+        measured[name] = f"{day}\n{text}"
+        print(f"\n{readme.headed(name)}\n{measured[name]}", flush=True)
 
-    day = datetime.now(timezone.utc).strftime("%d %B %Y").lstrip("0")
-    say(f"{day}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, {options.rounds} rounds")
     for position, name in enumerate(chosen):
         measure = partial(zero.measure, large=options.large) if name == "zero" else ALL[name].measure
         later = {kind for other in chosen[position + 1 :] for kind in ALL[other].SOURCES}
         try:
-            say(f"\n{readme.headed(name)}\n{measure(bench)}")
+            day = _day(options.rounds)
+            say(name, str(measure(bench)), day)
         finally:
             bench.clear(sources=[kind for kind in ALL[name].SOURCES if kind not in later])
     if "zero" in chosen:
         started = rounds([Case("ckpt --help", [*CKPT, "--help"])], 5)["ckpt --help"]
-        say(f"\nckpt --help: {started.seconds:.2f} s, {started.cpu_seconds:.2f} s of cpu, {started.peak_mb:.0f} MB")
-    say(f"\nload at the end {os.getloadavg()[0]:.1f}")
+        told = f"ckpt --help: {started.seconds:.2f} s, {started.cpu_seconds:.2f} s of cpu, {started.peak_mb:.0f} MB"
+        say("help", told, _day(options.rounds))
+    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     if options.record:
-        readme.RESULTS.write_text("\n".join(said) + "\n")
+        readme.RESULTS.write_text(readme.recorded(readme.RESULTS.read_text(), measured))
+
+
+def _day(num_rounds: int) -> str:
+    day = datetime.now(timezone.utc).strftime("%d %B %Y").lstrip("0")
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
+    load = f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}"
+    return f"{day}, {load}, {num_rounds} rounds, {versions}"
 
 
 if __name__ == "__main__":

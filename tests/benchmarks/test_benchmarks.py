@@ -45,11 +45,10 @@ _ROW = re.compile(r"(.+?)(?: +\d+\.\d\d){4} +\d+(?:  (.+))?")
 def recorded() -> dict[str, dict[str, list[str]]]:
     """Return each row's recorded figures, by table title and row name."""
     found: dict[str, dict[str, list[str]]] = {}
-    for name in RECORDED:
-        table = readme.RESULTS.read_text().partition(f"{readme.headed(name)}\n")[2].partition("\n\n")[0]
-        title, _, *lines = table.splitlines()
-        rows = [row for line in lines if (row := _ROW.fullmatch(line))]
-        found[title] = {row[1]: row[2].split("; ") if row[2] else [] for row in rows}
+    sections = readme.sections(readme.RESULTS.read_text())
+    for one in (sections[name] for name in RECORDED):
+        rows = [row for line in one.lines if (row := _ROW.fullmatch(line))]
+        found[one.title] = {row[1]: row[2].split("; ") if row[2] else [] for row in rows}
     return found
 
 
@@ -83,14 +82,34 @@ def test_the_record_has_every_goal_met_or_missed(
             )
 
 
-@pytest.mark.parametrize("page", ["README.md", "README.ja.md"])
-def test_the_readme_shows_the_record(page: str) -> None:
+@pytest.mark.parametrize("page", [*readme.PAGES, readme.FIGURES])
+def test_the_pages_show_the_record(page: str) -> None:
     """Nobody types rows: `python -m benchmarks --readme` writes them."""
     text, results = (REPOSITORY / page).read_text(), readme.RESULTS.read_text()
-    assert readme.rows(results) in text
+    assert (readme.figures(results) if page == readme.FIGURES else readme.rows(results)) in text
     assert readme.with_rows(text, results) == text
-    day, month, year = results.partition(",")[0].split()
-    assert (f"{day} {month} {year}" if page == "README.md" else f"{year} 年 11 月 {day} 日") in text
+    assert readme.with_rows(text, results.replace("x cp", "y cp")) != text
+
+
+def test_the_figures_say_every_miss_with_its_day() -> None:
+    results = readme.RESULTS.read_text()
+    table = readme.figures(results)
+    judged = re.compile(r"\((?:MISSED )?[<>]= [^)]+\)")
+    assert sorted(judged.findall(table)) == sorted(judged.findall(results))
+    assert "MISSED" in table and table.count("MISSED") == results.count("MISSED")
+    for name, section in readme.sections(results).items():
+        assert f"- `{name}`: {section.title}; {section.day}\n" in table
+        assert re.match(r"\d+ \w+ 20\d\d, \d+ processors, load ", section.day), name
+
+
+def test_a_record_replaces_its_own_sections_only() -> None:
+    results = readme.RESULTS.read_text()
+    assert readme.recorded(results, {}) == results
+    again = readme.sections(readme.recorded(results, {"lora": "today\na title\na row"}))
+    assert again.pop("lora") == readme.Section("today", "a title", ("a row",))
+    before = readme.sections(results)
+    del before["lora"]
+    assert again == before
 
 
 def test_the_order_of_cases_alternates(tmp_path: Path) -> None:
