@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 from ckpt.adapters import services as adapter_services
+from ckpt.adapters.names import check_is_no_others, is_others
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
 from ckpt.base.flags import OptionGroup, others
 from ckpt.base.results import Returned
@@ -488,6 +489,8 @@ def plan(
         )
     checkpoint = opened(source, format, **reading)
     check_holds_model(checkpoint)
+    if target.carries_optimizer and is_others({fqn for fqn, _ in checkpoint.tensors}):
+        check_is_no_others(checkpoint)
     if requested.dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     check_parts(checkpoint)

@@ -104,9 +104,10 @@ def test_a_lora_of_diffusers_is_whole_and_named(copied: Callable[[str], Path]) -
         checked = ckpt("check", place)
         assert checked.code == 0 and checked.out.count(": whole (hf") == steps, checked.out
         assert "optimizer.bin: not read: the run's optimizer" in checked.out
-        refused = ckpt("convert", "auto", "hf", place, "-o", run.with_name("out"))
-        assert refused.code == 2 and "an adapter with names from diffusers" in refused.err, refused.err
-        assert "load_lora_weights, fuse_lora" in refused.err
+        for target in ("hf", "peft", "dcp", "full"):
+            refused = ckpt("convert", "auto", target, place, "-o", run.with_name("out"))
+            assert refused.code == 2 and "an adapter with names from diffusers" in refused.err, refused.err
+            assert "load_lora_weights, fuse_lora" in refused.err
         assert ckpt("resume", place).code == 6
 
 
