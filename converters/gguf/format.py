@@ -25,7 +25,7 @@ from ckpt.runs.steps import run_at
 from converters.gguf.blocks import CHUNKS, plain_tensor, stored_blocks, unknown_tensor
 from converters.gguf.facts import GgufFacts
 from converters.gguf.header import MAGIC, GgufHeader, read_header
-from converters.gguf.names import NAME
+from converters.gguf.names import NAME, check_tensors
 from converters.gguf.types import TYPES
 
 _SUFFIX = ".gguf"
@@ -77,6 +77,7 @@ class Gguf(Format):
                     extent = Extent.contiguous(str(file), one.start, one.type.dtype, one.shape)
                     tensor = Tensor(one.name, WEIGHT, one.type.dtype, one.shape, Whole(extent))
                 tensors[one.name, WEIGHT] = tensor
+        check_tensors(recorded, {name: tensor.shape for (name, _), tensor in tensors.items()}, str(path))
         numbers = {key: value for key, value in recorded.items() if type(value) in (int, float)}
         counts = Counter((one.type, one.scales is not None) for one in blocks.values())
         notes = [

@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError
+from ckpt.base.text import pluralize
 from ckpt.base.words import Message
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
@@ -24,6 +25,7 @@ from converters.gguf.facts import GgufFacts
 from converters.gguf.metadata import ROPE_FACTORS, check_recorded, rope_factors
 from converters.gguf.quantize import quantized
 from converters.gguf.tokenizer import OTHER_WAY
+from converters.names.families import tables
 from converters.names.shifts import shifted
 from converters.names.transformers.ties import tied_names
 
@@ -50,6 +52,15 @@ _LAYER = {
     "mlp.gate": "ffn_gate_inp",
 }
 _GPT_OSS_LAYER = {**_LAYER, "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+#: Keys of sizes in GGUF, without the architecture's prefix, by config entry.
+_SIZES = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+}
 
 _HUB = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
 _GGUF = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
@@ -85,6 +96,51 @@ def relation(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Relation
         ends = written.get(link.b, link.b_box.ends)
         written[link.b] = tuple(map(max, ends, link.b_box.ends))
     return Relation(tuple(links), dict(shapes), written)
+
+
+def check_tensors(recorded: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> None:
+    """Raise an error if a model lacks a tensor, or has another shape, by its own hyperparameters.
+
+    llama.cpp also calls Mixtral and other models `llama`: models with experts there are skipped.
+    """
+    arch = str(recorded.get("general.architecture"))
+    model_type = next((one for one, name in ARCHITECTURES.items() if name == arch), None)
+    values = {name: recorded.get(f"{arch}.{key}") for name, key in _SIZES.items()}
+    experts = recorded.get(f"{arch}.expert_count", 0)
+    is_whole = recorded.get("general.type", "model") == "model" and _EMBEDDING in shapes
+    if model_type is None or not is_whole or not all(type(one) is int for one in (*values.values(), experts)):
+        return
+    if arch == "llama" and experts:
+        return
+    config: dict[str, Any] = {"model_type": model_type, **values, "vocab_size": shapes[_EMBEDDING][0]}
+    config["num_key_value_heads"] = recorded.get(f"{arch}.attention.head_count_kv", config["num_attention_heads"])
+    config["head_dim"] = recorded.get(f"{arch}.attention.key_length")
+    config["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    config |= dict.fromkeys(("num_experts", "num_local_experts"), experts)
+    config["moe_intermediate_size"] = recorded.get(f"{arch}.expert_feed_forward_length")
+    config["tie_word_embeddings"] = _OUTPUT not in shapes
+    try:
+        saved = tables.saved(config)
+    except CkptError:
+        return
+    expected = relation(config, saved.required).b_shapes if saved is not None else {}
+    if missing := [name for name in expected if name not in shapes]:
+        raise IncompleteError(
+            "a tensor is missing from the GGUF model",
+            path=path,
+            fqn=missing[0],
+            expected=f"{pluralize(len(expected), 'tensor')} of {config['num_hidden_layers']} layers",
+            found=f"{len(expected) - len(missing)} of them",
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CorruptError(
+                "the shape contradicts the file's hyperparameters",
+                path=path,
+                fqn=name,
+                expected=list(shape),
+                found=list(shapes[name]),
+            )
 
 
 def _links(name: str, shape: Shape, arch: str, config: Mapping[str, Any]) -> Iterator[Link]:
@@ -247,7 +303,11 @@ def _with_factors(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]
     return sides[0], sides[1]
 
 
-NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized, comparable=_with_factors)
+def _tells(checkpoint: Checkpoint) -> bool:
+    return checkpoint.facts_of(GgufFacts).architecture in ARCHITECTURES.values()
+
+
+NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized, comparable=_with_factors, tells=_tells)
 
 
 def _norms(checkpoint: Checkpoint) -> list[str]:
