@@ -288,6 +288,14 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
         yield "ffn_hidden_size", dense[1]
 
 
+def note_on_class(model: Mapping[str, Any]) -> str | None:
+    """Return a note if the recorded model has somebody's own class."""
+    target = _target(model) if "_target_" in model else None
+    if target is None or str(target).startswith(_LIBRARIES):
+        return None
+    return f"the model's class is {target}: its settings are read like those of a library's class"
+
+
 def note_on_config(run: BridgeRun) -> str | None:
     hub = run.config["model"].get("hf_model_id")
     if not isinstance(hub, str):

@@ -15,7 +15,14 @@ from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import NEMOS_BASE, as_adapter, has_adapter, without_optimizer
-from converters.megatron.dist.bridge import args_of, check_bridge_run, model_settings, note_on_config, read_bridge_run
+from converters.megatron.dist.bridge import (
+    args_of,
+    check_bridge_run,
+    model_settings,
+    note_on_class,
+    note_on_config,
+    read_bridge_run,
+)
 from converters.megatron.dist.folder import (
     CONFIG_1,
     CONTEXT,
@@ -69,6 +76,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
     config = read_config(folders)
     hub = note_on_config(bridge) if bridge and config is None else None
+    own = note_on_class(bridge.config["model"] if bridge else _nemos_model(path))
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}
     checkpoint = Checkpoint(
@@ -88,6 +96,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
             *reading.notes,
             *reading.data.notes,
             *([hub] if hub else []),
+            *([own] if own else []),
             *(() if is_adapter else without_states(tensors)),
         ),
         computed=computed,
@@ -118,10 +127,14 @@ def _read_bridges(reading: DistReading) -> BridgeRun | None:
 def _nemos_settings(path: Path) -> Mapping[str, Any]:
     if is_nemo_1(path):
         return model_settings(model_fields(read_run_config(confined(path.parent, CONFIG_1))))
-    if not is_nemo(path) or not (path.parent / CONTEXT / MODEL).is_file():
-        return {}
-    config = read_run_config(confined(path.parent, f"{CONTEXT}/{MODEL}")).get("config")
+    config = _nemos_model(path).get("config")
     return model_settings(config) if isinstance(config, Mapping) else {}
+
+
+def _nemos_model(path: Path) -> Mapping[str, Any]:
+    if is_nemo_1(path) or not is_nemo(path) or not (path.parent / CONTEXT / MODEL).is_file():
+        return {}
+    return read_run_config(confined(path.parent, f"{CONTEXT}/{MODEL}"))
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:

@@ -357,6 +357,19 @@ def test_models_with_other_layers_are_read(changed: dict[str, Any], run: Path) -
     assert _weights(run) == before
 
 
+def test_somebodys_own_model_class_is_named(run: Path, fixtures: Path, tmp_path: Path) -> None:
+    assert not any("class" in note for note in ckpt.open(run).notes)
+    _change(run, "model", _target_="lab.models.OwnProvider")
+    assert any("the model's class is lab.models.OwnProvider" in note for note in ckpt.open(run).notes)
+    model = Path(shutil.copytree(fixtures / "nemo" / "model", tmp_path / "model"))
+    assert not any("class" in note for note in ckpt.open(model).notes)
+    context = model / "context" / "model.yaml"
+    context.write_text(
+        context.read_text().replace("_target_: nemo.collections.llm.gpt.model.llama.LlamaModel", "_target_: lab.Own")
+    )
+    assert any("the model's class is lab.Own" in note for note in ckpt.open(model).notes)
+
+
 def test_learned_positions_are_as_many_as_a_sequence_has() -> None:
     """Megatron-Bridge sizes them by the sequence length. `max_position_embeddings` has another use there."""
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
