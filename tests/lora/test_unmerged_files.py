@@ -92,6 +92,21 @@ def test_sentence_transformers_modules_are_not_dropped(adapter: Path, bases: dic
     assert torch.equal(dense["linear.weight"], torch.full((4, 4), 2.0))
 
 
+def test_settings_of_modules_without_weights_are_carried(adapter: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": idx, "name": str(idx), "path": place, "type": f"sentence_transformers.models.{kind}"}
+        for idx, (place, kind) in enumerate(kinds.items())
+    ]
+    files = {"modules.json": json.dumps(modules), "1_Pooling/config.json": "{}", "sentence_bert_config.json": "{}"}
+    (adapter / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (adapter / name).write_text(content)
+    done = ckpt("merge-lora", adapter, "--base", bases["llama"], "-o", tmp_path / "out", "-v")
+    assert done.code == 0 and "modules come from the adapter" in done.err
+    assert all((tmp_path / "out" / name).read_text() == content for name, content in files.items())
+
+
 def test_a_neighbour_of_an_adapter_that_is_given_by_its_file(
     adapter: Path, bases: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.runs.file_table import FileKind, is_of
 from ckpt.runs.model_files import CONFIG, TEMPLATES, companions, dump_config
 from ckpt.runs.omitted_content import training_left_out
+from ckpt.runs.sentence_modules import MODULES, settings, weights_files
 from ckpt.runs.steps import run_at
 from ckpt.state.naming import to_namespace
 from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_parts
@@ -173,7 +174,7 @@ def _plan(
     if merge.untied or merge.resized or merge.entries:
         target = _with_config(target, merge.config)
     for one in adapters:
-        target = _with_tokenizer(target, one)
+        target = _with_modules(_with_tokenizer(target, one), one)
     notes = (*notes, *merge.notes(), *target.notes)
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
@@ -1102,3 +1103,15 @@ def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
     files = [file for file in target.files if not _is_tokenizer(file.name)]
     files += [TargetFile.of_bytes(name, content) for name, content in found.items()]
     return replace(target, files=tuple(files), notes=(*target.notes, Brief("the tokenizer comes from the adapter")))
+
+
+def _with_modules(target: Target, adapter: Adapter) -> Target:
+    """Add sentence-transformers' settings if only the adapter's folder has them, for modules without weights."""
+    names = set(settings(adapter.folder))
+    if MODULES not in names or weights_files(adapter.folder) or any(file.name == MODULES for file in target.files):
+        return target
+    own = {file.name for file in target.files}
+    found = {name: content for name, content in companions([adapter.folder]).items() if name in names - own}
+    files = (TargetFile.of_bytes(name, content) for name, content in found.items())
+    note = Brief("sentence-transformers' settings and modules come from the adapter")
+    return replace(target, files=(*target.files, *files), notes=(*target.notes, note))
