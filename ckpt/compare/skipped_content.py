@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ckpt.base.text import one_line, pluralize
 from ckpt.compare.other_files import differing_files, first_names
-from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.containers.torchfile.tree import tensors_in
 from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.runs.unread_files import STATE, list_unread
 from ckpt.state.same_model import stated_otherwise
@@ -22,23 +22,10 @@ def count_state_tensors(checkpoint: Checkpoint) -> dict[str, int]:
     named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
     found = {}
     for name in named.keys() - checkpoint.state.per_rank.keys():
-        sizes = [tensor.extent.numel for tensor in _tensors(named[name])]
+        sizes = [tensor.extent.numel for tensor in tensors_in(named[name])]
         if max(sizes, default=0) > 1:
             found[name] = len(sizes)
     return dict(sorted(found.items()))
-
-
-def _tensors(value: Any) -> Iterator[StoredTensor]:
-    """Visit each container once, even if a pickle refers to it many times."""
-    left, seen = [value], set()
-    while left:
-        one = left.pop()
-        if isinstance(one, StoredTensor):
-            yield one
-        elif isinstance(one, Record | Mapping | list | tuple) and id(one) not in seen:
-            seen.add(id(one))
-            inner = one.attributes if isinstance(one, Record) else one
-            left += inner.values() if isinstance(inner, Mapping) else inner
 
 
 def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:

@@ -44,6 +44,8 @@ def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
         return "", False
     if len(without) == len(trained):
         why = "all were skipped, or the states are lost"
+        if step is None:
+            return f"the optimizer has no states: no step was taken, {why}", False
         return (f"the optimizer has no states after {pluralize(step, 'step')}: {why}" if step else ""), True
     have = "has" if len(without) == 1 else "have"
     what = f"{len(without)} of {pluralize(len(trained), 'parameter')} {have} no optimizer state"

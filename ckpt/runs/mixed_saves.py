@@ -13,14 +13,14 @@ from ckpt.base.errors import IncompleteError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import whole
-from ckpt.runs.steps import trainer_step
+from ckpt.runs.steps import recorded_number, trainer_step
 
 #: Number of compared parameters, the largest, and their maximum size.
 _COMPARED, _MAX_ELEMENTS = 2, 1 << 22
 
 
 def check_one_save(checkpoint: Checkpoint) -> None:
-    what = different_steps(checkpoint)
+    what = different_steps(checkpoint) if checkpoint.state.step is not None else ""
     if what and (_optimizer_steps(checkpoint) > (checkpoint.state.step or 0) or _weights_differ(checkpoint)):
         raise IncompleteError(what, path=checkpoint.path)
 
@@ -28,20 +28,22 @@ def check_one_save(checkpoint: Checkpoint) -> None:
 def different_steps(checkpoint: Checkpoint) -> str:
     """Return a sentence about different step counts of a model and its optimizer, or "".
 
-    Outside ZeRO stages 1 to 3, only an optimizer ahead of HF Trainer's record counts. Under ZeRO, an optimizer ahead by
-    one step counts only if its masters contradict the weights.
+    Outside ZeRO stages 1 to 3, only an optimizer ahead of HF Trainer's or Lightning's record counts. Under ZeRO, an
+    optimizer ahead by one step counts only if its masters contradict the weights.
     """
     state = checkpoint.state
     taken = _optimizer_steps(checkpoint)
     skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
-    if state.step is None or taken < 0:
+    path = Path(checkpoint.path)
+    step = recorded_number(path) if state.step is None and path.is_dir() else state.step
+    if step is None or taken < 0:
         return ""
-    is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
-    if not is_more and (state.zero_stage is None or taken == state.step - skipped):
+    is_more = taken > step and (state.step is None or trainer_step(path) is not None)
+    if not is_more and (state.zero_stage is None or taken == step - skipped):
         return ""
-    if state.zero_stage is not None and taken == state.step - skipped + 1 and not _weights_differ(checkpoint):
+    if state.zero_stage is not None and taken == step - skipped + 1 and not _weights_differ(checkpoint):
         return ""  # DeepSpeed's BF16_Optimizer (0.19.8, bf16_optimizer.py) takes a first step without gradients
-    return f"the model is from step {state.step}, but the optimizer has taken {taken:g}: are all files from one save?"
+    return f"the model is from step {step}, but the optimizer has taken {taken:g}: are all files from one save?"
 
 
 def _optimizer_steps(checkpoint: Checkpoint) -> float:

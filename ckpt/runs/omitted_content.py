@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckpt.base.sizes import show_size
 from ckpt.base.text import Brief, pluralize
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
@@ -25,8 +27,8 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
+def run_files_left_out(checkpoint: Checkpoint, carried: Collection[str] = ()) -> list[str]:
     read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
-    names = run_files(checkpoint.run_folders, read)
+    names = [name for name in run_files(checkpoint.run_folders, read) if name not in carried]
     short = pluralize(len(names), "file") + " of the run"
     return [Brief(f"files of the run {', '.join(names)}", short)] if names else []

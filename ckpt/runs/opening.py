@@ -45,6 +45,7 @@ from ckpt.runs.steps import (
     enclosing_folders,
     is_step,
     link_target,
+    lost_trainer_state,
     recorded_step,
     run_at,
     step_mismatch,
@@ -164,7 +165,8 @@ def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
     told = step_mismatch(Path(checkpoint.path), checkpoint.state.step)
     empty = (empty_parameters(checkpoint), missing_states(checkpoint)[0])
     steps = different_steps(checkpoint)
-    notes = [note for note in (told, steps, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
+    lost = lost_trainer_state(Path(checkpoint.path).parent) if has_optimizer(checkpoint) else ""
+    notes = [note for note in (told, steps, lost, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
 
 
@@ -203,7 +205,8 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
     if checkpoint.missing_optimizer is not None:
         return False
     is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
-    return knows_optimizer(checkpoint) or is_beside or registry.get(checkpoint.format).always_has_optimizer
+    is_there = is_beside or bool(checkpoint.unmapped_optimizer)
+    return knows_optimizer(checkpoint) or is_there or registry.get(checkpoint.format).always_has_optimizer
 
 
 def holds_optimizer(file: Path) -> bool:

@@ -16,7 +16,7 @@ from ckpt.runs.unread_files import may_hold_tensors
 
 MANIFEST = "ckpt-manifest.json"
 #: Library and class by folder name (diffusers 0.42, `pipelines/pipeline_utils.py`).
-_PIPELINE = "model_index.json"
+PIPELINE = "model_index.json"
 #: Pipeline parts without weights.
 _WITHOUT_WEIGHTS = re.compile(r".*(?:Scheduler|Guidance|(?:Tokenizer|Processor)(?:Fast)?|FeatureExtractor)")
 _LEVELS = 2
@@ -60,9 +60,9 @@ def _check_has_weights(folder: Path) -> None:
 
 def models_of_pipeline(path: Path) -> list[Path]:
     """Return the folders of a pipeline's models. They may be missing."""
-    if not (path / _PIPELINE).is_file():
+    if not (path / PIPELINE).is_file():
         return []
-    index = read_json(path / _PIPELINE)
+    index = read_json(path / PIPELINE)
     parts = index.items() if isinstance(index, dict) else ()
     classes = {name: value[1] for name, value in parts if isinstance(value, list) and len(value) == 2}
     return [

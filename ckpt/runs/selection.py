@@ -32,11 +32,11 @@ from ckpt.runs.mixed_saves import check_one_save
 from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.runs.placeholders import check_has_elements
 from ckpt.runs.search import models_of_pipeline, run_below
+from ckpt.runs.step_checks import check_ended
 from ckpt.runs.steps import (
     STEP_PARTS,
     Run,
     Step,
-    check_ended,
     has_record,
     has_trainer_state,
     is_step,

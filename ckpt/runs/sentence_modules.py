@@ -9,22 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt.base.errors import CorruptError, IncompleteError, UsageError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.containers.weights import SINGLE, read_weights
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import WEIGHT, Key
-from ckpt.plan.tensors import Tensor, Whole
+from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.runs.file_table import TENSOR_SUFFIXES
 
 MODULES = "modules.json"
 #: Classes that always have weights.
 WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
+#: Classes without files.
+WITHOUT_FILES = ("Normalize",)
+#: Config entries for the sizes of classes with known tensors.
+_SIZES = {"Dense": ("in_features", "out_features"), "LayerNorm": ("dimension",)}
 _SETTINGS = "config_sentence_transformers.json"
 _TORCH = "pytorch_model.bin"
 _MAX_JSON = 1 << 20
@@ -117,6 +122,53 @@ def by_module(chosen: Mapping[str, _T], modules: Mapping[str, InnerModule]) -> l
         )
         for prefix in ("", *(one for one in modules if one in places.values()))
     ]
+
+
+def module_tensors(kind: str, config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """Return the names and shapes of a module's tensors by its config, or None if they are unknown."""
+    given = [config.get(name) for name in _SIZES.get(kind, ())]
+    sizes = [size for size in given if isinstance(size, int)]
+    if not given or len(sizes) < len(given):
+        return None
+    if kind == "LayerNorm":
+        return {"norm.weight": (*sizes,), "norm.bias": (*sizes,)}
+    (inner, outer) = sizes
+    found: dict[str, Shape] = {"linear.weight": (outer, inner)}
+    if config.get("bias", True):
+        found["linear.bias"] = (outer,)
+    if config.get("use_residual") and inner != outer:
+        found["residual.weight"] = (outer, inner)
+    return found
+
+
+def module_difference(kind: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+    """Return how a module's tensors differ from its config, or ""."""
+    expected = module_tensors(kind, config)
+    if expected is None:
+        return ""
+    if missing := sorted(expected.keys() - shapes):
+        return f"{kind} lacks {', '.join(missing)}"
+    if extra := sorted(shapes.keys() - expected):
+        return f"{kind} has no tensor {', '.join(extra)}"
+    wrong = [name for name in sorted(expected) if expected[name] != shapes[name]]
+    return "; ".join(f"{name} is {list(shapes[name])} instead of {list(expected[name])}" for name in wrong)
+
+
+def module_faults(folders: Iterable[str | Path], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
+    """Yield the file and the fault of each module without its config, or with other tensors than its config's.
+
+    `shapes` has the modules' tensors with prefix.
+    """
+    for prefix, module in modules_in(folders).items():
+        names = names_in(module.folder) if module.folder.is_dir() else []
+        own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+        place = module.folder.name
+        if "config.json" in names:
+            config = read_json(confined(module.folder, "config.json"))
+            if isinstance(config, dict) and (what := module_difference(module.kind, config, own)):
+                yield f"{place}/{SINGLE}", f"{what} (by its config.json)"
+        elif module.kind not in WITHOUT_FILES and not any(name.endswith("config.json") for name in names):
+            yield f"{place}/config.json", f"missing, {MODULES} lists its module"
 
 
 def registered(names: Collection[str], modules: Mapping[str, InnerModule]) -> list[str] | None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ckpt.base.errors import CkptError, IncompleteError
+from ckpt.base.errors import CkptError
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import entries_in, folders_in, is_folder, names_in, once
+from ckpt.move.listing import entries_in, files_in, folders_in, is_folder, names_in, once
 from ckpt.move.source import read_file
 
 #: transformers/trainer_callback.py, `TrainerState`
@@ -62,20 +63,25 @@ _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?|latest-rank0(?:\.pt)?"
 LEROBOTS_STATE = "training_state"
 _LEROBOTS_RECORD = f"{LEROBOTS_STATE}/training_step.json"
 #: olmo_core/train/checkpoint.py
-OLMOS_MODEL, _OLMOS_RECORD = "model_and_optim", "train/rank0.pt"
-#: Files that LeRobot and OLMo-core write after the model, by the model's folder.
-_WRITTEN_AFTER = {
+OLMOS_MODEL, _OLMOS_STATE = "model_and_optim", "train"
+_OLMOS_RECORD, _OLMOS_LAST = f"{_OLMOS_STATE}/rank0.pt", ".metadata.json"
+#: Files that LeRobot and OLMo-core write with the model, by the model's folder.
+_WRITTEN_WITH = {
     "pretrained_model": (
+        *(f"pretrained_model/{name}" for name in ("config.json", "train_config.json")),
+        *(f"pretrained_model/policy_{name}.json" for name in ("preprocessor", "postprocessor")),
         _LEROBOTS_RECORD,
         *(f"{LEROBOTS_STATE}/{name}" for name in ("rng_state.safetensors", "optimizer_state.safetensors")),
         *(f"{LEROBOTS_STATE}/{name}" for name in ("optimizer_param_groups.json", "scheduler_state.json")),
     ),
-    OLMOS_MODEL: (_OLMOS_RECORD, ".metadata.json"),
+    OLMOS_MODEL: (_OLMOS_RECORD, _OLMOS_LAST),
 }
 #: Copy of timm's best step.
 _BEST = "model_best.pth.tar"
 #: lightning/fabric/strategies/fsdp.py; timm/utils/checkpoint_saver.py names its checkpoints by epoch
-_LIGHTNINGS_RECORD, _TIMMS_END = "meta.pt", ".pth.tar"
+LIGHTNINGS_RECORD, _TIMMS_END = "meta.pt", ".pth.tar"
+#: composer/core/state.py, composer/core/time.py
+_COMPOSERS_KEYS = ("state", "timestamp", "Timestamp", "batch")
 _FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
 #: They hold the model for OLMo-core, prime-rl, LeRobot, NeMo-RL, SkyRL, NeMo.
@@ -234,27 +240,30 @@ def one_with_state(step: Path) -> Path | None:
     return next((other for other in trainer_steps(step.parent) if (other / TRAINER_STATE).is_file()), None)
 
 
-def check_ended(step: Path) -> None:
-    """Raise IncompleteError if a step lacks the complete record that HF Trainer or Lightning writes last."""
-    if (other := one_with_state(step)) is not None:
-        what = f"{TRAINER_STATE} is missing: HF Trainer writes this file last"
-        raise IncompleteError(what, path=step, found=f"{other.name} has it")
-    if (name := missing_last_of_lightning(step)) is not None:
-        raise IncompleteError(f"{name} is missing: Lightning writes this file last", path=step)
-    trainer_step(step)
+def trainer_state(step: Path) -> list[Path]:
+    """Return the files of Lightning's, LeRobot's or OLMo-core's trainer next to the model in a step's folder."""
+    folders = [folder for name in (LEROBOTS_STATE, _OLMOS_STATE) if (folder := step / name).is_dir()]
+    inside = [folder / name for folder in folders for name in files_in(folder)]
+    return [one for one in (step / LIGHTNINGS_RECORD, *inside) if one.is_file()]
 
 
 def link_target(path: Path) -> Path:
-    """Return the step that a trainer's link in the same folder names, like LeRobot's `last`, or `path` itself."""
+    """Return the step that a link names, like LeRobot's `last`, or `path` itself.
+
+    A link in the same folder may name anything.
+    """
     if not path.is_symlink():
         return path
     target = os.readlink(path)
-    return path.with_name(target) if Path(target).name == target != ".." else path
+    if Path(target).name == target != "..":
+        return path.with_name(target)
+    real = Path(os.path.realpath(path))
+    return real if is_step(real) else path
 
 
 def missing_trainer_state(step: Path) -> list[str]:
     """Return the names of LeRobot's or OLMo-core's trainer state that only the run's other steps have."""
-    for model, names in _WRITTEN_AFTER.items():
+    for model, names in _WRITTEN_WITH.items():
         if (step / model).is_dir():
             others = [one.path for one in run_at(step.parent).steps if one.path != step and (one.path / model).is_dir()]
             return [
@@ -263,28 +272,47 @@ def missing_trainer_state(step: Path) -> list[str]:
     return []
 
 
+def lost_trainer_state(step: Path) -> str:
+    """Return a sentence if a step of OLMo-core's has no trainer state, or "".
+
+    OLMo-core's `Checkpointer.load` (train/checkpoint.py) then begins at step 0, and finds no step without its last
+    file.
+    """
+    if not (step / OLMOS_MODEL).is_dir() or ANY_STEP.fullmatch(step.name) is None:
+        return ""
+    missing = [one for one in (_OLMOS_RECORD, _OLMOS_LAST) if not (step / one).exists()]
+    why = {_OLMOS_RECORD: "OLMo-core begins at step 0 without it", _OLMOS_LAST: "OLMo-core finds no step without it"}
+    return "; ".join(f"{one} is missing: {why[one]}" for one in missing)
+
+
 def enclosing_folders(path: Path) -> list[Path]:
     if path.name in STEP_PARTS and is_step(path.parent):
         return [path, path.parent, path.parent.parent]
     if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
         return [path, path.parent / "huggingface", path.parent]
-    is_inside = ANY_STEP.fullmatch(path.name) or is_step(path.parent)
+    is_inside = ANY_STEP.fullmatch(path.name) or _LAST.fullmatch(path.name) or is_step(path.parent)
     return [path, path.parent] if is_inside else [path]
 
 
 def recorded_number(step: Path) -> int | None:
-    """Return the step's number from HF Trainer, LeRobot, Lightning or OLMo-core, or timm's epoch."""
-    for path, key in (*((step / name, "global_step") for name in (_LIGHTNINGS_RECORD, _OLMOS_RECORD)), (step, "epoch")):
-        if path.is_file() and (path != step or path.name.endswith(_TIMMS_END)):
+    """Return the step's number from HF Trainer, LeRobot, Lightning, Composer or OLMo-core, or timm's epoch."""
+    for path in (step, step / LIGHTNINGS_RECORD, step / _OLMOS_RECORD):
+        if path.is_file():
             with suppress(CkptError):  # its tensors are read elsewhere
-                root = torchfile.read(confined(path.parent, path.name)).root
-                number = root.get(key) if isinstance(root, dict) else None
-                return number if type(number) is int else None
+                return _number_in(torchfile.read(confined(path.parent, path.name)).root, path)
     if not (step / _LEROBOTS_RECORD).is_file():
         return trainer_step(step)
     recorded = read_json(confined(step, _LEROBOTS_RECORD))
     number = recorded.get("step") if isinstance(recorded, dict) else None
     return number if type(number) is int else None
+
+
+def _number_in(root: Any, path: Path) -> int | None:
+    keys: tuple[str, ...] = ("epoch",) if path.name.endswith(_TIMMS_END) else ("global_step",)
+    keys = _COMPOSERS_KEYS if isinstance(root, Mapping) and _COMPOSERS_KEYS[0] in root else keys
+    for key in keys:
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root if type(root) is int else None
 
 
 def trainer_step(folder: Path) -> int | None:
@@ -298,8 +326,11 @@ def trainer_step(folder: Path) -> int | None:
 def step_mismatch(place: Path, step: int | None) -> str | None:
     """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
-    HF Trainer and Megatron only use the step in folder names, and LeRobot's link does.
+    HF Trainer and Megatron only use the step in folder names, and LeRobot's link does. Other trainers' names may count
+    something else, so a mismatch needs another step with this number.
     """
+    if what := _copied_from(place):
+        return what
     for folder in (place, place.parent):
         recorded = step if MEGATRON_STEP.fullmatch(folder.name) else None
         if TRAINER_STEP.fullmatch(folder.name):
@@ -317,12 +348,26 @@ def step_mismatch(place: Path, step: int | None) -> str | None:
     return None
 
 
+def _copied_from(place: Path) -> str | None:
+    """Return a sentence if a file or a folder of Lightning's records the number of the run's other step."""
+    name = "file" if place.is_file() else "folder"
+    if ANY_STEP.fullmatch(place.name) is None or not (place.is_file() or (place / LIGHTNINGS_RECORD).is_file()):
+        return None
+    recorded, own = recorded_number(place), step_number(place.name)
+    if recorded in (None, own):
+        return None
+    for other in run_at(place.parent).steps:
+        if other.path != place and other.number == recorded == recorded_number(other.path):
+            return f"the {name} is called {place.name}, but it is from step {recorded}, like {other.path.name}"
+    return None
+
+
 def missing_last_of_lightning(step: Path) -> str | None:
     """Return the name of Lightning's record if a folder of shards lacks it. Lightning loads no such folder."""
     is_lightnings = (
         step.name.endswith(".ckpt") and (step / _OF_DCP).is_file() and not (step / MEGATRONS_COMMON).exists()
     )
-    return _LIGHTNINGS_RECORD if is_lightnings and not (step / _LIGHTNINGS_RECORD).exists() else None
+    return LIGHTNINGS_RECORD if is_lightnings and not (step / LIGHTNINGS_RECORD).exists() else None
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:

@@ -34,7 +34,7 @@ from ckpt.runs.model_files import (
 )
 from ckpt.runs.omitted_content import run_files_left_out
 from ckpt.runs.sentence_modules import trainer_note
-from ckpt.runs.steps import TRAINER_STATE
+from ckpt.runs.steps import LIGHTNINGS_RECORD, TRAINER_STATE
 
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
 #: Random states by rank. With one process, HF Trainer's has no number.
@@ -97,7 +97,8 @@ def run_companions(
     notes += [note] if names and (note := trainer_note(checkpoint.folders, names)) else []
     home = _home(checkpoint) if deepspeed else trainer_folder(checkpoint)
     if home is None:
-        return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))
+        left_out = run_files_left_out(checkpoint, {file.name for file in own})
+        return Companions((*files, *own), tuple(left_out), tuple(notes))
     found: dict[str, bytes] = {}
     names = files_in(home)
     positions = list(position_notes(home, names, checkpoint.world_size, num_ranks))
@@ -118,6 +119,17 @@ def run_companions(
     notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
     notes += positions
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
+
+
+def lightnings_record(checkpoint: Checkpoint, num_ranks: int) -> tuple[list[TargetFile], list[str]]:
+    """Return Lightning's record of a step, for a copy with the same names, and a note on its data position."""
+    folder = Path(checkpoint.path)
+    if not (folder / LIGHTNINGS_RECORD).is_file():
+        return [], []
+    why = "resume in the middle of an epoch skips other samples"
+    counts = f"{LIGHTNINGS_RECORD} counts the batches of each of {checkpoint.world_size} ranks"
+    notes = [f"{counts}, and there are {num_ranks}: {why}"] if checkpoint.world_size != num_ranks else []
+    return _files({LIGHTNINGS_RECORD: content_of(folder, LIGHTNINGS_RECORD)}), notes
 
 
 def carried_files(checkpoint: Checkpoint) -> list[Path]:

@@ -22,7 +22,7 @@ from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.file_table import TENSOR_SUFFIXES, TRAINING_STATE, FileKind, fits, is_of
 from ckpt.runs.sentence_modules import weights_files
-from ckpt.runs.steps import ANY_STEP, RECORDS, is_step
+from ckpt.runs.steps import ANY_STEP, RECORDS, is_step, link_target, run_at
 
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
@@ -95,7 +95,7 @@ def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
     root = Path(checkpoint.path)
     if not root.is_dir():
         if not checkpoint.is_adapter:
-            return ()
+            return tuple(_next_to_file(checkpoint, root))
         root = root.parent
     files = {
         os.path.relpath(file.path, root) for file in checkpoint.files if os.path.isabs(file.path) == root.is_absolute()
@@ -116,7 +116,7 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
     """Yield folders with tensor files, except steps and `known` ones."""
     modules = {path.parent.name for path in weights_files(root)}
     for name in (entry.name for entry in entries if entry.size is None):
-        if name in known or name.startswith(".") or is_step(root / name):
+        if name in known or name.startswith(".") or is_step(link_target(root / name)):
             continue
         if name in modules:
             yield UnreadFile(f"{name}/", OTHER, "a module of sentence-transformers")
@@ -155,6 +155,20 @@ def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
                 yield UnreadFile(f"{up}/{one.name}", OTHER, f"next to the checkpoint: {one.why}")
 
 
+def _next_to_file(checkpoint: Checkpoint, file: Path) -> Iterator[UnreadFile]:
+    """Yield tensor files next to a trainer's single file, except other steps."""
+    run, opened = run_at(file.parent), {one.path for one in checkpoint.files}
+    steps = {*run.last, *run.best, *(step.path for step in run.steps)}
+    if file not in steps:
+        return
+    entries = [entry for entry in _listed(file.parent, "") if entry.size is not None]
+    others = [one for one in entries if not {str(file.parent / one.name), file.parent / one.name} & (opened | steps)]
+    others = [one for one in others if link_target(file.parent / one.name) not in steps]
+    for one in judged(others, (), partial(_ends_in, file.parent)):
+        if one.kind == STATE:
+            yield UnreadFile(f"../{one.name}", OTHER, f"next to the checkpoint: {one.why}")
+
+
 def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
     """Return True if `checkpoint` has every tensor in a safetensors file, like LLaMA-Factory's value head."""
     if path.suffix != ".safetensors":
@@ -168,7 +182,8 @@ def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
 def _is_of_step(root: Path, folder: Path) -> bool:
     if is_step(folder):
         return True
-    return folder == root.parent and not is_step(root) and not any((folder / one).exists() for one in RECORDS)
+    is_named = is_step(root) or root in run_at(folder).last
+    return folder == root.parent and not is_named and not any((folder / one).exists() for one in RECORDS)
 
 
 def judged(

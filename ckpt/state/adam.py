@@ -35,6 +35,12 @@ def has_states(roles: Collection[str]) -> bool:
     return set(roles) >= _STATES
 
 
+def missing_states(options: Mapping[str, Any], roles: Collection[str]) -> list[str]:
+    """Return the states missing from a parameter's, if the options and all its states are torch's Adam's."""
+    is_torchs = options.keys() >= _OPTIONS | _OF_TORCH.keys() and _STATES | {"step", "max_exp_avg_sq"} >= set(roles)
+    return sorted(_STATES.difference(roles)) if is_torchs else []
+
+
 def missing_for_torch(options: Mapping[str, Any], ds_config: Any) -> dict[str, Any]:
     """Return the options of torch's Adam that are missing in `options`.
 

@@ -167,15 +167,17 @@ def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: in
 def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkpoint:
     file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
+    unmapped = ""
     if "optimizer" not in file.content:
         name = Path(file.path).name
         notes.append(f"{name} lacks the entry 'optimizer' from DeepSpeed: it has no optimizer states")
     if named is None:
-        notes.append(
+        unmapped = (
             "left out the optimizer states and masters: DeepSpeed numbers them, and their shapes don't map the "
             "numbers to parameters"
             + (", or layers are of several ep_size" if len(_expert_parallel_sizes(held.optimizers[0])) > 1 else "")
         )
+        notes.append(unmapped)
     missing = _missing_optimizer(file)
     states, ranks = OptimizerStates(groups=_groups(named or (), held.sharing)), range(len(held.optimizers))
     parts = [_read_states(optimizer, rank, held, states) for rank, optimizer in enumerate(named or ())]
@@ -195,6 +197,7 @@ def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkp
         folders=(str(held.path.parent),),
         notes=(*notes, *([missing] if missing else []), *held.sources.notes),
         missing_optimizer=missing,
+        unmapped_optimizer=unmapped,
         computed=states.computed,
         quantized=QuantizedStates(states.quantized),
         unread=states.left_out(),
@@ -216,6 +219,7 @@ def _read_states(optimizer: Optimizer, rank: int, held: _RankContent, states: Op
     for fqn, values in optimizer.states.items():
         own.add(fqn, shapes[fqn], values, held.file.path)
     own.check_shapes(shapes, held.file.path)
+    own.check_all_there({fqn: shapes[fqn] for fqn in optimizer.states}, held.file.path)
     for (fqn, role), tensor in list(own.tensors.items()):
         source = replace(tensor.source, rank=rank) if isinstance(tensor.source, Whole) else tensor.source
         own.tensors[fqn, role] = replace(tensor, source=source, native=held.tensors[fqn, WEIGHT].dtype)

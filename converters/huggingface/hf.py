@@ -231,7 +231,7 @@ def _proof(
     chosen: Mapping[str, Choice],
     layout: Layout,
     beside: Iterable[TargetFile],
-    parts: Collection[str],
+    parts: Mapping[str, Mapping[str, Choice]],
 ) -> tuple[list[str], LoadCheck]:
     """Return notes, and whether `from_pretrained` can load the folder.
 
@@ -258,9 +258,10 @@ def _proof(
         told = "config.json names no class (`architectures`), so the names are not compared with a class"
         return _not_compared(checkpoint, layout, loading.unproved(config, shapes), told)
     files = {file.name: file.literals[0][1] for file in beside}
+    inner = {place: {name: one.tensor.shape for name, one in own.items()} for place, own in parts.items()}
     loads = loading.proved(saved.cls)
     if class_name(config) is None:
-        loads = loading.with_files(loading.accepted(loads, config), files, parts)
+        loads = loading.with_files(loading.accepted(loads, config), files, inner)
     unknown = weights.unproved or (None if weights.unread else weights.untried)
     if why := unknown or weights.unread:
         loads = LoadCheck(None if unknown else False, loads.call, why)

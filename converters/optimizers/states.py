@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
-from ckpt.base.errors import CorruptError
+from ckpt.base.errors import CkptError, CorruptError
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
+from ckpt.state.adam import missing_states
 from ckpt.state.skipped_states import Unread
-from converters.optimizers.shapes import check_shape, misshapen
+from converters.optimizers.shapes import PER_ELEMENT, check_shape, misshapen
+from converters.optimizers.state_dicts import with_same_options
 from converters.quantized.states import (
     NESTED,
     Quantized,
@@ -33,6 +35,50 @@ _UNFINISHED = (
 )
 #: A value per element in every optimizer.
 _OF_ITS_SHAPE = (MASTER, "exp_avg")
+#: States independent of a parameter's dimensions.
+_OF_EVERY = PER_ELEMENT | {"step"}
+#: Options that change no state's presence.
+_WITHOUT_EFFECT = frozenset({"lr", "initial_lr", "weight_decay", "name", "param_names"})
+_Error = TypeVar("_Error", bound=CkptError)
+
+
+def missing_state_error(
+    groups: Sequence[ParamGroup],
+    states: Mapping[str, Mapping[str, Any]],
+    dimensions: Mapping[str, int],
+    kind: type[_Error],
+    path: str,
+) -> _Error | None:
+    """Return the error for a parameter that lacks a state of its group, or of a group with the same options.
+
+    `states` has a dtype for each state, or None for a number. A parameter may have fewer dimensions and so fewer
+    states: SM3 and Shampoo have a state for each dimension. Parameters with other state dtypes are not compared: 8-bit
+    optimizers keep small parameters in 32 bits. A parameter without any state has never been updated.
+    """
+    for group in groups:
+        for fqn in group.fqns:
+            if states.get(fqn) and (missing := missing_states(group.options, states[fqn])):
+                what, found = "a parameter lacks a state of torch's Adam", ", ".join(sorted(states[fqn]))
+                return kind(what, path=path, fqn=fqn, expected=", ".join(missing), found=found)
+    options = [{name: one for name, one in g.options.items() if name not in _WITHOUT_EFFECT} for g in groups]
+    for alike in with_same_options(dict(enumerate(options))):
+        kinds: dict[tuple[frozenset[str], int, int], str] = {}
+        members = ((number, fqn) for number in map(int, alike.fqns) for fqn in groups[number].fqns)
+        for group_number, fqn in members:
+            if states.get(fqn):
+                kinds.setdefault((frozenset(states[fqn]), dimensions.get(fqn, 0), group_number), fqn)
+        for (few, own, group_number), fqn in kinds.items():
+            for (more, others, other_number), other in kinds.items():
+                may_lack = (own < others or group_number != other_number) and not (more - few) & _OF_EVERY
+                if few < more and not may_lack and all(states[fqn][name] == states[other][name] for name in few):
+                    return kind(
+                        "a parameter lacks an optimizer state of its group",
+                        path=path,
+                        fqn=fqn,
+                        expected=", ".join(sorted(more - few)) + f", as {other} has",
+                        found=", ".join(sorted(few)),
+                    )
+    return None
 
 
 @dataclass
@@ -88,6 +134,20 @@ class OptimizerStates:
         ]
         for tensor in misshapen(plain, parameters, names):
             check_shape(tensor.fqn, tensor.role, tensor.shape, parameters[tensor.fqn], path)
+
+    def check_all_there(self, parameters: Mapping[str, Shape], path: str) -> None:
+        """Raise CorruptError for one of `parameters` that lacks a state of its group."""
+        states: dict[str, dict[str, Any]] = {}
+        for (fqn, name), tensor in self.tensors.items():
+            states.setdefault(fqn, {})[name] = tensor.dtype
+        numbers = ((fqn, name) for name, own in self.scalars.items() for fqn in own)
+        skipped = ((fqn, name) for (name, _), fqns in self.unread.fqns.items() for fqn in fqns)
+        for fqn, name in (*numbers, *skipped):
+            states.setdefault(fqn, {}).setdefault(name, None)
+        dimensions = {fqn: len(shape) for fqn, shape in parameters.items()}
+        states = {fqn: own for fqn, own in states.items() if fqn in parameters}
+        if error := missing_state_error(self.groups, states, dimensions, CorruptError, path):
+            raise error
 
     def add_number(self, fqn: str, name: str, value: Any) -> None:
         self.scalars.setdefault(name, {})[fqn] = value

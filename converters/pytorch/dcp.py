@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError
+from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundError
 from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
@@ -40,20 +40,18 @@ from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 from ckpt.plan.tiling import faults_of
 from ckpt.runs.model_files import read_config
 from ckpt.runs.steps import enclosing_folders, trainer_step
-from ckpt.runs.trainer_files import run_companions, trainer_folder
+from ckpt.runs.trainer_files import lightnings_record, run_companions, trainer_folder
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import tied_names
 from converters.optimizers.ranks import check_same
-from converters.optimizers.shapes import PER_ELEMENT
 from converters.optimizers.state_dicts import GROUPS
-from converters.optimizers.states import OptimizerStates
+from converters.optimizers.states import OptimizerStates, missing_state_error
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand, without_tensors
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
-_Error = TypeVar("_Error", bound=CkptError)
 #: Step counts in torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
@@ -91,7 +89,10 @@ class DistributedCheckpoint(Format):
         num_ranks = layout.world_size or checkpoint.world_size or 1
         _check_can_be_read(checkpoint)
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
-        beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False, names=checkpoint.shapes)
+        record, told = lightnings_record(checkpoint, num_ranks) if checkpoint.format == self.name else ([], [])
+        beside = run_companions(
+            checkpoint, num_ranks, layout.dtype, deepspeed=False, own=record, names=checkpoint.shapes
+        )
         folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
         facts = checkpoint.facts_of(TorchFacts)
         folders[0].add_all(_placed(state.model, facts.model_at))
@@ -100,7 +101,7 @@ class DistributedCheckpoint(Format):
         return Target(
             files=(*beside.files, *files),
             dropped=(*state.dropped, *beside.dropped),
-            notes=(*state.notes, *beside.notes),
+            notes=(*state.notes, *beside.notes, *told),
         )
 
 
@@ -419,16 +420,8 @@ def _step(rest: Mapping[str, Any]) -> int | None:
     return None
 
 
-#: States independent of a parameter's dimensions.
-_OF_EVERY = PER_ELEMENT | {"step"}
-
-
 def _check_states(found: Understood, path: str, is_pair: bool) -> None:
-    """Raise CorruptError for states without a parameter, or a parameter missing a state of its group.
-
-    Parameters with other state dtypes are not compared: 8-bit optimizers keep small parameters in 32 bits. A parameter
-    without any state has never been updated.
-    """
+    """Raise CorruptError for states without a parameter, or a parameter missing a state of its group."""
     states: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in found.states.items():
         states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, Leaf) else None
@@ -444,38 +437,8 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
     if strange and not is_all:
         raise CorruptError("the optimizer has states for a parameter missing from the model", path=path, fqn=strange[0])
     dimensions = {fqn: len(leaf.shape) for fqn, leaf in found.weights.items()}
-    if error := _missing_state_error(found.groups, states, dimensions, CorruptError, path):
+    if error := missing_state_error(found.groups, states, dimensions, CorruptError, path):
         raise error
-
-
-def _missing_state_error(
-    groups: Iterable[ParamGroup],
-    states: Mapping[str, Mapping[str, Any]],
-    dimensions: Mapping[str, int],
-    kind: type[_Error],
-    path: str,
-) -> _Error | None:
-    """Return the error for a parameter that lacks a state of its group.
-
-    It may have fewer dimensions and so fewer states: SM3 and Shampoo have a state for each dimension.
-    """
-    for group in groups:
-        kinds: dict[tuple[frozenset[str], int], str] = {}
-        for fqn in group.fqns:
-            if states.get(fqn):
-                kinds.setdefault((frozenset(states[fqn]), dimensions.get(fqn, 0)), fqn)
-        for (few, own), fqn in kinds.items():
-            for (more, others), other in kinds.items():
-                may_lack = own < others and not (more - few) & _OF_EVERY
-                if few < more and not may_lack and all(states[fqn][name] == states[other][name] for name in few):
-                    return kind(
-                        "a parameter lacks an optimizer state of its group",
-                        path=path,
-                        fqn=fqn,
-                        expected=", ".join(sorted(more - few)) + f", as {other} has",
-                        found=", ".join(sorted(few)),
-                    )
-    return None
 
 
 def _check_can_be_read(checkpoint: Checkpoint) -> None:
@@ -490,7 +453,7 @@ def _check_can_be_read(checkpoint: Checkpoint) -> None:
     for name, of in checkpoint.state.scalars.items():
         for fqn in of:
             states.setdefault(fqn, {})[name] = None
-    if error := _missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
+    if error := missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
         error.hint = "; ".join((*checkpoint.unread, "use `ckpt convert ... hf` for the weights only"))
         raise error
 

@@ -134,6 +134,7 @@ class FsdpRanks(Format):
             computed=reading.states.computed,
             quantized=QuantizedStates(reading.states.quantized, reading.states.blocks),
             unread=reading.states.left_out(),
+            unmapped_optimizer=reading.unmapped,
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -272,7 +273,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
         optimizer = read_optimizer(file.content, file.path, order)
         is_numbered = take_apart(file.content, file.path).names() is None
         if optimizer is None or (is_numbered and not _fits(reading, optimizer.states, file)):
-            reading.notes.append(_left_out(file.path))
+            reading.leave_out_optimizer(_left_out(file.path))
             return ()
         optimizer.check_known({*order, *reading.ties}, file.path)
         optimizers.append(optimizer)
@@ -297,12 +298,13 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
                 else:
                     found.unread.add(name, "each rank has its own number", [fqn])
             elif (tensor := _state_tensor(fqn, name, shape, values)) is None:
-                reading.notes.append(_left_out(files[0].path))
+                reading.leave_out_optimizer(_left_out(files[0].path))
                 return ()
             else:
                 found.add_tensor(tensor, files[0].path)
                 is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
     found.check_shapes(owned, files[0].path)
+    found.check_all_there(owned, files[0].path)
     if is_cut:
         reading.sources.check_distinct((file.rank, file.path) for file in files)
     reading.tensors |= found.tensors

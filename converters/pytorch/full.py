@@ -42,6 +42,7 @@ from ckpt.base.errors import (
 from ckpt.base.text import Brief, pluralize
 from ckpt.base.words import Message
 from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.tree import tensors_in
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import (
@@ -73,7 +74,7 @@ from ckpt.plan.checkpoint import (
     Target,
     TargetFile,
 )
-from ckpt.plan.precision import Choice, choices, describe, kept_in_training
+from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.runs.file_table import TORCH_SUFFIXES, TRAINING_STATE, fits, is_of
 from ckpt.runs.finding import Steps, find_step
@@ -84,7 +85,7 @@ from ckpt.runs.steps import enclosing_folders, is_ranks_folder, step_number, tra
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapper_prefixes import clean_names
-from converters.optimizers.state_dicts import is_optimizer
+from converters.optimizers.state_dicts import is_optimizer, take_apart
 from converters.pytorch.keys import several_models
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import Reading, step_of, tie_as_declared
@@ -181,6 +182,7 @@ class Full(Format):
             computed=reading.states.computed,
             quantized=QuantizedStates(reading.states.quantized, reading.states.blocks),
             unread=reading.states.left_out(),
+            unmapped_optimizer=reading.unmapped,
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -312,7 +314,9 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
         reading.notes.append(f"{optimizer!r} is kept as training state: nothing records its model")
         optimizer = None
     if optimizer is not None:
-        _add_optimizer(reading, _only(rest.pop(optimizer)), path)
+        states = _only(rest.pop(optimizer))
+        if not _add_optimizer(reading, states, path):
+            _check_all_trained(states, [value for name, value in root.items() if name != optimizer], path)
     for key, value in rest.items():
         if is_optimizer(value):
             reading.notes.append(f"{key!r} looks like an optimizer with its own name: kept as training state")
@@ -489,11 +493,28 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
         reading.items["extra_state"] = {**reading.items.get("extra_state", {}), **extra}
 
 
-def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
+def _add_optimizer(reading: _Reading, content: Any, path: str) -> bool:
     reading.has_optimizer = True
     order = [fqn for fqn, role in reading.tensors if role == WEIGHT]  # registration order
-    reading.add_optimizer(content, path, reading.tensors, reading.ties, order)
+    is_mapped = reading.add_optimizer(content, path, reading.tensors, reading.ties, order)
     reading.tensors |= reading.states.tensors
+    return is_mapped
+
+
+def _check_all_trained(optimizer: Any, others: Sequence[Any], path: str) -> None:
+    """Raise IncompleteError if more parameters have states than the file's other entries have tensors.
+
+    An optimizer may also train parameters outside the model, such as a loss's.
+    """
+    trained = sum(map(bool, take_apart(optimizer, path).states.values()))
+    tensors = sum(value.extent.dtype in CAST_SOURCES for value in tensors_in(others))
+    if trained > tensors:
+        raise IncompleteError(
+            "the optimizer has states for parameters missing from the file",
+            path=path,
+            expected=pluralize(trained, "trained parameter"),
+            found=pluralize(tensors, "tensor"),
+        )
 
 
 def _read_training_files(reading: _Reading, number: int | None) -> None:
@@ -518,7 +539,7 @@ def optimizer_name(reading: Reading, number: int | None) -> str | None:
         return found
     if first(reading.folder, OPTIMIZERS) is not None:
         what = "the save has different numbers of models and optimizers, and does not record the pairs"
-        reading.notes.append(f"left out the optimizer states: {what}")
+        reading.leave_out_optimizer(f"left out the optimizer states: {what}")
     return None
 
 

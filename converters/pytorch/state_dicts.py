@@ -34,6 +34,12 @@ class Reading:
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     states: OptimizerStates = field(default_factory=OptimizerStates)
+    #: Reason for leaving out an optimizer that is there.
+    unmapped: str = ""
+
+    def leave_out_optimizer(self, why: str) -> None:
+        self.unmapped = why
+        self.notes.append(why)
 
     def load(self, name: str) -> tuple[str, Any]:
         path = str(confined(self.folder, name))
@@ -53,7 +59,7 @@ class Reading:
         optimizer = read_optimizer(content, path, proof=proof)
         if optimizer is None:
             check_has_elements(take_apart(content, path).states, shapes, path)
-            self.notes.append(_UNPROVED.format(Path(path).name))
+            self.leave_out_optimizer(_UNPROVED.format(Path(path).name))
             return False
         optimizer.check_known({*shapes, *ties}, path)
         for fqn, values in optimizer.states.items():
@@ -61,8 +67,9 @@ class Reading:
             if any(map(is_part, values.values())):
                 raise NotFoundError("this file has only one rank's parts of the optimizer states", path=path, fqn=fqn)
             self.states.add(owner, shapes[owner], values, path)
-        self.states.check_shapes(shapes, path)
         self.states.groups = optimizer.groups
+        self.states.check_shapes(shapes, path)
+        self.states.check_all_there(shapes, path)
         return True
 
     def state(self, step: int | None) -> TrainingState:

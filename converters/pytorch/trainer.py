@@ -140,6 +140,7 @@ class Trainer(Format):
             computed=reading.states.computed,
             quantized=QuantizedStates(reading.states.quantized),
             unread=reading.states.left_out(),
+            unmapped_optimizer=reading.unmapped,
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -236,7 +237,7 @@ def _with_optimizer(
     try:
         memory = from_hub(weights) if weights.namespace == HUB else weights
     except CkptError as error:
-        reading.notes.append(f"{name}: the optimizer's states are left out: {error.what}")
+        reading.leave_out_optimizer(f"{name}: left out the optimizer states: {error.what}")
         return whole
     try:  # ckpt's own output has in-memory names
         hub = to_hub(memory) if weights.tensors.keys() == memory.tensors.keys() and weights.config else weights

@@ -175,14 +175,16 @@ def test_an_optimizer_of_a_later_save_is_not_resumed(fixtures: Path, tmp_path: P
 
 
 def test_lightnings_record_next_to_its_dcp_files_is_known(fixtures: Path, tmp_path: Path) -> None:
-    """`meta.pt` holds loops and callbacks; a conversion reports that it does not copy them."""
+    """`meta.pt` holds loops and callbacks; only Lightning's own layout, DCP, keeps it."""
     step = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "epoch=1-step=2.ckpt"))
     torch.save({"pytorch-lightning_version": "2.6.6", "callbacks": {"best": torch.ones(3)}}, step / "meta.pt")
     report = run_ckpt("check", step)
     assert report.code == 0 and "meta.pt" not in report.out, report
-    for target in ("dcp", "full"):
-        made = run_ckpt("convert", "auto", target, step, "-o", tmp_path / target, "-v")
-        assert made.code == 0 and "files of the run meta.pt" in made.err, made
+    made = run_ckpt("convert", "auto", "full", step, "-o", tmp_path / "full", "-v")
+    assert made.code == 0 and "files of the run meta.pt" in made.err, made
+    made = run_ckpt("convert", "auto", "dcp", step, "--world-size", "3", "-o", tmp_path / "dcp", "-v")
+    assert made.code == 0 and "meta.pt counts the batches of each of 2 ranks, and there are 3" in made.err, made
+    assert (tmp_path / "dcp" / "meta.pt").read_bytes() == (step / "meta.pt").read_bytes()
     (step / "meta.pt").rename(step / "other_meta.pt")
     assert run_ckpt("check", step).code == 4
 

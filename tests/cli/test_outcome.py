@@ -169,7 +169,12 @@ def test_modules_of_sentence_transformers() -> None:
     dense = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
     more = {"modules.json": json.dumps([dense]).encode(), "2_Dense/config.json": b"{}", "tokenizer.json": b"{}"}
     assert "lists missing files: 2_Dense/model.safetensors" in loading.with_files(good, more).sentence("out")
-    assert loading.with_files(good, more, ["2_Dense"]).can
+    sizes, own = b'{"in_features": 3, "out_features": 2, "bias": true}', {"linear.weight": (2, 3), "linear.bias": (2,)}
+    sized = {**more, "2_Dense/config.json": sizes}
+    assert loading.with_files(good, sized, {"2_Dense": own}).can
+    for wrong in ({"linear.bias": (2,)}, own | {"linear.weight": (3, 2)}, own | {"more": (2,)}):
+        assert loading.with_files(good, sized, {"2_Dense": wrong}).can is False
+    assert loading.with_files(good, more, {"2_Dense": own}).can is None
     assert loading.with_files(good, {**files, "modules.json": b"[]"}).can is False
     own = {"modules.json": json.dumps([{"type": "nobody.X", "path": ""}]).encode()}
     assert loading.with_files(good, own).can is None

@@ -64,6 +64,7 @@ from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
+from ckpt.runs.sentence_modules import module_faults
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
@@ -72,6 +73,7 @@ from ckpt.runs.steps import (
     TRAINER_STATE,
     TRAINER_STEP,
     link_target,
+    lost_trainer_state,
     missing_last_of_lightning,
     missing_last_of_megatron,
     missing_trainer_state,
@@ -118,6 +120,8 @@ class Checked:
     skipped_states: tuple[str, ...] = ()
     #: Folders or files, if the save has several models.
     models: tuple[str, ...] = ()
+    #: False if only the files say what tensors the model has.
+    is_listed: bool = True
 
     @property
     def exit_code(self) -> int:
@@ -199,8 +203,10 @@ class CheckReport(Returned):
             )
         elif self.whole and not any(problem.kind == LACKING for one in self.checkpoints for problem in one.problems):
             read = all(one.findings is not None for one in self.checkpoints)
-            unread = "bytes were not read (--bytes reads them)"
-            yield f"every part of every tensor is there; {'every value was read' if read else unread}"
+            how = "every value was read" if read else "bytes were not read (--bytes reads them)"
+            is_listed = all(one.is_listed for one in self.checkpoints)
+            what = " is there" if is_listed else " in the files is there; the model's tensors are not listed"
+            yield f"every part of every tensor{what}{'; ' if is_listed else ', and '}{how}"
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -447,6 +453,7 @@ def _check_one(
         None if found is None or not opened else tuple(found),
         tuple(dict.fromkeys(sentence for one in opened for sentence in one.unread)),
         tuple(relative(one, place) for one in models),
+        all(map(_is_listed, opened)),
     )
 
 
@@ -561,6 +568,8 @@ def _mixed_save_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
+    if checkpoint.unmapped_optimizer:
+        yield Problem(LACKING, "optimizer", checkpoint.unmapped_optimizer)
     states, is_all = missing_states(checkpoint)
     if states and is_all:
         yield Problem(UNKNOWN, "optimizer", states, CorruptError.exit_code)
@@ -610,12 +619,23 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems for missing tensors: from_pretrained needs all."""
+    for where, what in module_faults(checkpoint.folders, checkpoint.shapes):
+        yield Problem(INCOMPLETE, where, what)
     parts, tensors = services.expected.missing_content(checkpoint)
-    is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
+    is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir()
     if tensors and is_model:
         yield Problem(INCOMPLETE, CONFIG, "; ".join(tensors))
     elif parts or tensors:
         yield Problem(LACKING, CONFIG, "; ".join([*parts, *tensors]))
+
+
+def _is_listed(checkpoint: Checkpoint) -> bool:
+    if checkpoint.is_adapter:
+        return True
+    if checkpoint.namespace not in OF_THE_MODEL:
+        is_known = registry.namespace(checkpoint.namespace).tells(checkpoint)
+        return is_known or "model_type" in (checkpoint.config or {})
+    return registry.get(checkpoint.format).records_shapes or services.expected.has_list(checkpoint.config)
 
 
 def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -653,7 +673,9 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
     if name := missing_last_of_lightning(place):
         yield Problem(INCOMPLETE, name, "missing; Lightning writes it after the shards, and loads no folder without it")
     for name in missing_trainer_state(place):
-        yield Problem(INCOMPLETE, name, "missing; the trainer writes it after the model, and other steps have it")
+        yield Problem(INCOMPLETE, name, "missing; the trainer writes it with the model, and other steps have it")
+    if checkpoint is not None and has_optimizer(checkpoint) and (lost := lost_trainer_state(place)):
+        yield Problem(LACKING, "trainer state", lost)
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")
     if checkpoint is not None and not has_optimizer(checkpoint) and lacks_optimizer(place):

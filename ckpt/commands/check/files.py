@@ -29,6 +29,7 @@ from ckpt.move.listing import names_in, once
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
 from ckpt.runs.file_table import TORCH_SUFFIXES
+from ckpt.runs.search import PIPELINE
 
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
 HALF = "half a checkpoint"
@@ -43,6 +44,8 @@ LACKING = "lacking"
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
 #: HF Trainer's (transformers/trainer.py, `_save_rng_state`).
 _RNG = re.compile(r"rng_state_(\d+)\.pth")
+#: The end of a name of LeRobot's processor config.
+_PROCESSOR = "processor.json"
 _MAX_FILES = 200_000
 _BLOCK = 1 << 22
 
@@ -158,6 +161,9 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
                 yield LACKING, index, "the index is missing; every shard is here, transformers loads none without it"
     for name, named in sorted(indexes.items()):
         yield from ((INCOMPLETE, gone, f"missing, {name} names it") for gone in sorted(named - names - listed_names))
+    for name in sorted(names):
+        parts = [one for one in _named_by_config(folder / name) if not (folder / one).exists()]
+        yield from ((INCOMPLETE, one, f"missing, {name} names it") for one in parts)
     ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
         yield INCOMPLETE, f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
@@ -172,6 +178,23 @@ def _named_by_index(index: Path) -> set[str]:
         return set(parse_index(content, index, suffixes=(".safetensors", ".bin")).weight_map.values())
     except CkptError:  # a damaged index is reported with its file
         return set()
+
+
+def _named_by_config(path: Path) -> list[str]:
+    """Return the folders in a diffusers pipeline's index, or the files in a LeRobot processor's config."""
+    if path.name != PIPELINE and not path.name.endswith(_PROCESSOR):
+        return []
+    try:
+        content = read_json(path)
+    except CkptError:  # reported with its file
+        return []
+    config = content if isinstance(content, dict) else {}
+    if path.name == PIPELINE:
+        found = [name for name, one in config.items() if isinstance(one, list) and None not in one]
+    else:
+        steps = config.get("steps")
+        found = [one.get("state_file") for one in steps if isinstance(one, dict)] if isinstance(steps, list) else []
+    return [name for name in found if isinstance(name, str) and Path(name).name == name]
 
 
 @dataclass(slots=True)

@@ -60,6 +60,7 @@ from ckpt.runs.steps import (
     missing_last_of_megatron,
     recorded_step,
     run_at,
+    trainer_state,
 )
 from ckpt.runs.trainer_files import run_files, trainer_folder
 from ckpt.state.data_loaders import loader_states
@@ -361,6 +362,7 @@ def _unread_optimizer(path: Path, tag: str | None) -> str | None:
     run = run_at(path)
     steps = run.steps[:1] if tag is None else run.tagged(tag)
     place = steps[0].path if steps else path.parent if is_step(path.parent) else path
+    place = place if place.is_dir() else place.parent
     files = (file for folder in (place, *folders_in(place)) for file in map(folder.joinpath, files_in(folder)))
     return next((os.path.relpath(one, path) for one in files if OPTIMIZER_FILE.fullmatch(one.name)), None)
 
@@ -522,7 +524,8 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     """
     from ckpt.plan.planner import check_source  # imports numpy
 
-    for file in run_files(checkpoint):
+    place = Path(checkpoint.path)
+    for file in (*run_files(checkpoint), *trainer_state(place), *trainer_state(place.parent)):
         check_carried(file, file.parent)
     for tensor in checkpoint.tensors.values():
         check_source(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -42,6 +42,19 @@ _BRANCHES = frozenset((dict, list, tuple, StoredDict, Record, set, frozenset, de
 def is_branch(value: Any) -> bool:
     kind = type(value)
     return kind in _BRANCHES or (kind is StoredTensor and value.attributes is not None)
+
+
+def tensors_in(value: Any) -> Iterator[StoredTensor]:
+    """Visit each container once, even if a pickle refers to it many times."""
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        if isinstance(one, StoredTensor):
+            yield one
+        elif isinstance(one, Record | Mapping | list | tuple) and id(one) not in seen:
+            seen.add(id(one))
+            inner = one.attributes if isinstance(one, Record) else one
+            left += inner.values() if isinstance(inner, Mapping) else inner
 
 
 def check_tree(root: Any, length: int) -> None:

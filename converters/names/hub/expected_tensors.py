@@ -19,7 +19,7 @@ from ckpt.plan.tensors import Shape
 from ckpt.runs.sentence_modules import modules_in
 from ckpt.state.naming import as_hub
 from converters.names.families import composites, encoders, tables
-from converters.names.hub.proof import PEFT, extra, missing
+from converters.names.hub.proof import PEFT, extra, misshapen, missing
 from converters.quantized.parts import is_part_name, quantized_weights
 
 #: Config keys for the number of multi-token prediction layers: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
@@ -51,22 +51,28 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
             checkpoint = as_hub(checkpoint)
     weights = quantized_weights(checkpoint)
     shapes = weights.in_place(checkpoint.shapes)
-    tensors = _missing_tensors(checkpoint.config, shapes) if checkpoint.namespace == HUB else []
+    modules = (*modules_in(checkpoint.folders),)
+    of_model = {name: shape for name, shape in shapes.items() if not name.startswith(modules)}
+    tensors = _missing_tensors(checkpoint.config, of_model) if checkpoint.namespace == HUB else []
     if checkpoint.namespace == HUB and (names := weights.unrecorded) and missing(checkpoint.config or {}, {})[1]:
         count = pluralize(len(names), "quantized weight")
         tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
     parts = missing_parts(checkpoint.config, shapes)
     is_proved = checkpoint.namespace == HUB and not checkpoint.is_adapter and not weights.unproved
     if is_proved and not any(name.startswith(PEFT) for name in shapes):
-        modules = (*modules_in(checkpoint.folders),)
-        unknown, cls = extra(
-            checkpoint.config or {}, {n: one for n, one in shapes.items() if not n.startswith(modules)}
-        )
+        unknown, cls = extra(checkpoint.config or {}, of_model)
+        if wrong := misshapen(checkpoint.config or {}, of_model):
+            tensors.append(wrong)
         for found, of in ((tensors, True), (parts, False)):
             if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
                 more = ", ..." if some[1:] else ""
                 found.append(f"{cls}'s files don't have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
     return parts, tensors
+
+
+def has_list(config: Mapping[str, Any] | None) -> bool:
+    """Return True if a table lists the tensors of the config's class."""
+    return bool(config and missing(config, {})[1])
 
 
 def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
@@ -89,7 +95,7 @@ def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
 
 def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
     """Describe missing tensors, except whole parts."""
-    if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
+    if not config or any(name.startswith(PEFT) for name in shapes):
         return []
     names, cls = missing(config, shapes)
     absent = [

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.base.words import Message
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.tensors import Shape
-from ckpt.runs.sentence_modules import MODULES, WITH_WEIGHTS
+from ckpt.runs.sentence_modules import MODULES, WITH_WEIGHTS, WITHOUT_FILES, module_difference, module_tensors
 from converters.names.hub.config_values import unknown_values
 from converters.names.hub.diffusers_models import class_name
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
@@ -24,8 +24,6 @@ WEIGHTS = "model.safetensors"
 #: Turn text, images or sound into model inputs.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
 _OLMO_CORE = "olmo_core."
-#: sentence-transformers' modules without files.
-_WITHOUT_FILES = ("Normalize",)
 
 
 def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = OWN_NAMES) -> LoadCheck:
@@ -72,19 +70,23 @@ def accepted(loads: LoadCheck, config: Mapping[str, Any]) -> LoadCheck:
     return loads
 
 
-def with_files(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> LoadCheck:
+def with_files(
+    loads: LoadCheck, files: Mapping[str, bytes | None], parts: Mapping[str, Mapping[str, Shape]] | None = None
+) -> LoadCheck:
     """Check the folder's other files; small ones come with their content.
 
-    `folders` are inner folders with weights.
+    `parts` has the shapes of the weights in inner folders.
     """
     if loads.can and MODULES in files:
-        return _module_answer(loads, files, folders)
+        return _module_answer(loads, files, parts or {})
     if loads.can and not any(fnmatch.fnmatchcase(name, one) for name in files for one in _INPUTS):
         return loads.without("tokenizer or processor")
     return loads
 
 
-def _module_answer(loads: LoadCheck, files: Mapping[str, bytes | None], folders: Collection[str]) -> LoadCheck:
+def _module_answer(
+    loads: LoadCheck, files: Mapping[str, bytes | None], parts: Mapping[str, Mapping[str, Shape]]
+) -> LoadCheck:
     """Check each module's own folder."""
     call = "SentenceTransformer"
     try:
@@ -93,17 +95,33 @@ def _module_answer(loads: LoadCheck, files: Mapping[str, bytes | None], folders:
         return LoadCheck(False, call, f"{MODULES} is damaged")
     if not modules:
         return LoadCheck(False, call, f"{MODULES} names no modules")
-    lacking = [one for place, cls in modules if place for one in _missing_files(place, cls, files, folders)]
+    lacking = [one for place, cls in modules if place for one in _missing_files(place, cls, files, parts)]
     if lacking:
         return LoadCheck(False, call, f"{MODULES} lists missing files: {', '.join(lacking)}")
     if own := next((cls for _, cls in modules if not cls.startswith("sentence_transformers.")), None):
         return LoadCheck(None, call, f"{MODULES} names the class {own}, and ckpt did not inspect it")
+    for place, cls in modules:
+        if place in parts:
+            kind = cls.rpartition(".")[2]
+            config = _config_in(files, f"{place}/config.json")
+            if what := module_difference(kind, config, parts[place]):
+                return LoadCheck(False, call, f"{place}: {what}, by its config.json")
+            if module_tensors(kind, config) is None:
+                return LoadCheck(None, call, f"the weights in {place} were not compared with the class {kind}")
     return LoadCheck(True, call, lacks=loads.lacks)
+
+
+def _config_in(files: Mapping[str, bytes | None], name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(files.get(name) or b"")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _missing_files(place: str, cls: str, files: Collection[str], folders: Collection[str]) -> Iterator[str]:
     kind = cls.rpartition(".")[2]
-    if kind in _WITHOUT_FILES:
+    if kind in WITHOUT_FILES:
         return
     if not any(fnmatch.fnmatchcase(name, f"{place}/*config.json") for name in files):
         yield f"{place}/config.json"

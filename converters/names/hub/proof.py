@@ -158,6 +158,18 @@ def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seque
     return found, cls
 
 
+def misshapen(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+    """Return a sentence on tensors with another shape than in every table of the config's class, or ""."""
+    found = ""
+    for ask in _TABLES if _names_class(config) else ():
+        with suppress(CkptError):
+            if (saved := ask(config)) is not None:
+                if not (wrong := compare(saved, shapes, config)).shapes:
+                    return ""
+                found = found or f"{saved.cls}'s files have other shapes: {Differences((), (), wrong.shapes)}"
+    return found
+
+
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
     """Describe differences. None without any, or for an unknown architecture."""
     if not names_architecture(config):

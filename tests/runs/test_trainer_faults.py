@@ -1,0 +1,325 @@
+"""One fault in a trainer's folder: no command calls the folder whole, loads it or resumes from it in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt import api
+from tests.support.commands import Result, ckpt
+
+WHOLE = "every part of every tensor"
+LAST, FABRIC, COMPOSER = "checkpoints/last.ckpt", "fabric/step=4.ckpt", "ep2-ba4-rank0.pt"
+
+
+@pytest.fixture
+def copied(fixtures: Path, tmp_path: Path) -> Callable[[str], Path]:
+    def copy(name: str) -> Path:
+        shutil.copytree(fixtures / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("truth"))
+        return tmp_path / name
+
+    return copy
+
+
+def change(file: Path, act: Callable[[Any], object]) -> None:
+    """Change a file with its own library."""
+    if file.suffix == ".json":
+        content = json.loads(file.read_text())
+        act(content)
+        file.write_text(json.dumps(content))
+    elif file.suffix == ".safetensors":
+        tensors = load_file(file)
+        act(tensors)
+        save_file(tensors, file, {"format": "pt"})
+    elif file.name == ".metadata":
+        metadata = pickle.loads(file.read_bytes())
+        act(metadata)
+        file.write_bytes(pickle.dumps(metadata))
+    else:
+        root = torch.load(file, weights_only=False)
+        act(root)
+        torch.save(root, file)
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def said(*args: str | Path) -> Result:
+    done = ckpt(*args)
+    return Result(done.code, " ".join(done.out.split()), " ".join(done.err.split()))
+
+
+@pytest.mark.parametrize(
+    ("fixture", "file", "weights", "name"),
+    [
+        ("lightning-plain", LAST, "state_dict", "model.1.weight"),
+        ("lightning-plain", FABRIC, "model", "1.weight"),
+        ("timm", "last.pth.tar", "state_dict", "1.weight"),
+    ],
+)
+def test_optimizer_proves_a_deleted_weight(
+    copied: Callable[[str], Path], fixture: str, file: str, weights: str, name: str
+) -> None:
+    path = copied(fixture) / file
+    change(path, lambda root: root[weights].pop(name))
+    checked = said("check", path.parent)
+    assert checked.code == 4 and "expected 4 trained parameters, found 3 tensors" in checked.out
+    for command in (["resume"], ["inspect"], ["hash"]):
+        assert ckpt(*command, path).code == 4
+    change(path, lambda root: root.update(more={"scale": torch.ones(())}))  # the optimizer may train it
+    checked = said("check", path)
+    assert checked.code == 0 and "left out the optimizer states" in checked.out and WHOLE not in checked.out
+
+
+def test_a_file_with_unmapped_states_is_resumed_as_it_is(copied: Callable[[str], Path]) -> None:
+    path = copied("lightning-plain") / FABRIC
+    change(path, lambda root: root["model"].update({"0.weight": torch.ones(8, 9), "1.weight": torch.ones(9, 8)}))
+    checked, resumed = said("check", path.parent), said("resume", path.parent)
+    assert checked.code == 0 and "left out the optimizer states" in checked.out and WHOLE not in checked.out
+    assert (resumed.code, resumed.out) == (0, str(path)) and "left out the optimizer states" in resumed.err
+    change(path, lambda root: root.pop("optimizer"))
+    for place in (path, path.parent):
+        refused = said("resume", place)
+        assert refused.code == 6 and "has an optimizer" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("fixture", "file", "states"),
+    [
+        ("composer", COMPOSER, ("state", "optimizers", "AdamW", "state", "layers.0.weight")),
+        ("lightning-plain", LAST, ("optimizer_states", 0, "state", 0)),
+        ("timm", "last.pth.tar", ("optimizer", "state", 0)),
+        ("trainer-plain", "checkpoint-2/optimizer.pt", ("state", 0)),
+    ],
+)
+@pytest.mark.parametrize("state", ["exp_avg", "step"])
+def test_a_parameter_without_one_state(
+    copied: Callable[[str], Path], fixture: str, file: str, states: tuple[Any, ...], state: str
+) -> None:
+    path = copied(fixture) / file
+
+    def drop(root: Any) -> None:
+        for key in states:
+            root = root[key]
+        del root[state]
+
+    change(path, drop)
+    place = path if fixture != "trainer-plain" else path.parent
+    checked = said("check", place)
+    assert checked.code == 4 and f"expected {state}" in checked.out, checked.out
+    assert ckpt("resume", place).code == 4
+
+
+def drop_from_metadata(ending: str) -> Callable[[Any], None]:
+    def drop(metadata: Any) -> None:
+        for key in [key for key in metadata.state_dict_metadata if key.endswith(ending)]:
+            del metadata.state_dict_metadata[key]
+            for index in [index for index in metadata.storage_data if index.fqn == key]:
+                del metadata.storage_data[index]
+
+    return drop
+
+
+def test_states_missing_from_every_parameter_of_adam(copied: Callable[[str], Path]) -> None:
+    step = copied("lightning") / "checkpoints" / "last.ckpt"
+    change(step / ".metadata", drop_from_metadata(".exp_avg"))
+    checked = said("check", step)
+    assert checked.code == 4 and "lacks a state of torch's Adam" in checked.out and ckpt("resume", step).code == 4
+
+
+def test_a_group_of_one_parameter_is_compared_with_groups_like_it(copied: Callable[[str], Path]) -> None:
+    file = copied("dcp-fsdp2") / "step-2" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    name = next(key for key in metadata.state_dict_metadata if key.endswith(".exp_avg_sq"))
+    change(file, drop_from_metadata(name))
+    assert "expected exp_avg_sq" in said("check", file.parent).out
+
+
+@pytest.mark.parametrize("name", ["more.pt", "more.safetensors"])
+@pytest.mark.parametrize(
+    ("fixture", "file"),
+    [("lightning-plain", LAST), ("lightning-plain", FABRIC), ("composer", COMPOSER), ("timm", "last.pth.tar")],
+)
+def test_a_stray_file_next_to_a_single_file(copied: Callable[[str], Path], fixture: str, file: str, name: str) -> None:
+    path = copied(fixture) / file
+    tensors = {"w": torch.ones(2)}
+    torch.save(tensors, path.with_name(name)) if name.endswith(".pt") else save_file(tensors, path.with_name(name))
+    assert f"{name}: not read: " in said("check", path).out
+    assert f"not read: ../{name}: " in said("resume", path).err
+    assert said("inspect", path).out.count("not read") == 1
+
+
+def test_a_file_copied_over_another_step(copied: Callable[[str], Path]) -> None:
+    run = copied("composer")
+    shutil.copy(run / "ep1-ba2-rank0.pt", run / COMPOSER)
+    checked = said("check", run)
+    assert checked.code == 4 and f"called {COMPOSER}, but it is from step 2, like ep1-ba2-rank0.pt" in checked.out
+    assert "like ep1-ba2-rank0.pt" in said("resume", run).err
+    run = copied("timm")
+    shutil.copy(run / "checkpoint-1.pth.tar", run / "checkpoint-2.pth.tar")
+    assert "called checkpoint-2.pth.tar, but it is from step 1" in said("check", run).out
+    steps = copied("lightning") / "checkpoints"
+    shutil.copytree(steps / "epoch=0-step=4.ckpt", steps / "epoch=0-step=6.ckpt")
+    assert "called epoch=0-step=6.ckpt, but it is from step 4" in said("check", steps).out
+    shutil.rmtree(steps / "epoch=0-step=4.ckpt")  # then the name may count something else
+    assert ckpt("check", steps).code == 0
+
+
+def test_lightnings_record_of_another_step_and_cut_off(copied: Callable[[str], Path]) -> None:
+    steps = copied("lightning") / "checkpoints"
+    last, step = steps / "last.ckpt", steps / "epoch=0-step=4.ckpt"
+    record = (last / "meta.pt").read_bytes()
+    shutil.copy(step / "meta.pt", last / "meta.pt")
+    checked = said("check", last)
+    assert "the model is from step 4, but the optimizer has taken 5" in checked.out and WHOLE not in checked.out
+    (last / "meta.pt").write_bytes(record)
+    halve(last / "meta.pt")
+    assert ckpt("check", steps).code == 4 and ckpt("resume", last).code == 4
+    resumed = said("resume", steps)
+    assert (resumed.code, resumed.out) == (0, str(step)) and "last.ckpt is skipped" in resumed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("train", "begins at step 0 without it"), (".metadata.json", "finds no step without it")]
+)
+def test_olmo_cores_only_step_without_its_trainer_state(copied: Callable[[str], Path], name: str, what: str) -> None:
+    step = copied("olmo-core") / "step2"
+    shutil.rmtree(step / name) if name == "train" else (step / name).unlink()
+    assert what in said("check", step).out and WHOLE not in said("check", step).out
+    assert what in said("resume", step.parent).err
+
+
+def test_resume_refuses_a_trainer_state_that_is_cut_off(copied: Callable[[str], Path]) -> None:
+    run = copied("olmo-core")
+    halve(run / "step2" / "train" / "rank1.pt")
+    for place in (run, run / "step2", run / "step2" / "model_and_optim"):
+        refused = said("resume", place)
+        assert refused.code == 4 and "rank1.pt" in refused.err, refused.err
+
+
+@pytest.mark.parametrize(
+    ("fixture", "place", "name"),
+    [
+        (
+            "lerobot",
+            "checkpoints/000002",
+            "pretrained_model/policy_preprocessor_step_3_normalizer_processor.safetensors",
+        ),
+        ("lerobot", "checkpoints/000002", "pretrained_model/policy_preprocessor.json"),
+        ("lerobot", "checkpoints/000002", "pretrained_model/train_config.json"),
+        ("diffusers", ".", "scheduler"),
+        ("sentence-transformers", "checkpoint-2", "1_Pooling"),
+        ("sentence-transformers", "checkpoint-2", "2_Dense/config.json"),
+    ],
+)
+def test_a_missing_by_product(copied: Callable[[str], Path], fixture: str, place: str, name: str) -> None:
+    step = copied(fixture) / place
+    lost = step / name
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    checked = said("check", step)
+    assert checked.code == 4 and f"{name}" in checked.out and ": missing" in checked.out, checked.out
+
+
+def no_query(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["encoder.layer.0.attention.self.query.weight"]
+
+
+def large_query(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["encoder.layer.0.attention.self.query.weight"] = torch.ones(9, 9)
+
+
+def no_linear(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["linear.weight"]
+
+
+def turned_linear(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["linear.weight"] = tensors["linear.weight"].t().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("file", "act", "what", "code"),
+    [
+        ("model.safetensors", no_query, "missing: 1 tensor from BertModel's files", 6),
+        ("model.safetensors", large_query, "other shapes: 1 of another shape", 6),
+        ("model.safetensors", dict.clear, "missing: 23 tensors", 6),
+        ("2_Dense/model.safetensors", no_linear, "Dense lacks linear.weight", 0),
+        ("2_Dense/model.safetensors", turned_linear, "linear.weight is [8, 6] instead of [6, 8]", 0),
+        ("2_Dense/config.json", lambda config: config.update(out_features=9), "[6, 8] instead of [9, 8]", 0),
+        ("3_LayerNorm/config.json", lambda config: config.update(dimension=5), "[6] instead of [5]", 0),
+    ],
+)
+@pytest.mark.parametrize("place", ["final", "checkpoint-2"])
+def test_modules_are_compared_with_their_configs(
+    copied: Callable[[str], Path], place: str, file: str, act: Callable[[Any], object], what: str, code: int
+) -> None:
+    folder = copied("sentence-transformers") / place
+    change(folder / file, act)
+    checked = said("check", folder)
+    assert checked.code == 4, checked.out
+    if place == "checkpoint-2" and act is turned_linear:  # the optimizer proves it first
+        return
+    assert what in checked.out, checked.out
+    done = ckpt("convert", "auto", "hf", folder, "-o", folder.with_name("out"))
+    assert done.code == code
+    assert code or "SentenceTransformer cannot load this folder" in done.err.splitlines()[-1]
+
+
+def test_an_optimizer_without_states_and_without_a_step(copied: Callable[[str], Path]) -> None:
+    path = copied("timm") / "last.pth.tar"
+    change(path, lambda root: root["optimizer"]["state"].clear())
+    for command in ("check", "inspect", "resume"):
+        done = said(command, path)
+        assert done.code == 0 and "the optimizer has no states" in done.out + done.err and WHOLE not in done.out
+
+
+def test_a_model_without_a_list_of_its_tensors(copied: Callable[[str], Path]) -> None:
+    """A tensor deleted with its states leaves no trace, so the last line claims less."""
+    path = copied("composer") / COMPOSER
+
+    def drop(root: Any) -> None:
+        del root["state"]["model"]["layers.1.bias"]
+        optimizer = root["state"]["optimizers"]["AdamW"]
+        del optimizer["state"]["layers.1.bias"]
+        optimizer["param_groups"][0]["params"].remove("layers.1.bias")
+
+    change(path, drop)
+    assert api.open(path).optimizer_states
+    assert f"{WHOLE} in the files is there; the model's tensors are not listed" in said("check", path).out
+    assert f"{WHOLE} is there; bytes" in said("check", copied("trainer-plain")).out
+
+
+@pytest.mark.parametrize("place", ["last.ckpt", "fabric"])
+def test_names_of_steps_are_not_strays(copied: Callable[[str], Path], place: str) -> None:
+    run = copied("lightning-plain")
+    assert ": not read" not in said("check", run / ("checkpoints" if place == "last.ckpt" else place)).out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        (b"blk.0.attn_q.weight", b"blk.0.attn_x.weight", "a tensor is missing from the GGUF model"),
+        (b"output_norm.weight", b"output_more.weight", "a tensor is missing from the GGUF model"),
+        (b"block_count\x04\0\0\0\x01", b"block_count\x04\0\0\0\x02", "20 tensors of 2 layers"),
+        (b"key_length\x04\0\0\0\x10", b"key_length\x04\0\0\0\x08", "the shape contradicts"),
+        (b"architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"architecture\x08\0\0\0\x05\0\0\0\0\0\0\0other", ""),
+    ],
+)
+def test_gguf_is_compared_with_its_own_hyperparameters(
+    copied: Callable[[str], Path], old: bytes, new: bytes, what: str
+) -> None:
+    path = copied("gguf") / "llama-bf16.gguf"
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    checked = said("check", path)
+    assert (checked.code == 4 and what in checked.out) if what else "are not listed" in checked.out, checked.out
