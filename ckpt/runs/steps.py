@@ -34,7 +34,7 @@ _MEGATRONS_KEYS = re.compile(
 _MAX_METADATA = 1 << 20
 
 #: torch_checkpointing's record of `ITEM_RANK.pt` files, and its prefix for a save in progress.
-RANKS_METADATA, STAGED = "metadata.pkl", "tmp_"
+RANKS_METADATA, STAGED, _RANKS_STEP = "metadata.pkl", "tmp_", "step_0.pt"
 #: Usual items, which tell a folder without its record.
 _RANK_0 = frozenset(("model_0", "optimizer_0", "step_0"))
 RANK_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d+)\.(?P<kind>pt|safetensors)")
@@ -295,8 +295,8 @@ def enclosing_folders(path: Path) -> list[Path]:
 
 
 def recorded_number(step: Path) -> int | None:
-    """Return the step's number from HF Trainer, LeRobot, Lightning, Composer or OLMo-core, or timm's epoch."""
-    for path in (step, step / LIGHTNINGS_RECORD, step / _OLMOS_RECORD):
+    """Return the step's number that a trainer recorded, or timm's epoch."""
+    for path in (step, *(step / name for name in (LIGHTNINGS_RECORD, _OLMOS_RECORD, _RANKS_STEP))):
         if path.is_file():
             with suppress(CkptError):  # its tensors are read elsewhere
                 return _number_in(torchfile.read(confined(path.parent, path.name)).root, path)
@@ -310,7 +310,7 @@ def recorded_number(step: Path) -> int | None:
 def _number_in(root: Any, path: Path) -> int | None:
     keys: tuple[str, ...] = ("epoch",) if path.name.endswith(_TIMMS_END) else ("global_step",)
     keys = _COMPOSERS_KEYS if isinstance(root, Mapping) and _COMPOSERS_KEYS[0] in root else keys
-    for key in keys:
+    for key in () if path.name == _RANKS_STEP else keys:
         root = root.get(key) if isinstance(root, Mapping) else None
     return root if type(root) is int else None
 
@@ -349,9 +349,10 @@ def step_mismatch(place: Path, step: int | None) -> str | None:
 
 
 def _copied_from(place: Path) -> str | None:
-    """Return a sentence if a file or a folder of Lightning's records the number of the run's other step."""
+    """Return a sentence if a file, or a folder of Lightning's or torch_checkpointing's, records the other step."""
     name = "file" if place.is_file() else "folder"
-    if ANY_STEP.fullmatch(place.name) is None or not (place.is_file() or (place / LIGHTNINGS_RECORD).is_file()):
+    records = (place, place / LIGHTNINGS_RECORD, place / _RANKS_STEP)
+    if ANY_STEP.fullmatch(place.name) is None or not any(path.is_file() for path in records):
         return None
     recorded, own = recorded_number(place), step_number(place.name)
     if recorded in (None, own):

@@ -171,6 +171,10 @@ def test_a_file_copied_over_another_step(copied: Callable[[str], Path]) -> None:
     steps = copied("lightning") / "checkpoints"
     shutil.copytree(steps / "epoch=0-step=4.ckpt", steps / "epoch=0-step=6.ckpt")
     assert "called epoch=0-step=6.ckpt, but it is from step 4" in said("check", steps).out
+    run = copied("torch-checkpointing")
+    for rank in (0, 1):
+        shutil.copy(run / "step-2" / f"step_{rank}.pt", run / "step-3" / f"step_{rank}.pt")
+    assert "called step-3, but it is from step 2, like step-2" in said("check", run).out
     shutil.rmtree(steps / "epoch=0-step=4.ckpt")  # then the name may count something else
     assert ckpt("check", steps).code == 0
 
