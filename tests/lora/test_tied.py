@@ -159,6 +159,22 @@ def test_weights_that_stay_equal_stay_tied(tmp_path: Path) -> None:
         assert "lm_head.weight" not in weights(folder / "out")
 
 
+def test_a_base_that_stores_different_weights_under_a_tie(tmp_path: Path) -> None:
+    """PEFT follows the config and ties the rows. transformers 5 loads both as they are."""
+    torch.manual_seed(0)
+    model = qwen2()
+    base = save_base(model, tmp_path / "base")
+    stored = load_file(base / "model.safetensors")
+    head = torch.randn_like(stored["model.embed_tokens.weight"])
+    save_file({**stored, "lm_head.weight": head}, base / "model.safetensors", {"format": "pt"})
+    for name in ("rows", "rows of the head", "other rows", "head", "copy of the embedding", "another layer"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "base").symlink_to(base)
+        live, _ = train(base, folder / "adapter", lora(**(DIVIDED | TIED)[name]), model)
+        check_is_as_trained(folder, live, model)
+
+
 def test_as_peft_has_the_bits_of_its_merge_and_says_so(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = qwen2()

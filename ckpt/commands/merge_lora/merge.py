@@ -624,13 +624,16 @@ class _Merge:
                 )
 
     def _weights_of_rows(self, adapter: Adapter, module: str, modules: Collection[str]) -> list[str]:
-        """Tie the input embedding's rows, as PEFT does."""
+        """Tie the input embedding's rows, as PEFT does if the config ties the weights, even different ones."""
         owner = self._weight(adapter, module)
         first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
         if self._is_tied_duplicate(module, modules):
             return []
         if services.ties.kept_names(self.base).get(first) != f"{module}.weight":
-            return [owner]
+            declared = services.ties.declared_ties(self.base.config) if self.base.config else {}
+            apart = [alias for alias, of in declared.items() if of == owner and alias in self.chosen]
+            others = [alias for alias in apart if alias.removesuffix(".weight") not in modules]
+            return [owner, *(one for one in others if self.replaced.get(one) is self.replaced.get(owner))]
         tied_to = [alias for alias, of in self.base.ties.items() if of == first]
         others = [one for one in (first, *tied_to) if one.removesuffix(".weight") not in modules]
         found = dict.fromkeys(self._owner(one) for one in (f"{module}.weight", *others))
