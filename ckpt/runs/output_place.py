@@ -81,7 +81,8 @@ def check_place(destination: Path) -> None:
     """Raise UsageError if a trainer would count, load or delete `destination` as a step."""
     if placeholder_files.url_of(destination) is not None:
         return
-    place = Path(os.path.abspath(destination))
+    named = Path(os.path.abspath(destination))
+    place = Path(os.path.realpath(named.parent)) / named.name  # a link like LeRobot's `last` leads into a step
     for folder in place.parents:
         if _is_step_name(folder) and _is_trainers(folder):
             raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a trainer's step")

@@ -86,6 +86,13 @@ def test_output_in_a_folder_of_checkpoints_is_refused(tmp_path: Path) -> None:
     check_place(tmp_path / "checkpoints/final")
 
 
+def test_output_in_a_link_to_a_step_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints/000100/pretrained_model").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/last").symlink_to("000100")
+    with pytest.raises(UsageError, match="a trainer may"):
+        check_place(tmp_path / "run/checkpoints/last/hf")
+
+
 def test_conversions_of_several_steps_may_lie_next_to_each_other(fixtures: Path, tmp_path: Path) -> None:
     for step in (2, 4):
         ckpt.plan(fixtures / "toy-zero1", "full").run(tmp_path / f"out/checkpoint-{step}")
