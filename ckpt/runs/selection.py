@@ -37,6 +37,7 @@ from ckpt.runs.steps import (
     STEP_PARTS,
     Run,
     Step,
+    folders_beside,
     has_record,
     has_trainer_state,
     is_step,
@@ -313,12 +314,21 @@ class Chooser:
         told = _note(f"{name} is recorded in `{record}`; there is also {{}} (--tag takes it)", run, recorded)
         twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
         told += _note(f"also of step {number}: {{}} (--tag takes it)", run, twins)
+        if holder and not self.want.is_newest:
+            others_here = [Step(one, 0) for one in folders_beside(run) if self._finds_run(one)]
+            told += _note("also here, not a step: {} (--tag takes it)", run, others_here)
         also_passed = [
             *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
             *_note(f"skipped, newer folders have no {checkpoint.format} checkpoint: {{}}", run, others),
             *averages,
         ]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
+
+    def _finds_run(self, folder: Path) -> bool:
+        try:
+            return is_run(folder) and not stray_names(folder)
+        except CkptError:  # damaged
+            return True
 
     def _why_skipped(self, run: Run, step: Step, error: CkptError | None) -> str:
         error = error or (None if _holds_any(step.path) else lost_weights(step.path))

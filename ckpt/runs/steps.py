@@ -57,8 +57,8 @@ _ENDINGS = r"(?:-rank0)?(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
 #: torchtitan's, Lightning's and LeRobot's folders for steps.
 _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
-#: Newest step from Lightning, LeRobot or Composer, without a number in its name.
-_LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt|\.pth\.tar)?|latest-rank0(?:\.pt)?")
+#: Newest step from Lightning, LeRobot, Composer or fairseq, without a number in its name.
+_LAST = re.compile(r"(?:checkpoint[-_])?last(?:-v\d+)?(?:\.ckpt|\.pt|\.pth\.tar)?|latest-rank0(?:\.pt)?")
 #: lerobot, utils/constants.py
 LEROBOTS_STATE = "training_state"
 _LEROBOTS_RECORD = f"{LEROBOTS_STATE}/training_step.json"
@@ -157,6 +157,15 @@ def run_at(path: Path) -> Run:
     best = [holder / _BEST for holder in _holders(path) if found and (holder / _BEST).is_file()]
     steps = tuple(sorted(found, key=order, reverse=True))
     return Run(path, steps, tuple(one for one in last if not one.is_symlink()), tuple(best))
+
+
+def folders_beside(run: Run) -> list[Path]:
+    """Return folders next to a run's steps, without copies of steps like `checkpoint-4-merged`."""
+    holders = dict.fromkeys([run.path, *(step.path.parent for step in run.steps)])
+    known = {*holders, *run.last, *(step.path for step in run.steps)}
+    names = tuple(f"{step.path.name}{end}" for step in run.steps for end in "-_.")
+    found = (one for holder in holders for one in sorted(folders_in(holder)) if one not in known)
+    return [one for one in found if not one.is_symlink() and not one.name.startswith((".", *names))]
 
 
 def has_record(path: Path) -> bool:

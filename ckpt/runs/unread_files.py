@@ -124,7 +124,11 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
         if (root / name / ADAPTER_CONFIG).is_file():
             yield UnreadFile(f"{name}/", OTHER, "another adapter")
             continue
-        found = judged(_listed(root, name), (), partial(_ends_in, root))
+        listed = list(_listed(root, name))
+        if any(_WEIGHTS.fullmatch(_base(one.name)) for one in listed):
+            yield UnreadFile(f"{name}/", OTHER, "a folder with a model's weights")
+            continue
+        found = judged(listed, (), partial(_ends_in, root))
         if states := [one.name for one in found if one.kind == STATE]:
             more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
             yield UnreadFile(f"{name}/", OTHER, f"a folder with tensor files{more}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import api
+from ckpt.errors import UsageError
 from tests.support.commands import ckpt
 
 #: Files Trainer needs to resume, except for the model and the optimizer.
@@ -111,6 +112,35 @@ def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
         assert result.code == 0
         assert not [line for line in result.out.splitlines() if "not written" in line and "optimizer.bin" in line]
     assert "not written: optimizer states" in result.out
+
+
+def test_models_beside_the_steps_are_named(fixtures: Path, tmp_path: Path) -> None:
+    """A run may hold a final model, an average or another run. Copies of steps and results of ckpt are no news."""
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "trainer-plain/checkpoint-2", run / "checkpoint-2")
+    for name in ("final", "ema", "checkpoint-2-merged", ".hidden", "runB/checkpoint-9"):
+        shutil.copytree(run / "checkpoint-2", run / name)
+    (run / "logs").mkdir()
+    (run / "best").symlink_to("checkpoint-2")
+    told = "also here, not a step: ema, final, runB (--tag takes it)"
+    assert told in api.open(run).notes
+    assert f"note: {told}" in ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out").err
+    assert Path(api.open(run, tag="final").path) == run / "final"
+    assert all("also here" not in note for note in api.open(run, tag="checkpoint-2").notes)
+    assert all("also here" not in note for note in api.open(run / "checkpoint-2").notes)
+
+
+def test_a_last_checkpoint_without_a_number_is_compared(fixtures: Path, tmp_path: Path) -> None:
+    step, run = fixtures / "trainer-plain/checkpoint-2", tmp_path / "run"
+    for name in ("checkpoint-1", "checkpoint-last"):
+        shutil.copytree(step, run / name)
+    (run / "checkpoint-1/trainer_state.json").write_text('{"global_step": 1}')
+    (run / "checkpoint-1/optimizer.pt").unlink()
+    assert Path(api.open(run).path) == run / "checkpoint-last"
+    for name in ("trainer_state.json", "optimizer.pt"):
+        (run / "checkpoint-last" / name).unlink()
+    with pytest.raises(UsageError, match="ambiguous"):
+        api.open(run)
 
 
 def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> None:

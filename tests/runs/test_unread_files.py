@@ -173,6 +173,16 @@ def names(opened: set[str], *entries: str, empty: bool = False) -> list[tuple[st
     return [(one.name, one.kind) for one in judged(listing, opened, lambda name: b"")]
 
 
+def test_a_folder_with_another_model_is_named(fixtures: Path, tmp_path: Path) -> None:
+    """An average next to the weights, inside the step."""
+    shutil.copytree(fixtures / "trainer-plain/checkpoint-2", tmp_path / "step_2/model")
+    shutil.copytree(tmp_path / "step_2/model", tmp_path / "step_2/model_ema")
+    shutil.copytree(tmp_path / "step_2/model", tmp_path / "step_2/model/ema")
+    found = {one.name: one.why for one in list_unread(ckpt.open(tmp_path / "step_2"))}
+    why = "a folder with a model's weights"
+    assert found.get("ema/") == why and found.get("../model_ema/") == f"next to the checkpoint: {why}", found
+
+
 def test_models_beside_the_one_that_was_read() -> None:
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     other = "pytorch_model.bin", "model.fp16.safetensors", "consolidated.safetensors", "adapter_model.safetensors"
