@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
@@ -51,18 +52,24 @@ class Companions:
 
 
 def model_files(
-    checkpoint: Checkpoint, dtype: DType | None, written: Mapping[DType, int] | None = None, *, plain: bool = False
+    checkpoint: Checkpoint,
+    dtype: DType | None,
+    written: Mapping[DType, int] | None = None,
+    *,
+    plain: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[list[TargetFile], list[str]]:
     """Return the files next to any model (config, tokenizer, ...), and notes.
 
     A config gets the most frequent dtype in `written`, by default the model's own or `dtype`. `plain` is True if
-    nothing quantized is written. Raise CorruptError for a config that is not JSON.
+    nothing quantized is written. `config` replaces the stored one. Raise CorruptError for a config that is not JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
     if plain or PART not in checkpoint.uncast.values():
         found = {name: content for name, content in found.items() if not is_of(name, FileKind.QUANTIZATION)}
-    path, config = find_config(folders), checkpoint.config
+    path = find_config(folders) if config is None else None
+    config = config or checkpoint.config
     notes: list[str] = []
     if path is not None:
         found[CONFIG] = content_of(path.parent, path.name)

@@ -49,7 +49,7 @@ from ckpt.runs.trainer_files import model_files
 from converters.names.hub.diffusers_models import TRANSFORMERS_STEM, class_name, file_stem
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions, ProofOptions
-from converters.names.transformers.ties import kept_names, tied_names
+from converters.names.transformers.ties import kept_names, tied_names, trained_apart, untied_config
 from converters.quantized.misnamed import with_plain_names
 from converters.quantized.parts import quantized_weights
 
@@ -124,6 +124,7 @@ class HuggingFace(Format):
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        checkpoint, untied = _as_trained(checkpoint)
         names = kept_names(checkpoint) if checkpoint.config else {}
         run = checkpoint.computes_in if layout.dtype is None else None
         dtype = run.dtype if run else layout.dtype
@@ -138,7 +139,8 @@ class HuggingFace(Format):
             files += weight_files(part, f"{place}/model", {})[0]
         quantized = quantized_weights(checkpoint).parts
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
-        beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
+        config = checkpoint.config if untied else None
+        beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen), config=config)
         wrapped = _adapter_notes(chosen, checkpoint, layout)
         told, loads = _proof(
             checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside, dict(parts)
@@ -147,6 +149,7 @@ class HuggingFace(Format):
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
             + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])
             + _tie_notes(checkpoint, names)
+            + untied
             + wrapped
             + told
             + _promises(checkpoint, chosen)
@@ -214,6 +217,20 @@ def _natural_part(part: str) -> tuple[int, str, int]:
 
 def _is_plain(chosen: Mapping[str, Choice]) -> bool:
     return all(choice.dtype in CAST_SOURCES for choice in chosen.values() if choice.tensor.role != BUFFER)
+
+
+def _as_trained(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """Untie weights in the config if the run trained both, and return notes."""
+    apart = trained_apart(checkpoint)
+    if not apart or checkpoint.config is None:
+        return checkpoint, []
+    names = "; ".join(f"{alias} and {owner}" for alias, owner in apart.values())
+    config = untied_config(checkpoint.config, apart)
+    if config is None:
+        told = f"the run trained these weights apart, and the config ties them: {names}: a program may load only one"
+        return checkpoint, [told]
+    told = f"config.json: set tie_word_embeddings to false: the run trained these weights apart: {names}"
+    return replace(checkpoint, config=config), [told]
 
 
 def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from converters.names.transformers.transformers_source import (
     all_tied_weights,
     chosen_inside,
@@ -72,21 +72,30 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-    """Map aliases left out of a Hub model's files to their owners.
+    """Map aliases left out of a Hub model's files to their owners."""
+    return {
+        alias: owner
+        for alias, owner in _in_files(config, stored)
+        if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
+    }
 
-    The files have other names than the class if a text model is a part.
-    """
+
+def _in_files(config: Mapping[str, Any], stored: Collection[str]) -> list[tuple[str, str | None]]:
+    """Return declared ties. The files have other names than the class if a text model is a part."""
     from converters.names.families.composites import COMPOSITES
 
     declared = declared_ties(config)
     composite = COMPOSITES.get(str(config.get("model_type")))
-    if composite is not None and not any(owner in stored for owner in declared.values()):
-        declared = {composite.current(alias): owner and composite.current(owner) for alias, owner in declared.items()}
-    return {
-        alias: owner
-        for alias, owner in declared.items()
-        if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
-    }
+    if composite is None or any(owner in stored for owner in declared.values()):
+        return [*declared.items()]
+    return [(composite.current(alias), owner and composite.current(owner)) for alias, owner in declared.items()]
+
+
+def trained_apart(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
+    """Return aliases, in-memory names, with the stored names of both: the config ties them, but each has states."""
+    config, trained = checkpoint.config, {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, BUFFER)}
+    pairs = zip(declared_ties(config), _in_files(config, trained), strict=True) if config and trained else ()
+    return {name: (alias, owner) for name, (alias, owner) in pairs if owner and {alias, owner} <= trained}
 
 
 def untied_config(config: Mapping[str, Any], aliases: Collection[str]) -> dict[str, Any] | None:

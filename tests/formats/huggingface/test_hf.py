@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from ckpt import api
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import (
@@ -38,6 +39,7 @@ from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.runs.model_files import companions
 from converters.huggingface.hf import HF
 from converters.names.transformers.ties import kept_names
+from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 
 PT = {"format": "pt"}
@@ -536,6 +538,35 @@ def test_ties_of_a_model_that_transformers_saved(tmp_path: Path, name: str) -> N
     assert checkpoint.namespace == HUB and dict(checkpoint.ties) == {"lm_head.weight": owner}
     out = convert(checkpoint, tmp_path / "out")
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "in" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "t5"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_trained_apart_are_untied_in_the_config(tmp_path: Path, name: str, stage: int) -> None:
+    """An engine with two parameters has broken the config's tie: others would load one of them for both."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
+
+    if name == "qwen2":
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1, vocab_size=20, tie_word_embeddings=False))
+    else:
+        model = T5ForConditionalGeneration(
+            T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+        )
+    state = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
+    state["lm_head.weight"] += 1
+    model.save_pretrained(tmp_path / "in")
+    save_file(state, tmp_path / "in" / "model.safetensors", PT)
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    api.convert(tmp_path / "in", f"zero{stage}", tmp_path / "run", world_size=2)
+    out = tmp_path / "out"
+    said = ckpt("convert", f"zero{stage}", "hf", tmp_path / "run", "-o", out).err
+    (told,) = (line for line in said.splitlines() if "trained these weights apart" in line)
+    assert "lm_head.weight" in told and ("set tie_word_embeddings to false" in told) == (name == "qwen2")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == (name == "t5")
+    loaded = type(model).from_pretrained(out).state_dict()
+    assert all(torch.equal(loaded[fqn], tensor) for fqn, tensor in state.items())
 
 
 # -- other files ----------------------------------------------------------------------------------------------
