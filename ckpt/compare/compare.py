@@ -413,7 +413,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
         difference = compare(tensor.shape, tensor.fragments(), replica.fragments(tensor.shape), reader)
         if difference is not None:
             one, other = difference.a, difference.b
-            of_ranks = one.rank is not None or other.rank is not None
+            of_ranks = one.rank is not None and other.rank is not None
             raise CorruptError(
                 "ranks disagree about a shared tensor" if of_ranks else "copies disagree for one tensor",
                 path=other.path,
@@ -424,7 +424,8 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
                 hint="`ckpt convert --replica RANK` takes one rank's copy"
                 if of_ranks
-                else "the config ties these tensors, but the files store both: does the config belong to them?",
+                else "the config ties these tensors, but the files store both: does the config belong to them? With "
+                "tie_word_embeddings false in it, both are kept",
             )
 
 

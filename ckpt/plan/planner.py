@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
-from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.plan.spans import Rows, Spans
@@ -24,6 +25,7 @@ from ckpt.plan.tensors import (
     Region,
     Run,
     Shape,
+    Source,
     Tensor,
     fits,
     flat_range,
@@ -365,16 +367,33 @@ def _prove_nothing_is_lost(
 
 
 def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """Return `checkpoint` with replicated tensors taken from `rank`."""
+    """Return `checkpoint` with replicated tensors taken from `rank`. Copies without a rank are still compared.
 
-    def chosen(tensor: Tensor) -> Tensor:
-        for source in (tensor.source, *tensor.replicas, *tensor.rank_copies):
+    Raise UsageError if no tensor is replicated.
+    """
+    chosen: dict[Key, Tensor] = {}
+    for key, tensor in checkpoint.tensors.items():
+        copies = tuple(source for source in tensor.replicas if _is_without_rank(source, tensor.shape))
+        of_ranks = (*(source for source in tensor.replicas if source not in copies), *tensor.rank_copies)
+        for source in (tensor.source, *of_ranks) if of_ranks else ():
             if any(fragment.rank == rank for fragment in source.fragments(tensor.shape)):
-                return replace(tensor, source=source, replicas=(), rank_copies=())
-        raise LossError(f"rank {rank} holds no replica of this tensor", fqn=tensor.fqn)
+                chosen[key] = replace(tensor, source=source, replicas=copies, rank_copies=())
+                break
+        else:
+            if of_ranks:
+                raise LossError(f"rank {rank} holds no replica of this tensor", fqn=tensor.fqn)
+    if not chosen:
+        raise UsageError(
+            Message("{replica} chooses nothing: no tensor is stored by several ranks"),
+            path=checkpoint.path,
+            hint=Message("leave {replica} out"),
+        )
+    return replace(checkpoint, tensors={**checkpoint.tensors, **chosen})
 
-    tensors = {key: chosen(t) if t.replicas or t.rank_copies else t for key, t in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=tensors)
+
+def _is_without_rank(source: Source, shape: Shape) -> bool:
+    first = next(iter(source.fragments(shape)), None)
+    return first is not None and first.rank is None
 
 
 def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[int, ...]:

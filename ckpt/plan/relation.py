@@ -25,6 +25,7 @@ from ckpt.plan.tensors import (
     Shape,
     Source,
     Tensor,
+    TiedCopy,
     Whole,
     as_boxes,
     flat_range,
@@ -320,7 +321,9 @@ def _with_copies_as_replicas(
                     expected=f"the {role} of {owner!r} again" + (f", {other.dtype}" if other else ""),
                     found="no such tensor" if other is None else f"{one.dtype} of shape {list(one.shape)}",
                 )
-            tensors[owner, role] = replace(other, replicas=(*other.replicas, one.source, *one.replicas))
+            tensors[owner, role] = replace(
+                other, replicas=(*other.replicas, *map(TiedCopy, (one.source, *one.replicas)))
+            )
     return replace(checkpoint, tensors=tensors)
 
 

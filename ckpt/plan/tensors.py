@@ -368,6 +368,20 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedCopy:
+    """A copy under another name. It belongs to no rank, so no rank can be chosen for it."""
+
+    source: Source
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        return (fragment._replace(rank=None) for fragment in self.source.fragments(shape))
+
+    def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
+        found = runs_of(self.source, shape, start, stop)
+        return found and [(*run[:4], None) for run in found]
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces:
     pieces: tuple[Fragment, ...]
 

@@ -90,7 +90,7 @@ def with_replicas(
     found: dict[Key, Tensor] = {}
     for alias, owner in ties.items():
         tensor = tensors[owner, WEIGHT]
-        found[owner, WEIGHT] = replace(tensor, replicas=(*tensor.replicas, Whole(module[alias].extent, 0)))
+        found[owner, WEIGHT] = replace(tensor, replicas=(*tensor.replicas, Whole(module[alias].extent)))
     return found
 
 

@@ -13,7 +13,7 @@ from ckpt.containers.torchfile.values import is_part
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
 from ckpt.plan.precision import CAST_SOURCES
-from ckpt.plan.tensors import Tensor
+from ckpt.plan.tensors import Tensor, TiedCopy
 from converters.names.transformers.ties import declared_ties
 from converters.optimizers.shapes import check_has_elements
 from converters.optimizers.state_dicts import read_optimizer, take_apart
@@ -98,7 +98,8 @@ def tie_as_declared(
             continue
         if trained is not None and (kept.fqn not in trained or alias in trained):
             continue
-        tensors[kept.fqn, WEIGHT] = replace(kept, replicas=(*kept.replicas, again.source, *again.replicas))
+        copies = map(TiedCopy, (again.source, *again.replicas))
+        tensors[kept.fqn, WEIGHT] = replace(kept, replicas=(*kept.replicas, *copies))
         del tensors[alias, WEIGHT]
         ties[alias] = kept.fqn
 

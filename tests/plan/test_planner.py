@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import CorruptError, LossError
+from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Slot, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, FLOAT64, INT64, DType
 from ckpt.plan.planner import Cast, check_source, choose_replica, first_index, make_plan
@@ -24,6 +24,7 @@ from ckpt.plan.tensors import (
     Region,
     Shape,
     Tensor,
+    TiedCopy,
     Whole,
     region_boxes,
     whole,
@@ -247,3 +248,13 @@ class TestReplicas:
         with pytest.raises(LossError, match="rank 3 holds no replica") as caught:
             choose_replica(checkpoint(replicated), 3)
         assert caught.value.fqn == "w"
+
+    def test_what_no_rank_holds_is_still_compared(self) -> None:
+        sources = [Whole(Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (4,)), rank) for rank in range(3)]
+        again = TiedCopy(sources[2])
+        tied = Tensor("w", "weight", FLOAT32, (4,), sources[0], replicas=(sources[1], again))
+        assert choose_replica(checkpoint(tied), 1).tensors["w", "weight"] == replace(
+            tied, source=sources[1], replicas=(again,)
+        )
+        with pytest.raises(UsageError, match="no tensor is stored by several ranks"):
+            choose_replica(checkpoint(replace(tied, replicas=(again,))), 0)

@@ -486,8 +486,11 @@ def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> N
 
     state["model"]["lm_head.weight"] = torch.zeros_like(state["model"]["lm_head.weight"])
     save(state, folder)
-    with pytest.raises(CorruptError):
+    with pytest.raises(CorruptError, match="copies disagree") as caught:
         check_replicas(read(folder).tensors["model.embed_tokens.weight", WEIGHT])
+    assert caught.value.rank is None and "tie_word_embeddings false" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="chooses nothing"):  # it would drop the output layer
+        ckpt.open(folder, replica=0)
 
 
 # -- real engines ------------------------------------------------------------------------------------------------------
