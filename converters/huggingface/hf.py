@@ -36,7 +36,7 @@ from ckpt.containers.weights import (
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
-from ckpt.plan.checkpoint import BUFFER, HUB, OWN, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
@@ -117,11 +117,9 @@ class HuggingFace(Format):
         )
         if config is None:
             return checkpoint
-        from converters.names.hub.proof import tables_differ
+        from converters.names.hub.expected_tensors import table_notes
 
-        shapes = {name: one for name, one in checkpoint.shapes.items() if (name, WEIGHT) not in modules}
-        differing = tables_differ(config, quantized_weights(checkpoint).in_place(shapes))
-        return replace(checkpoint, notes=(*checkpoint.notes, *differing))
+        return replace(checkpoint, notes=(*checkpoint.notes, *table_notes(checkpoint, modules)))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         checkpoint, untied = _as_trained(checkpoint)

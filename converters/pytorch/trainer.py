@@ -131,6 +131,10 @@ class Trainer(Format):
             config=config,
             folders=tuple(str(p) for p in folders),
         )
+        if config is not None:
+            from converters.names.hub.expected_tensors import table_notes
+
+            reading.notes += table_notes(found, modules)
         found = _with_optimizer(reading, found, modules, number)
         return replace(
             found,

@@ -327,3 +327,17 @@ def test_gguf_is_compared_with_its_own_hyperparameters(
     path.write_bytes(content.replace(old, new))
     checked = said("check", path)
     assert (checked.code == 4 and what in checked.out) if what else "are not listed" in checked.out, checked.out
+
+
+def test_hf_trainers_model_without_a_tensor_of_its_config(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    run = copied("trainer-plain")
+    step = run / "checkpoint-2"
+    lost = "model.layers.0.mlp.down_proj.weight"
+    assert said("resume", run).code == 0 and lost not in said("convert", "auto", "dcp", run, "-o", tmp_path / "a").err
+    change(step / "model.safetensors", lambda tensors: tensors.pop(lost))
+    assert ckpt("check", run).code == 4
+    for options in ((), ("--format", "zero3", "--world-size", "2")):
+        refused = said("resume", run, *options)
+        assert refused.code == 4 and lost in refused.err, refused.err
+    done = said("convert", "auto", "dcp", run, "-o", tmp_path / "b")
+    assert done.code == 0 and f"1 missing: {lost}" in done.err, done.err

@@ -53,7 +53,7 @@ from ckpt.commands.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry, services
-from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
+from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
 from ckpt.runs.emptiness import empty_parameters, missing_states
@@ -64,7 +64,7 @@ from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
-from ckpt.runs.sentence_modules import module_faults
+from ckpt.runs.step_checks import content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
@@ -618,15 +618,8 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield problems for missing tensors: from_pretrained needs all."""
-    for where, what in module_faults(checkpoint.folders, checkpoint.shapes):
-        yield Problem(INCOMPLETE, where, what)
-    parts, tensors = services.expected.missing_content(checkpoint)
-    is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir()
-    if tensors and is_model:
-        yield Problem(INCOMPLETE, CONFIG, "; ".join(tensors))
-    elif parts or tensors:
-        yield Problem(LACKING, CONFIG, "; ".join([*parts, *tensors]))
+    for where, what, is_needed in content_faults(checkpoint):
+        yield Problem(INCOMPLETE if is_needed else LACKING, where, what)
 
 
 def _is_listed(checkpoint: Checkpoint) -> bool:

@@ -38,7 +38,7 @@ from ckpt.move.files import confined, destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import files_below, files_in, folders_in, listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
+from ckpt.plan.checkpoint import AXES, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
@@ -49,6 +49,7 @@ from ckpt.runs.file_table import TENSOR_SUFFIXES
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, check_holds_model
 from ckpt.runs.models import models_of, name_of, save_around, sibling_models
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
+from ckpt.runs.step_checks import content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
@@ -382,6 +383,8 @@ def _way(
     opened = {file.path: file for one in every for file in one.files}
     if has_optimizer(checkpoint) and (beside := _models_in(path, opened)):
         say(f"note: skipped the model in {path} itself ({', '.join(beside)}), it holds no optimizer")
+    for one in every:
+        _check_content(one)
     target = registry.get(format or checkpoint.format)
     wanted = target.name
     registry.check_options(wanted, layout.options, "resume")
@@ -515,6 +518,13 @@ def _own_hints(way: _Way, path: Path) -> Iterator[None]:
             command = f"`ckpt convert auto {way.format} {path} -o FOLDER`, with the same options,"
             error.hint = f"the converted checkpoint is kept next to the run; {command} writes elsewhere"
         raise
+
+
+def _check_content(checkpoint: Checkpoint) -> None:
+    """Raise IncompleteError for a missing tensor: HF Trainer keeps the values in memory for it."""
+    for name, what, is_needed in content_faults(checkpoint) if checkpoint.namespace == HUB else ():
+        if is_needed:
+            raise IncompleteError(what, path=Path(checkpoint.path) / name)
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:

@@ -7,19 +7,19 @@ that it does not hold. Writers don't notice, but servers fail.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ckpt.base.errors import CkptError
 from ckpt.base.text import pluralize
-from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
+from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape
 from ckpt.runs.sentence_modules import modules_in
 from ckpt.state.naming import as_hub
 from converters.names.families import composites, encoders, tables
-from converters.names.hub.proof import PEFT, extra, misshapen, missing
+from converters.names.hub.proof import PEFT, extra, misshapen, missing, tables_differ
 from converters.quantized.parts import is_part_name, quantized_weights
 
 #: Config keys for the number of multi-token prediction layers: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
@@ -68,6 +68,12 @@ def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
                 more = ", ..." if some[1:] else ""
                 found.append(f"{cls}'s files don't have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
     return parts, tensors
+
+
+def table_notes(checkpoint: Checkpoint, others: Collection[tuple[str, str]]) -> list[str]:
+    """Return a note if tensors but `others` differ from the table of the config's class."""
+    shapes = {name: one for name, one in checkpoint.shapes.items() if (name, WEIGHT) not in others}
+    return tables_differ(checkpoint.config, quantized_weights(checkpoint).in_place(shapes))
 
 
 def has_list(config: Mapping[str, Any] | None) -> bool:
