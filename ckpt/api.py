@@ -59,11 +59,11 @@ from ckpt.plan.groups import (
 )
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
+from ckpt.runs.data_loaders import with_data_positions
 from ckpt.runs.from_hub import cached_snapshot, is_repository
 from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint, warn_of_skipped
 from ckpt.runs.output_place import check_place, place_notes
-from ckpt.state.data_loaders import with_data_positions
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_step_count
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts

@@ -17,10 +17,10 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
+from ckpt.runs.data_loaders import batches_read
 from ckpt.runs.file_table import TRAINING_ARGS, FileKind, fits, is_of
 from ckpt.runs.precision import read_training_args
 from ckpt.runs.steps import TRAINER_STATE
-from ckpt.state.data_loaders import batches_read
 
 _LOADERS = ("dl_state_dict*.bin",)
 _PER_DEVICE, _ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"

@@ -43,6 +43,7 @@ from ckpt.plan.dtypes import CASTABLE
 from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import unread_files
+from ckpt.runs.data_loaders import loader_states
 from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
@@ -64,7 +65,6 @@ from ckpt.runs.steps import (
     trainer_state,
 )
 from ckpt.runs.trainer_files import run_files, trainer_folder
-from ckpt.state.data_loaders import loader_states
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""`ckpt/state/data_loaders.py`: torchtitan's loaders on other ranks, compared with their own next samples."""
+"""`ckpt/runs/data_loaders.py`: torchtitan's loaders on other ranks, compared with their own next samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 import ckpt
 from ckpt import api
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.state.data_loaders import loader_states, with_data_positions
+from ckpt.runs.data_loaders import loader_states, with_data_positions
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 
