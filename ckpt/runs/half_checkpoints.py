@@ -68,12 +68,13 @@ def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
         raise optimizer_alone(Path(checkpoint.path))
 
 
-def lacks_optimizer(path: Path) -> bool:
-    """Return True for a step of HF Trainer with a schedule and no optimizer, whatever its engine."""
+def lost_optimizer(path: Path) -> str:
+    """Return a sentence for a step of HF Trainer with a schedule and no optimizer, whatever its engine, or ""."""
     names = names_in(path) if path.is_dir() and TRAINER_STEP.fullmatch(path.name) else []
     if TRAINER_STATE not in names or "scheduler.pt" not in names:
-        return False
-    return not any("optim" in name or ANY_STEP.fullmatch(name) for name in names)
+        return ""
+    is_there = any("optim" in name or ANY_STEP.fullmatch(name) for name in names)
+    return "" if is_there else "optimizer.pt is missing: HF Trainer saves scheduler.pt only with an optimizer"
 
 
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:

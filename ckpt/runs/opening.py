@@ -31,7 +31,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.runs import from_hub
 from ckpt.runs.emptiness import empty_parameters, missing_states
 from ckpt.runs.foreign_checkpoints import foreign
-from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
+from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_optimizer, lost_weights, with_hint
 from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG, read_config
 from ckpt.runs.models import check_one_is_selected, how_to_choose, models_of
@@ -165,7 +165,8 @@ def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
     told = step_mismatch(Path(checkpoint.path), checkpoint.state.step)
     empty = (empty_parameters(checkpoint), missing_states(checkpoint)[0])
     steps = different_steps(checkpoint)
-    lost = lost_trainer_state(Path(checkpoint.path).parent) if has_optimizer(checkpoint) else ""
+    place = Path(checkpoint.path)
+    lost = lost_trainer_state(place.parent) if has_optimizer(checkpoint) else lost_optimizer(place)
     notes = [note for note in (told, steps, lost, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
 

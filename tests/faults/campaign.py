@@ -25,7 +25,7 @@ from tests.faults.claims import CLASSES as OF_RUNS
 from tests.faults.claims import Maker, Outcome, lies
 from tests.faults.comparisons import CLASSES as OF_COMPARISONS
 from tests.faults.excuses import LOST, excuse
-from tests.faults.kinds import CARRIED, COPIED, KINDS, VALUE, Case, in_its_place
+from tests.faults.kinds import CARRIED, COPIED, KINDS, MISSING, VALUE, Case, in_its_place
 from tests.faults.outputs import CLASSES as OF_OUTPUTS
 from tests.faults.records import kept, stopped
 from tests.faults.running import EXCUSED, Ending, arguments, errors, kills
@@ -139,7 +139,7 @@ def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case:
     checkpoint = ckpt.open(run)
     if checkpoint.passed_over:
         return "an older checkpoint is taken, and said to be", None
-    may_be_said = case.hidden in (VALUE, CARRIED, COPIED) or case.is_unchecked or TRAINING_ARGS in case.what
+    may_be_said = case.hidden in (VALUE, CARRIED, COPIED, MISSING) or case.is_unchecked or TRAINING_ARGS in case.what
     intact = ckpt.open(sample.path)
     if may_be_said and {*checkpoint.notes, *checkpoint.unread} - {*intact.notes, *intact.unread}:
         return "something is left out, and said to be", None

@@ -341,3 +341,23 @@ def test_hf_trainers_model_without_a_tensor_of_its_config(copied: Callable[[str]
         assert refused.code == 4 and lost in refused.err, refused.err
     done = said("convert", "auto", "dcp", run, "-o", tmp_path / "b")
     assert done.code == 0 and f"1 missing: {lost}" in done.err, done.err
+
+
+def test_hf_trainers_lost_optimizer_is_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    run = copied("trainer-plain")
+    lost = "optimizer.pt is missing: HF Trainer saves scheduler.pt only with an optimizer"
+    (run / "checkpoint-2" / "optimizer.pt").unlink()
+    assert lost in said("check", run).out
+    assert f"note: {lost}" in said("convert", "auto", "zero3", run, "--world-size", "2", "-o", tmp_path / "out").err
+    (run / "checkpoint-2" / "scheduler.pt").unlink()  # a person may keep the model alone
+    assert lost not in said("check", run).out
+
+
+def test_a_record_above_a_single_step_is_checked(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ckpt("convert", "zero2", "universal", copied("toy-zero2"), "-o", run).code == 0
+    assert ckpt("check", run).code == 0
+    (run / "latest_universal").unlink()
+    (run / "latest_universal").symlink_to("latest_universal")
+    checked = said("check", run)
+    assert checked.code == 4 and "latest_universal: it is not a file" in checked.out and WHOLE not in checked.out

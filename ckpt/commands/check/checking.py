@@ -57,7 +57,7 @@ from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
 from ckpt.runs.emptiness import empty_parameters, missing_states
-from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lacks_optimizer
+from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lost_optimizer
 from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
@@ -254,6 +254,7 @@ def check(
             open_checkpoint(path, format, tag=tag)  # raises the right error
         of_run = [] if tag is not None else _run_problems(run, places)
         named = [replace(one, where=str(run.relative_to(path) / one.where)) for one in of_run]
+        named += _record_problems(path) if tag is None and run != path else []
         return CheckReport(str(path), tuple(found), tuple(named), count)
 
 
@@ -341,7 +342,7 @@ def _recorded(path: Path) -> dict[str, str]:
     return {name: tag for name, tag in names.items() if tag and "/" not in tag and "\0" not in tag and tag != ".."}
 
 
-def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
+def _record_problems(path: Path) -> Iterator[Problem]:
     recorded = _recorded(path)
     for name in (LATEST, LATEST_UNIVERSAL, TRACKER):
         said = recorded_step(path / name)
@@ -354,6 +355,10 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     for name, tag in recorded.items():
         if not (path / tag).exists():
             yield Problem(INCOMPLETE, name, f"it names {tag}, but {tag} is missing")
+
+
+def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
+    yield from _record_problems(path)
     if (
         path not in places
         and any(_DEEPSPEED_STEP.fullmatch(place.name) for place in places)
@@ -671,5 +676,5 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
         yield Problem(LACKING, "trainer state", lost)
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")
-    if checkpoint is not None and not has_optimizer(checkpoint) and lacks_optimizer(place):
-        yield Problem(INCOMPLETE, "optimizer.pt", "missing; HF Trainer saves scheduler.pt only with an optimizer")
+    if checkpoint is not None and not has_optimizer(checkpoint) and (lost := lost_optimizer(place)):
+        yield Problem(INCOMPLETE, "optimizer", lost)
