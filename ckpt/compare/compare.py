@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Message
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
@@ -31,6 +32,10 @@ Value = int | float | str
 
 _CHUNK = 1 << 20  # both sides together fit a usual L2 cache
 _READ_COSTS = 6 << 10  # bytes copied in the time of one more read call
+
+_UNTIED = Message(
+    "the config ties both: if they were trained apart, give one with {config}, and with tie_word_embeddings false in it"
+)
 
 _FLOAT_VIEWS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _INT_VIEWS = {f"{sign}int{8 * n}": f"<{sign or 'i'}{n}" for sign in ("", "u") for n in (1, 2, 4, 8)}
@@ -422,10 +427,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 expected=f"the value from {f'rank {one.rank}' if of_ranks else f'byte {one.offset}'}, {one.path}",
                 found=f"element {list(difference.index)} at byte {other.offset} is {other} instead of {one} "
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
-                hint="`ckpt convert --replica RANK` takes one rank's copy"
-                if of_ranks
-                else "the config ties these tensors, but the files store both: does the config belong to them? With "
-                "tie_word_embeddings false in it, both are kept",
+                hint="`ckpt convert --replica RANK` takes one rank's copy" if of_ranks else _UNTIED,
             )
 
 

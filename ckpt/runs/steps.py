@@ -24,7 +24,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Last step's number from Megatron-LM and verl. Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
 #: megatron-core's last file in a step folder, and files written before it.
-MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
+MEGATRONS_LAST, MEGATRONS_COMMON, OF_DCP = "metadata.json", "common.pt", ".metadata"
 #: The ones above, and SkyRL's.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER, "latest_ckpt_global_step.txt")
 _MAX_RECORDED = 4096
@@ -374,21 +374,19 @@ def _copied_from(place: Path) -> str | None:
 
 def missing_last_of_lightning(step: Path) -> str | None:
     """Return the name of Lightning's record if a folder of shards lacks it. Lightning loads no such folder."""
-    is_lightnings = (
-        step.name.endswith(".ckpt") and (step / _OF_DCP).is_file() and not (step / MEGATRONS_COMMON).exists()
-    )
+    is_lightnings = step.name.endswith(".ckpt") and (step / OF_DCP).is_file() and not (step / MEGATRONS_COMMON).exists()
     return LIGHTNINGS_RECORD if is_lightnings and not (step / LIGHTNINGS_RECORD).exists() else None
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
     """Return the name of Megatron's last file in a step if it is missing."""
     is_megatrons = (step / MEGATRONS_COMMON).is_file() or (has_own_names and has_megatrons_keys(step))
-    if not is_megatrons or not (step / _OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
+    if not is_megatrons or not (step / OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
         return None
     return MEGATRONS_LAST
 
 
 def has_megatrons_keys(step: Path) -> bool:
     """Search the first DCP keys."""
-    path = step / _OF_DCP
+    path = step / OF_DCP
     return path.is_file() and _MEGATRONS_KEYS.search(read_file(path, _MAX_METADATA)) is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import pluralize
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
 from ckpt.move.listing import files_in
@@ -35,7 +36,7 @@ from ckpt.runs.model_files import (
 )
 from ckpt.runs.omitted_content import run_files_left_out
 from ckpt.runs.sentence_modules import trainer_note
-from ckpt.runs.steps import LIGHTNINGS_RECORD, TRAINER_STATE
+from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, TRAINER_STATE
 
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
 #: Random states by rank. With one process, HF Trainer's has no number.
@@ -131,10 +132,10 @@ def run_companions(
 def lightnings_record(checkpoint: Checkpoint, num_ranks: int) -> tuple[list[TargetFile], list[str]]:
     """Return Lightning's record of a step, for a copy with the same names, and a note on its data position."""
     folder = Path(checkpoint.path)
-    if not (folder / LIGHTNINGS_RECORD).is_file():
+    if not all((folder / name).is_file() for name in (OF_DCP, LIGHTNINGS_RECORD)):
         return [], []
     why = "resume in the middle of an epoch skips other samples"
-    counts = f"{LIGHTNINGS_RECORD} counts the batches of each of {checkpoint.world_size} ranks"
+    counts = f"{LIGHTNINGS_RECORD} counts the batches of each of {pluralize(checkpoint.world_size or 0, 'rank')}"
     notes = [f"{counts}, and there are {num_ranks}: {why}"] if checkpoint.world_size != num_ranks else []
     return _files({LIGHTNINGS_RECORD: content_of(folder, LIGHTNINGS_RECORD)}), notes
 

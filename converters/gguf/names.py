@@ -129,7 +129,7 @@ def check_tensors(recorded: Mapping[str, Any], shapes: Mapping[str, Shape], path
             "a tensor is missing from the GGUF model",
             path=path,
             fqn=missing[0],
-            expected=f"{pluralize(len(expected), 'tensor')} of {config['num_hidden_layers']} layers",
+            expected=f"{pluralize(len(expected), 'tensor')} of {pluralize(config['num_hidden_layers'], 'layer')}",
             found=f"{len(expected) - len(missing)} of them",
         )
     for name, shape in expected.items():

@@ -89,7 +89,7 @@ class DistributedCheckpoint(Format):
         num_ranks = layout.world_size or checkpoint.world_size or 1
         _check_can_be_read(checkpoint)
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
-        record, told = lightnings_record(checkpoint, num_ranks) if checkpoint.format == self.name else ([], [])
+        record, told = lightnings_record(checkpoint, num_ranks)
         beside = run_companions(
             checkpoint, num_ranks, layout.dtype, deepspeed=False, own=record, names=checkpoint.shapes
         )

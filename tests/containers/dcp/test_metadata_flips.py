@@ -92,13 +92,13 @@ def renamed(metadata: Any, old: str, new: str, path: tuple[str, ...]) -> None:
 MEANINGLESS: dict[str, tuple[Callable[[Any], None], str]] = {
     "a state that is gone": (
         lambda m: [d.pop("optimizer.state.gain.exp_avg") for d in (m.state_dict_metadata, m.planner_data)][-1],
-        "lacks an optimizer state",
+        "lacks a state of torch's Adam",
     ),
     "a state beside the states": (
         lambda m: renamed(
             m, "optimizer.state.gain.exp_avg", "optimizer.stats.gain.exp_avg", ("optimizer", "stats", "gain", "exp_avg")
         ),
-        "lacks an optimizer state",
+        "lacks a state of torch's Adam",
     ),
     "states of no parameter": (
         lambda m: [
