@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-from ckpt.base.errors import CkptError, CorruptError
+from ckpt.base.errors import CkptError, CorruptError, LossError
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
@@ -79,6 +79,23 @@ def missing_state_error(
                         found=", ".join(sorted(few)),
                     )
     return None
+
+
+def check_can_be_read(checkpoint: Checkpoint) -> None:
+    """Raise LossError for unreadable states: the output would look damaged."""
+    if not checkpoint.unread:
+        return
+    states: dict[str, dict[str, Any]] = {}
+    dimensions = {fqn: len(tensor.shape) for (fqn, role), tensor in checkpoint.tensors.items() if role == WEIGHT}
+    for (fqn, name), tensor in checkpoint.tensors.items():
+        if name in checkpoint.optimizer_states:
+            states.setdefault(fqn, {})[name] = tensor.dtype
+    for name, of in checkpoint.state.scalars.items():
+        for fqn in of:
+            states.setdefault(fqn, {})[name] = None
+    if error := missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
+        error.hint = "; ".join((*checkpoint.unread, "use the format `hf` for the weights only"))
+        raise error
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundError
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
@@ -45,7 +45,7 @@ from converters.names.options import NameOptions
 from converters.names.transformers.ties import tied_names
 from converters.optimizers.ranks import check_same
 from converters.optimizers.state_dicts import GROUPS
-from converters.optimizers.states import OptimizerStates, missing_state_error
+from converters.optimizers.states import OptimizerStates, check_can_be_read, missing_state_error
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand, without_tensors
@@ -87,7 +87,7 @@ class DistributedCheckpoint(Format):
         from ckpt.containers.dcp.write import Writing
 
         num_ranks = layout.world_size or checkpoint.world_size or 1
-        _check_can_be_read(checkpoint)
+        check_can_be_read(checkpoint)
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
         record, told = lightnings_record(checkpoint, num_ranks)
         beside = run_companions(
@@ -438,23 +438,6 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
         raise CorruptError("the optimizer has states for a parameter missing from the model", path=path, fqn=strange[0])
     dimensions = {fqn: len(leaf.shape) for fqn, leaf in found.weights.items()}
     if error := missing_state_error(found.groups, states, dimensions, CorruptError, path):
-        raise error
-
-
-def _check_can_be_read(checkpoint: Checkpoint) -> None:
-    """Raise LossError for unreadable states: the output would look damaged."""
-    if not checkpoint.unread:
-        return
-    states: dict[str, dict[str, Any]] = {}
-    dimensions = {fqn: len(tensor.shape) for (fqn, role), tensor in checkpoint.tensors.items() if role == WEIGHT}
-    for (fqn, name), tensor in checkpoint.tensors.items():
-        if name in checkpoint.optimizer_states:
-            states.setdefault(fqn, {})[name] = tensor.dtype
-    for name, of in checkpoint.state.scalars.items():
-        for fqn in of:
-            states.setdefault(fqn, {})[name] = None
-    if error := missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
-        error.hint = "; ".join((*checkpoint.unread, "use `ckpt convert ... hf` for the weights only"))
         raise error
 
 

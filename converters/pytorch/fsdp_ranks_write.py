@@ -34,6 +34,7 @@ from ckpt.runs.steps import TRACKER
 from ckpt.runs.trainer_files import model_files
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
+from converters.optimizers.states import check_can_be_read
 from converters.pytorch.dtensors import DTensors, shard
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import slice_length, slice_pieces
@@ -51,6 +52,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
     Raise UsageError if the number of ranks is unknown, or FSDP1 is requested without known flat parameters.
     """
+    check_can_be_read(checkpoint)
     options = layout.read(RanksOptions)
     num_ranks = layout.num_ranks(checkpoint)
     facts = checkpoint.facts_of(TorchFacts)

@@ -11,6 +11,7 @@ from typing import Any
 from ckpt.containers.torchfile.write import copy_of, state_number, torch_file
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ParamGroup, TargetFile
 from ckpt.plan.tensors import whole
+from converters.optimizers.states import check_can_be_read
 from converters.quantized.states import NESTED
 from converters.quantized.stored_states import Blocks, carried
 
@@ -21,7 +22,8 @@ def optimizer_file(
     groups: Sequence[ParamGroup] | None = None,
     numbers: Mapping[str, int] | None = None,
 ) -> TargetFile:
-    """Replace fqns by `numbers` as keys."""
+    """Replace fqns by `numbers` as keys. Raise LossError for states that readers could not tell from damage."""
+    check_can_be_read(checkpoint)
     groups = checkpoint.state.param_groups if groups is None else groups
     states = _states(checkpoint)
     keys: Mapping[str, Any] = numbers or dict(zip(states, states, strict=True))

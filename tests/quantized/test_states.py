@@ -214,18 +214,12 @@ def test_verify_compares_plain_values(tmp_path: Path) -> None:
 def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
     """In FSDP2's full state dict of torchao states, torch saves memory before a collective has filled it."""
     source = FIXTURES / "quantized-gathered/ao8.pt"
-    done = ckpt("convert", "full", "full", source, "-o", tmp_path / "out", "-v")
-    assert done.code == 0, done.err
-    for state in ("exp_avg", "exp_avg_sq"):
-        line = f"not written: optimizer state {state} of up.weight: FSDP had not gathered this state before the save"
-        assert line in done.err
-    written = api.open(tmp_path / "out")
-    assert written.parameters.keys() == {"up.weight", "gain", "shift"}
-    truths = {key: value for key, value in truth("quantized-gathered/ao8.pt").items() if key[0] != "up.weight"}
-    assert_states_equal(written, truths)
-    done = ckpt("convert", "full", "dcp", source, "-o", tmp_path / "dcp")  # readers could not tell it from damage
-    assert (done.code, (tmp_path / "dcp").exists()) == (6, False)
-    assert "tensor: up.weight" in done.err
+    for target in ("full", "dcp"):  # readers could not tell it from damage
+        done = ckpt("convert", "full", target, source, "-o", tmp_path / target)
+        assert (done.code, (tmp_path / target).exists()) == (6, False)
+        assert "tensor: up.weight" in done.err
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert f"optimizer state {state} of up.weight: FSDP had not gathered this state before the save" in done.err
 
 
 # -- unknown forms --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ckpt import api
 from tests.support.commands import ckpt
 from tests.support.dcp_folders import save
 
-WHOLE = "every part of every tensor is there"
+WHOLE = "every part of every tensor"
 
 
 class Model(torch.nn.Module):

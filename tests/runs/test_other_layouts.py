@@ -102,6 +102,8 @@ def pipeline(path: Path, *names: str, index: dict[str, list[str | None]] = PIPEL
     """Write a pipeline's index, and weights for the components `names`."""
     path.mkdir()
     (path / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", "is_on": True, **index}))
+    for name in ("scheduler", "tokenizer"):
+        (path / name).mkdir()
     for name in names:
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps({"_class_name": name}))
