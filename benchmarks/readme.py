@@ -57,7 +57,6 @@ def sections(results: str) -> dict[str, Section]:
 
 
 def recorded(results: str, measured: Mapping[str, str]) -> str:
-    """Return the results with these sections' texts instead of older ones."""
     parts = re.split(r"^== (.+) ==\n", results, flags=re.MULTILINE)[1:]
     texts = dict(zip(parts[::2], parts[1::2], strict=True)) | measured
     return "\n".join(f"{headed(name)}\n{text.strip()}\n" for name, text in texts.items())

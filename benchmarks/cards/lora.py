@@ -24,7 +24,6 @@ class Lora:
     targets: tuple[str, ...]
 
     def config(self) -> dict[str, Any]:
-        """Return `adapter_config.json`."""
         targets = list(self.targets)
         return {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": targets}
 
@@ -36,7 +35,6 @@ class Lora:
         return name.removesuffix(_WEIGHT).rpartition(".")[2] in self.targets
 
     def factors(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return the factors' names and shapes."""
         found: dict[str, Shape] = {}
         for name, (rows, *columns) in shapes.items():
             if self.is_target(name):

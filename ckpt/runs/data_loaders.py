@@ -36,7 +36,6 @@ class LoaderStates(NamedTuple):
     has_size: bool
 
     def samples(self) -> int | None:
-        """Return the number of samples that all ranks have read, or None if the states don't prove it."""
         counts = {_samples_of(state) for state in self.by_rank}
         count = counts.pop()
         return None if counts or count is None else count * len(self.by_rank)
@@ -53,7 +52,6 @@ class LoaderStates(NamedTuple):
         return found
 
     def note(self, ranks: int) -> str:
-        """Return a note on the data position, per rank if it isn't carried."""
         before, total = len(self.by_rank), self.samples()
         if total is not None and total % ranks == 0:
             return f"data position: {total} samples, so {total // ranks} on each of {pluralize(ranks, 'rank')}"
@@ -99,7 +97,6 @@ def with_data_positions(checkpoint: Checkpoint, ranks: int | None) -> tuple[Chec
 
 
 def batches_read(state: Any) -> int | None:
-    """Return the number of batches that a `StatefulDataLoader` has yielded."""
     if not isinstance(state, Mapping):
         return None
     snapshot = state.get(_WORKERS)

@@ -142,7 +142,6 @@ def module_tensors(kind: str, config: Mapping[str, Any]) -> dict[str, Shape] | N
 
 
 def module_difference(kind: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
-    """Return how a module's tensors differ from its config, or ""."""
     expected = module_tensors(kind, config)
     if expected is None:
         return ""

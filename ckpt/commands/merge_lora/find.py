@@ -80,7 +80,6 @@ class Factor:
         return len(fragments) == 1 and any(not (e.path in self.of.computed or is_standin(e.path)) for e in extents)
 
     def rows(self, number: int) -> Iterator[torch.Tensor]:
-        """Yield `number` rows at a time."""
         assert self.choice is not None
         with OpenFiles() as sources:
             for first in range(0, self.shape[0], number):

@@ -289,7 +289,6 @@ def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> It
 
 
 def note_on_class(model: Mapping[str, Any]) -> str | None:
-    """Return a note if the recorded model has somebody's own class."""
     target = _target(model) if "_target_" in model else None
     if target is None or str(target).startswith(_LIBRARIES):
         return None

@@ -77,7 +77,6 @@ def table_notes(checkpoint: Checkpoint, others: Collection[tuple[str, str]]) -> 
 
 
 def has_list(config: Mapping[str, Any] | None) -> bool:
-    """Return True if a table lists the tensors of the config's class."""
     return bool(config and missing(config, {})[1])
 
 
