@@ -44,17 +44,20 @@ _Error = TypeVar("_Error", bound=CkptError)
 
 def missing_state_error(
     groups: Sequence[ParamGroup],
-    states: Mapping[str, Mapping[str, Any]],
+    dtypes: Mapping[Key, Any],
     dimensions: Mapping[str, int],
     kind: type[_Error],
     path: str,
 ) -> _Error | None:
     """Return the error for a parameter that lacks a state of its group, or of a group with the same options.
 
-    `states` has a dtype for each state, or None for a number. A parameter may have fewer dimensions and so fewer
+    `dtypes` has one for each state, or None for a number. A parameter may have fewer dimensions and so fewer
     states: SM3 and Shampoo have a state for each dimension. Parameters with other state dtypes are not compared: 8-bit
     optimizers keep small parameters in 32 bits. A parameter without any state has never been updated.
     """
+    states: dict[str, dict[str, Any]] = {}
+    for (fqn, name), dtype in dtypes.items():
+        states.setdefault(fqn, {})[name] = dtype
     for group in groups:
         for fqn in group.fqns:
             if states.get(fqn) and (missing := missing_states(group.options, states[fqn])):
@@ -85,14 +88,10 @@ def check_can_be_read(checkpoint: Checkpoint) -> None:
     """Raise LossError for unreadable states: the output would look damaged."""
     if not checkpoint.unread:
         return
-    states: dict[str, dict[str, Any]] = {}
     dimensions = {fqn: len(tensor.shape) for (fqn, role), tensor in checkpoint.tensors.items() if role == WEIGHT}
-    for (fqn, name), tensor in checkpoint.tensors.items():
-        if name in checkpoint.optimizer_states:
-            states.setdefault(fqn, {})[name] = tensor.dtype
-    for name, of in checkpoint.state.scalars.items():
-        for fqn in of:
-            states.setdefault(fqn, {})[name] = None
+    own = checkpoint.optimizer_states
+    states: dict[Key, Any] = {(fqn, name): None for name, of in checkpoint.state.scalars.items() for fqn in of}
+    states |= {key: tensor.dtype for key, tensor in checkpoint.tensors.items() if key[1] in own}
     if error := missing_state_error(checkpoint.state.param_groups, states, dimensions, LossError, checkpoint.path):
         error.hint = "; ".join((*checkpoint.unread, "use the format `hf` for the weights only"))
         raise error
@@ -154,15 +153,11 @@ class OptimizerStates:
 
     def check_all_there(self, parameters: Mapping[str, Shape], path: str) -> None:
         """Raise CorruptError for one of `parameters` that lacks a state of its group."""
-        states: dict[str, dict[str, Any]] = {}
-        for (fqn, name), tensor in self.tensors.items():
-            states.setdefault(fqn, {})[name] = tensor.dtype
-        numbers = ((fqn, name) for name, own in self.scalars.items() for fqn in own)
-        skipped = ((fqn, name) for (name, _), fqns in self.unread.fqns.items() for fqn in fqns)
-        for fqn, name in (*numbers, *skipped):
-            states.setdefault(fqn, {}).setdefault(name, None)
+        without_dtype = [*self.scalars.items(), *((name, fqns) for (name, _), fqns in self.unread.fqns.items())]
+        states: dict[Key, Any] = {(fqn, name): None for name, fqns in without_dtype for fqn in fqns}
+        states |= {key: tensor.dtype for key, tensor in self.tensors.items()}
+        states = {key: dtype for key, dtype in states.items() if key[0] in parameters}
         dimensions = {fqn: len(shape) for fqn, shape in parameters.items()}
-        states = {fqn: own for fqn, own in states.items() if fqn in parameters}
         if error := missing_state_error(self.groups, states, dimensions, CorruptError, path):
             raise error
 

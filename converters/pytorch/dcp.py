@@ -422,11 +422,10 @@ def _step(rest: Mapping[str, Any]) -> int | None:
 
 def _check_states(found: Understood, path: str, is_pair: bool) -> None:
     """Raise CorruptError for states without a parameter, or a parameter missing a state of its group."""
-    states: dict[str, dict[str, Any]] = {}
-    for (fqn, name), value in found.states.items():
-        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, Leaf) else None
-    strange = [fqn for fqn in states if fqn not in found.weights]
-    is_all = len(strange) == len(states)
+    states = {key: value.dtype if isinstance(value, Leaf) else None for key, value in found.states.items()}
+    trained = dict.fromkeys(fqn for fqn, _ in states)
+    strange = [fqn for fqn in trained if fqn not in found.weights]
+    is_all = len(strange) == len(trained)
     if is_all and is_pair and strange and found.weights:
         raise CorruptError(
             "the optimizer folder belongs to another model",
