@@ -26,6 +26,13 @@ def without_truth(folder: str, names: list[str]) -> set[str]:
     return {"truth"} & set(names)
 
 
+def check_says(said: str, *places: Path) -> None:
+    """Assert that `ckpt check` finds each place damaged, for this reason."""
+    for place in places:
+        checked = ckpt("check", place)
+        assert checked.code == 4 and said in checked.out, checked.out
+
+
 def halve(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -91,9 +98,7 @@ def test_a_broken_step_of_diffusers(
 ) -> None:
     step = copied("diffusers") / "checkpoint-2"
     act(step / file)
-    for place in (step, step.parent):
-        checked = ckpt("check", place)
-        assert checked.code == 4 and said in checked.out, checked.out
+    check_says(said, step, step.parent)
     with pytest.raises((IncompleteError, SeveralRunsError)):
         api.open(step)
 
@@ -127,9 +132,7 @@ def test_a_broken_step_of_a_lora_of_diffusers(
 ) -> None:
     step = copied("diffusers-lora") / "checkpoint-2"
     act(step / file)
-    for place in (step, step.parent):
-        checked = ckpt("check", place)
-        assert checked.code == 4 and said in checked.out, checked.out
+    check_says(said, step, step.parent)
 
 
 def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str], Path]) -> None:
@@ -253,9 +256,7 @@ def test_a_broken_step_of_lerobot(
 ) -> None:
     run = copied("lerobot")
     act(run / "checkpoints" / "000002" / file)
-    for place in (run, run / "checkpoints" / "000002", run / "checkpoints" / "last"):
-        checked = ckpt("check", place)
-        assert checked.code == 4 and said in checked.out, checked.out
+    check_says(said, run, run / "checkpoints" / "000002", run / "checkpoints" / "last")
 
 
 def test_olmo_cores_step_is_resharded_and_resumed_with_its_trainer_state(
@@ -296,8 +297,7 @@ def test_a_broken_step_of_olmo_core(
     shutil.copytree(run / "step2", run / "step1")
     torch.save({"global_step": 1}, run / "step1" / "train" / "rank0.pt")
     act(run / "step2" / file if file else run / "step2")
-    checked = ckpt("check", run)
-    assert checked.code == 4 and said in checked.out, checked.out
+    check_says(said, run)
 
 
 def test_lightnings_single_files_are_resumed_as_files(
