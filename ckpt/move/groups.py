@@ -25,18 +25,15 @@ def largest_in_rows(sizes: NDArray) -> NDArray:
     pairs = np.maximum(sizes[:4], sizes[4:])
     np.maximum(pairs[:2], pairs[2:], out=pairs[:2])
     np.maximum(pairs[0], pairs[1], out=pairs[0])
-    halves = pairs[0].view(np.uint32)
-    of_two = np.maximum(halves[0::2].copy().view(np.uint16), halves[1::2].copy().view(np.uint16))
-    largest: NDArray = np.maximum(of_two[0::2], of_two[1::2])
+    np.maximum(pairs[0, :-1], pairs[0, 1:], out=pairs[1, :-1])
+    largest: NDArray = np.maximum(pairs[1, :-3:4], pairs[1, 2:-1:4])
     return largest
 
 
 def in_groups(rows: NDArray, result: NDArray) -> None:
     """Write rows with one byte for each number, or each two, to [groups, bytes]."""
-    pairs = rows.view(np.uint16).reshape(_ROWS, len(result), -1)
-    places = result.view(np.uint16).reshape(len(result), _ROWS, -1)
-    for column in range(pairs.shape[-1]):
-        places[:, :, column] = pairs[:, :, column].T
+    part = f"u{result.shape[1] // _ROWS}"
+    result.view(part)[...] = rows.view(part).reshape(_ROWS, -1).T
 
 
 def for_rows(numbers: NDArray) -> NDArray:

@@ -27,21 +27,21 @@ def q8_0_blocks(parts: Iterable[NDArray], num_blocks: int) -> NDArray | None:
 
 def _write_blocks(bits: NDArray, place: NDArray) -> bool:
     rows = groups.in_rows(bits)
-    sizes = rows & np.uint16(0x7FFF)
-    largest = groups.largest_in_rows(sizes)
-    if ((largest >= _MOST) | (largest < _LEAST) & (largest > 0)).any():
+    signs = np.greater(rows, np.uint16(0x8000)).view(np.int8)
+    np.negative(signs, out=signs)
+    rows &= np.uint16(0x7FFF)
+    largest = groups.largest_in_rows(rows)
+    if largest.max() >= _MOST or ((largest < _LEAST) & (largest > 0)).any():
         return False
     scales = _as_fp32(largest) / np.float32(127)
-    with np.errstate(divide="ignore"):
-        factors = np.where(scales == 0, np.float32(0), np.float32(1) / scales)
-    values = _as_fp32(sizes)
+    factors = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    values = _as_fp32(rows)
     values *= np.repeat(factors, 4)
     values += _BELOW_HALF  # halves are rounded away from zero
     numbers = values.astype(np.int8)
-    signs = np.negative(np.greater(rows, np.uint16(0x8000)).view(np.int8))
     numbers ^= signs
     numbers -= signs
-    place[:, :2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    place[:, :2].view(np.float16)[:, 0] = scales
     groups.in_groups(numbers, place[:, 2:])
     return True
 
