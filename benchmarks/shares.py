@@ -22,12 +22,11 @@ def main(source: str, to: str, number: int) -> str:
     files = ckpt.plan(source, to, **ranks).plan.target.files
     pieces = {file.name: pieces_of(file, max_pieces(len(files))) for file in files}
     todo = {name: {*inside} for name, inside in pieces.items()}
-    rests = {file.name: file.size - sum(length for _, length in pieces[file.name]) for file in files}
 
     def most(nodes: Sequence[Hashable]) -> float:
         """Return the largest share, relative to the mean."""
         sizes = [
-            sum(sum(length for _, length in part.todo) + rests[part.file.name] * part.is_owner for part in share)
+            sum(stop - start for part in share for start, stop in part.ranges)
             for share in (deal(files, pieces, todo, nodes, rank) for rank in range(number))
         ]
         return max(sizes) * number / sum(sizes) - 1

@@ -83,7 +83,7 @@ class Hasher:
     def rest(self, descriptor: int, path: str, size: int, pieces: Iterable[Piece]) -> str:
         """Return the digest of all bytes outside `pieces` (sorted)."""
         hasher = xxh3_128()
-        for _, part in self._parts(descriptor, path, [*_between(size, pieces)]):
+        for _, part in self._parts(descriptor, path, [*between(size, pieces)]):
             hasher.update(part)
         return hasher.hexdigest()
 
@@ -110,7 +110,8 @@ class Hasher:
                 offset += len(part)
 
 
-def _between(size: int, pieces: Iterable[Piece]) -> Iterator[Piece]:
+def between(size: int, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the ranges outside `pieces` (sorted)."""
     end = 0
     for offset, length in (*pieces, (size, 0)):
         if offset > end:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckpt.move.filehash import between
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece, Spans
@@ -19,6 +20,8 @@ Pieces = Mapping[str, Sequence[Piece]]
 class Share:
     """One process's share of a target file: the pieces in `todo`, and all bytes outside pieces if `is_owner`.
 
+    A merged piece also holds known bytes. The process that writes its tensors writes and hashes them.
+
     `pieces` None means no hashing: fill the whole file.
     """
 
@@ -28,6 +31,9 @@ class Share:
     is_owner: bool = True
     _starts: list[int] = field(init=False, repr=False)
     _is_todo: list[bool] = field(init=False, repr=False)
+    #: Ranges (start, stop) that this process writes, in order.
+    ranges: list[tuple[int, int]] = field(init=False, repr=False)
+    _firsts: list[int] = field(init=False, repr=False)
     #: True if this process fills the whole file.
     is_whole: bool = field(init=False)
 
@@ -37,6 +43,24 @@ class Share:
         is_todo = [piece in todo for piece in self.pieces or ()]
         object.__setattr__(self, "_is_todo", is_todo)
         object.__setattr__(self, "is_whole", all(is_todo))
+        others = between(self.file.size, self.pieces or ()) if self.is_owner else ()
+        object.__setattr__(self, "ranges", _merged([*todo, *others]))
+        object.__setattr__(self, "_firsts", [start for start, _ in self.ranges])
+
+    def literals(self) -> Iterator[tuple[int, memoryview]]:
+        for offset, data in self.file.literals:
+            for start, length in self._mine(offset, len(data)):
+                yield start, memoryview(data)[start - offset : start - offset + length]
+
+    def zeros(self) -> Iterator[Piece]:
+        for offset, length in self.file.zeros:
+            yield from self._mine(offset, length)
+
+    def _mine(self, offset: int, length: int) -> Iterator[Piece]:
+        end = offset + length
+        for start, stop in self.ranges[max(0, bisect_right(self._firsts, offset) - 1) : bisect_left(self._firsts, end)]:
+            if stop > offset:
+                yield max(start, offset), min(stop, end) - max(start, offset)
 
     def spans(self, plan: Plan) -> Iterator[Spans]:
         for spans in plan.spans(self.file):
@@ -94,6 +118,17 @@ def deal(
             wanted = [p for p in pieces[file.name] if p in todo[file.name] and is_mine(p[1])]
             if is_owner or wanted:
                 found.append(Share(file, pieces[file.name], set(wanted), is_owner))
+    return found
+
+
+def _merged(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Return sorted ranges (start, stop), joined if they touch."""
+    found: list[tuple[int, int]] = []
+    for start, length in sorted(pieces):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], start + length
+        else:
+            found.append((start, start + length))
     return found
 
 

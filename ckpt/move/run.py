@@ -259,9 +259,9 @@ def _create(part: Share, staging: Staging | SharedStaging, workers: Workers) -> 
     file = part.file
     output = workers.open(staging.create(file.name, file.size), part)
     with translate_os_errors(file.name):
-        for offset, data in file.literals if part.is_owner else ():
-            write_all(output.descriptor, memoryview(data), offset)
-        for offset, length in file.zeros if part.is_owner and not part.is_whole else ():  # a reused file is not zeroed
+        for offset, data in part.literals():
+            write_all(output.descriptor, data, offset)
+        for offset, length in () if part.is_whole else part.zeros():  # a reused file is not zeroed
             for start in range(offset, offset + length, _ZEROS):
                 write_all(output.descriptor, memoryview(bytes(min(_ZEROS, offset + length - start))), start)
     return output

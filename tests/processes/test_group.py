@@ -115,6 +115,8 @@ class TestDealing:
             found = [part for share in shares for part in share if part.file is file]
             assert sum(part.is_owner for part in found) == 1, file.name
             assert sorted(piece for part in found for piece in part.todo) == PIECES[file.name]
+            ranges = sorted(one for part in found for one in part.ranges)
+            assert [0, *(stop for _, stop in ranges)] == [*(start for start, _ in ranges), file.size], file.name
         sizes = [sum(10 * (len(part.todo) + part.is_owner) for part in share) for share in shares]
         assert max(sizes) <= 290 / len(nodes) + 30
 
@@ -130,6 +132,17 @@ class TestDealing:
     def test_nodes_share_no_file(self) -> None:
         of_a, of_b = self.dealt(["a", "b"])
         assert not {part.file.name for part in of_a} & {part.file.name for part in of_b}
+
+    def test_a_merged_piece_has_its_known_bytes(self) -> None:
+        """Another process may write them too late: the piece is hashed once its tensors are there."""
+        known = ((0, b"abcdefghij"), (30, b"klm"), (95, b"nopqr"))
+        file, pieces = TargetFile("a", 100, known, zeros=((33, 2), (80, 15))), {"a": [(10, 40), (50, 40)]}
+        shares = [part for rank in range(2) for part in deal([file], pieces, pieces, ["a", "a"], rank)]
+        assert [(part.is_owner, *part.todo) for part in shares] == [(True, (10, 40)), (False, (50, 40))]
+        assert [[(at, bytes(data)) for at, data in part.literals()] for part in shares] == [[*known], []]
+        assert [[*part.zeros()] for part in shares] == [[(33, 2), (90, 5)], [(80, 10)]]
+        continued = Share(file, pieces["a"], [(10, 40)], is_owner=False)
+        assert [(at, bytes(data)) for at, data in continued.literals()] == [(30, b"klm")]
 
     def test_only_what_is_to_be_done(self) -> None:
         todo = {name: [] for name in PIECES} | {"f1": [(50, 10), (60, 10)]}
