@@ -32,9 +32,18 @@ def main(source: str, to: str, number: int) -> str:
         return max(sizes) * number / sum(sizes) - 1
 
     one, several = most([0] * number), most([rank // PER_NODE for rank in range(number)])
-    told = f"on one node by {one:.1%}, on nodes of {PER_NODE} by {several:.1%}"
+    told = f"on one node, Lustre or GPFS by {one:.1%}, on NFS and nodes of {PER_NODE} by {several:.1%}"
+    if several > GOAL:
+        told += f" (at least {_least([file.size for file in files], -(-number // PER_NODE)):.1%} with whole files)"
     reached = verdict(max(one, several) <= GOAL, f"<= {GOAL:.0%}")
     return f"{to}: the largest share of {pluralize(number, 'process')} is above the mean {told} {reached}"
+
+
+def _least(sizes: Sequence[int], num_nodes: int) -> float:
+    """Return a lower bound for the largest node's excess: of k * n + 1 files, one of n nodes gets k + 1."""
+    falling = sorted(sizes, reverse=True)
+    loads = [sum(falling[k * (num_nodes - 1) : k * num_nodes + 1]) for k in range(-(-len(sizes) // num_nodes))]
+    return max(loads) * num_nodes / sum(sizes) - 1
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def deal(
     """Return the shares of process `rank`. `nodes` holds each process's node, by rank.
 
     A node gets whole files: two nodes writing to one page of a file would overwrite each other's bytes (NFS). Processes
-    of one node share a page cache, and each gets a contiguous range.
+    of one node share a page cache, and each gets a contiguous range. A coherent cluster file system counts as one node.
     """
     sizes = {file.name: _own_size(file, pieces) + sum(length for _, length in todo[file.name]) for file in files}
     members: dict[Hashable, list[int]] = {}

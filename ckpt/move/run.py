@@ -38,6 +38,8 @@ Restart = bool | Literal["stale"]
 #: Error codes after which finished work can be kept.
 _PASSING = (SourceGoneError.code, "destination-exists")
 _ZEROS = 1 << 20  # padding bytes per write
+#: Cluster file systems that lock pages across nodes. NFS doesn't.
+_COHERENT = ("lustre", "gpfs")
 
 
 def execute(
@@ -192,9 +194,21 @@ def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: 
 
 
 def _page_cache(folder: Path) -> tuple[str, int]:
-    """Return a key shared by processes with one page cache for `folder`: same node, same mount."""
+    """Return a key shared by processes that can write to one page of a file: same node and mount, or coherent nodes."""
     with translate_os_errors(folder):
-        return _node(), os.stat(folder).st_dev
+        device = os.stat(folder).st_dev
+        kind = _file_system(device)
+    return (kind, 0) if kind in _COHERENT else (_node(), device)
+
+
+def _file_system(device: int) -> str:
+    """Return the name of the file system on `device`, empty if unknown."""
+    mounts, number = Path("/proc/self/mountinfo"), f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.read_text(errors="replace").splitlines() if mounts.is_file() else ():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
+            return kind.split()[0]
+    return ""
 
 
 def _node() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Hashable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import UsageError
+from ckpt.move import run
 from ckpt.move.parts import Share, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
@@ -128,6 +130,22 @@ class TestDealing:
         shares = [deal(files, pieces, todo, nodes, rank) for rank in range(48)]
         sizes = [sum(10 * len(part.todo) for part in share) for share in shares]
         assert max(sizes) * 48 <= 1.05 * sum(sizes)
+
+    @pytest.mark.parametrize(("kind", "shares"), [("lustre", True), ("gpfs", True), ("nfs4", False), ("", False)])
+    def test_only_nodes_with_coherent_caches_share_a_file(
+        self, kind: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run, "_file_system", lambda _: kind)
+        keys = []
+        for node in "ab":
+            monkeypatch.setattr(run, "_node", lambda node=node: node)
+            keys.append(run._page_cache(tmp_path))
+        assert (keys[0] == keys[1]) == shares
+
+    @pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="Linux")
+    def test_a_file_system_has_its_name(self) -> None:
+        assert run._file_system(os.stat("/proc").st_dev) == "proc"
+        assert run._file_system(os.makedev(4095, 1)) == ""
 
     def test_nodes_share_no_file(self) -> None:
         of_a, of_b = self.dealt(["a", "b"])
