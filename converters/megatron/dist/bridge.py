@@ -199,6 +199,15 @@ def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
+def with_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Add sizes that megatron-core computes from others (transformer_config.py, `__post_init__`)."""
+    found, hidden, heads = dict(settings), settings.get("hidden_size"), settings.get("num_attention_heads")
+    if type(hidden) is int and type(heads) is int and heads > 0:
+        found.setdefault("kv_channels", hidden // heads)
+        found.setdefault("ffn_hidden_size", 4 * hidden)
+    return found
+
+
 def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
     name = kind.rpartition(".")[2]
     if name not in _ACTIVATIONS or (gated and name == "gelu"):

@@ -22,6 +22,7 @@ from converters.megatron.dist.bridge import (
     note_on_class,
     note_on_config,
     read_bridge_run,
+    with_sizes,
 )
 from converters.megatron.dist.folder import (
     CONFIG_1,
@@ -109,7 +110,8 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     )
     if is_adapter:
         return as_adapter(checkpoint, path, request.read(SlotOptions).adapter_slot)
-    check_args(reading.args, checkpoint.shapes, path)
+    settings = {} if is_nemo_1(path) else with_sizes(_nemos_settings(path))
+    check_args(reading.args or settings, checkpoint.shapes, path)
     return checkpoint
 
 

@@ -14,10 +14,10 @@ pytorch/strategies/megatron_strategy.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.words import Message
@@ -31,29 +31,18 @@ from ckpt.runs.trainer_files import content_of
 from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.chunks import MegatronModel, describe_model, refuse_encoder
 from converters.megatron.dist import write
+from converters.megatron.dist.bridge import model_settings, with_sizes
 from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODEL, MODULE, WEIGHTS
+from converters.names.megatron.config_against_args import differences
+from converters.names.megatron.settings import check_aliases, check_settings
+from converters.names.megatron.shapes_from_args import expected_shapes
 
 IO = "io.json"
-#: Megatron-LM's arguments by megatron-core's field name, also used by NeMo.
-_NAMES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_query_groups",
-    "kv_channels": "kv_channels",
-    "num_moe_experts": "num_experts",
-    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
-    "moe_router_topk": "moe_router_topk",
-    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    "normalization": "normalization",
-    "layernorm_epsilon": "norm_epsilon",
-    "qk_layernorm": "qk_layernorm",
-    "gated_linear_unit": "swiglu",
-    "add_bias_linear": "add_bias_linear",
-    "rotary_base": "rotary_base",
-}
-_TIED, _UNTIED = "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
+#: Settings that NeMo's classes record only if they have them.
+_DEFAULTS = {"use_rope_scaling": False, "squared_relu": False, "quick_geglu": False, "glu_linear_offset": 0.0}
+_TIED = "share_embeddings_and_output_weights"
+#: Tensors that a setting adds to a layer.
+_OPTIONAL = re.compile(r"decoder\.layers\..*(?:\.linear_\w+\.bias|\.[qk]_layernorm\.\w+)")
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -100,19 +89,31 @@ def _context(checkpoint: Checkpoint) -> Path:
 
 
 def _refuse_others(model: MegatronModel, folder: Path) -> None:
-    config = read_run_config(confined(folder, MODEL)).get("config")
-    stated = config if isinstance(config, Mapping) else {}
-    known: dict[str, Any] = {name: model.args.get(ours) for name, ours in _NAMES.items()}
-    known[_TIED] = not model.args.get(_UNTIED)
-    for name, ours in known.items():
-        theirs = stated.get(name)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise LossError(
-                "the NeMo context belongs to another model",
-                path=folder / MODEL,
-                expected=f"{name} {ours}",
-                found=f"{name} {theirs}",
-            )
+    """Raise LossError if the context and the model have different settings or tensors."""
+    path, accepted = folder / MODEL, model.checkpoint.accepted
+    stated = read_run_config(confined(folder, MODEL)).get("config")
+    stated = stated if isinstance(stated, Mapping) else {}
+    settings = {**_DEFAULTS, **with_sizes(model_settings(stated)), _TIED: stated.get(_TIED)}
+    context = {name: value for name, value in settings.items() if name not in accepted}
+    args = {name: value for name, value in model.args.items() if name not in accepted}
+    shapes = {fqn: choice.tensor.shape for fqn, choice in model.chosen.items()}
+    described = expected_shapes(context, shapes)
+    for name, theirs, ours in differences(context, args):
+        raise _another(path, f"{name} {ours}", f"{name} {theirs}")
+    for name, ours, theirs in differences(args, context):
+        raise _another(path, f"{name} {ours}", f"{name} {theirs}")
+    for fqn in shapes:
+        if described and fqn not in described and _OPTIONAL.fullmatch(fqn):
+            raise _another(path, f"a model with {fqn}", "a model without it")
+    if other := next((fqn for fqn, shape in described.items() if shapes.get(fqn) != shape), None):
+        raise _another(path, f"{other} {list(shapes.get(other, ()))}", f"{other} {list(described[other])}")
+    check_aliases(context, str(path))
+    check_settings(context, args, str(path))
+    check_settings(args, context, str(path))
+
+
+def _another(path: Path, expected: str, found: str) -> LossError:
+    return LossError("the NeMo context belongs to another model", path=path, expected=expected, found=found)
 
 
 def _copied(folder: Path) -> Iterator[TargetFile]:

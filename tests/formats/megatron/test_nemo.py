@@ -166,6 +166,58 @@ def test_a_run_of_megatron_lm_is_written_for_nemo_without_its_optimizer(tmp_path
     assert {key: content(one) for key, one in ckpt.open(tmp_path / "out").tensors.items()} == expected
 
 
+#: Changes to the context's settings, and the refusal.
+CONTEXTS = [
+    ("rotary_percent: 1.0", "rotary_percent: 0.5", "expected: rotary_percent 1.0\n  found: rotary_percent 0.5"),
+    ("rotary_interleaved: false", "rotary_interleaved: true", "found: rotary_interleaved True"),
+    ("seq_len_interpolation_factor: null", "seq_len_interpolation_factor: 2.0", "interpolation_factor 2.0"),
+    ("layernorm_zero_centered_gamma: false", "layernorm_zero_centered_gamma: true", "apply_layernorm_1p True"),
+    ("torch.nn.functional.silu", "torch.nn.functional.relu", "activation_func torch.nn.functional.relu"),
+    ("window_size: null", "window_size: [7, 0]", "found: window_size 7"),
+    ("share_embeddings_and_output_weights: false", "share_embeddings_and_output_weights: true", "weights True"),
+    ("add_qkv_bias: false", "add_qkv_bias: true", "found: decoder.layers.0.self_attention.linear_qkv.bias [32]"),
+    ("add_bias_linear: false", "add_bias_linear: true", ".bias [32]"),
+    ("qk_layernorm: false", "qk_layernorm: true", "found: decoder.layers.0.self_attention.q_layernorm.weight [4]"),
+    ("softmax_scale: null", "softmax_scale: 0.3", "found: softmax_scale 0.3"),
+    ("rotary_percent: 1.0", "rotary_percent: 1.0\n  scale_factor: 8.0", "found: use_rope_scaling True"),
+    ("rotary_percent: 1.0", "rotary_percent: 1.0\n  nobody_has_heard_of_it: 3", "it 3 (unknown to ckpt)"),
+]
+
+
+@pytest.mark.parametrize(("stated", "changed", "said"), CONTEXTS, ids=[changed for _, changed, _ in CONTEXTS])
+def test_a_context_of_another_model_is_refused(stated: str, changed: str, said: str, hub: Path, tmp_path: Path) -> None:
+    context = Path(shutil.copytree(CONTEXT, tmp_path / "context"))
+    text = (context / "model.yaml").read_text()
+    assert text.count(stated) == 1
+    (context / "model.yaml").write_text(text.replace(stated, changed))
+    words = ("convert", "hf", "megatron-dist", hub, "-o", tmp_path / "out", "--ckpt-format", "nemo")
+    done = commands.ckpt(*words, "--config", context)
+    assert (done.code, (tmp_path / "out").exists()) == (LossError.exit_code, False), done.err
+    assert said in done.err, done.err
+
+
+def test_a_model_without_a_tensor_of_its_context_is_incomplete(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(NEMO / "model", tmp_path / "model"))
+    config = model / "context" / "model.yaml"
+    config.write_text(config.read_text().replace("add_qkv_bias: false", "add_qkv_bias: true"))
+    done = commands.ckpt("check", model)
+    assert done.code == 4 and "linear_qkv.bias" in done.out + done.err, done.err
+
+
+def test_a_setting_of_the_run_that_the_context_lacks_is_refused(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192}
+    plain, scaled = tmp_path / "plain", tmp_path / "scaled"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(CONFIG))
+    assert commands.ckpt("convert", "auto", "hf", NEMO / "model", "-o", scaled, "--config", plain).code == 0
+    (scaled / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": scaling}))
+    done = commands.ckpt(
+        "convert", "hf", "megatron-dist", scaled, "-o", tmp_path / "out", "--ckpt-format", "nemo", "--config", CONTEXT
+    )
+    assert done.code == LossError.exit_code and "expected: use_rope_scaling True" in done.err, done.err
+
+
 def test_without_a_context_nothing_is_written_for_nemo(hub: Path, tmp_path: Path) -> None:
     done = commands.ckpt("convert", "hf", "megatron-dist", hub, "-o", tmp_path / "out", "--ckpt-format", "nemo")
     assert (done.code, (tmp_path / "out").exists()) == (UsageError.exit_code, False)
