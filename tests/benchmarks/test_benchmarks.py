@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hash_peer, hashing, measure, readme, runner
+from benchmarks import hash_peer, hashing, measure, plans, readme, runner
 from benchmarks.__main__ import SECTIONS
 from benchmarks.measure import Case, Measured, Run
 from benchmarks.runner import Bench, Table
@@ -80,6 +80,23 @@ def test_the_record_has_every_goal_met_or_missed(
             assert said == [goal.said(factors) for goal, factors in zip(goals, figures, strict=True)], (
                 f"{title}: {name}"
             )
+
+
+def test_a_recorded_factor_has_its_verdict() -> None:
+    goal = re.compile(r"([\d.]+)(?: \([\d.]+ to [\d.]+\))? x [^;(]+\((MISSED )?([<>])= ([\d.]+)\)")
+    found = goal.findall(readme.RESULTS.read_text())
+    assert len(found) >= 19
+    for factor, missed, sign, limit in found:
+        is_reached = float(factor) <= float(limit) if sign == "<" else float(factor) >= float(limit)
+        assert is_reached != bool(missed), (factor, missed, sign, limit)
+
+
+def test_the_recorded_plans_have_every_goal_met_or_missed() -> None:
+    lines = readme.sections(readme.RESULTS.read_text())["plans"].lines
+    rows = [row for line in lines if (row := re.fullmatch(r"(\S.*?) {2,}(?:[\d.]+ +)?([\d.]+) +(\d+)  (cpu .+)", line))]
+    assert len(rows) >= 6
+    for name, cpu, peak, said in map(re.Match.groups, rows):
+        assert said == plans.judged(name, float(cpu), float(peak)), name
 
 
 @pytest.mark.parametrize("page", [*readme.PAGES, readme.FIGURES])
