@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from ckpt.commands.watch.watcher import is_waiting, main_stack
+from ckpt.commands.watch import watcher
+from ckpt.commands.watch.watcher import Watcher, is_waiting, main_stack
 from tests.support.places import REPOSITORY
 
 #: A rank that sends heartbeats, is in a "collective" or in its own code, and continues on a line from stdin.
@@ -27,8 +29,8 @@ from ckpt.training.heartbeat import Heart
 def all_reduce(): sys.stdin.readline()
 def load_shard_7(): sys.stdin.readline()
 
-run, rank, where = sys.argv[1:]
-with Heart(Path(run), int(rank), 3, 0.1, 1.0) as heart:
+run, rank, where, world_size = sys.argv[1:]
+with Heart(Path(run), int(rank), int(world_size), 0.1, 1.0) as heart:
     heart.enter("training", 5)
     if where == "fails": raise ValueError
     {"waits": all_reduce, "hangs": load_shard_7}[where]()
@@ -44,9 +46,9 @@ def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
 
 
-def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str) -> None:
+def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str, world_size: int = 0) -> None:
     for rank, where in enumerate(places):
-        command = [sys.executable, "-c", RANK, str(run), str(rank), where]
+        command = [sys.executable, "-c", RANK, str(run), str(rank), where, str(world_size or len(places))]
         ranks.append(
             subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         )
@@ -147,7 +149,37 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
     ranks[1].wait()
     start(ranks, tmp_path / "again", "waits")
     ranks[2].communicate("go on\n", timeout=60)
-    assert watch(tmp_path / "again") == (0, f"{tmp_path / 'again'}: all done, 1 rank\n")
+    assert watch(tmp_path / "again") == (0, f"{tmp_path / 'again'}: all done, 1 rank, before this watch\n")
+
+
+def test_ranks_without_a_heartbeat_are_named_also_if_all_others_are_done(
+    tmp_path: Path, ranks: list[subprocess.Popen[str]]
+) -> None:
+    start(ranks, tmp_path, "waits", world_size=3)
+    for _ in range(2):  # running, then done
+        code, out = watch(tmp_path, "--silent", "0.5")
+        assert code == 1 and [line.partition(" for ")[0] for line in out.splitlines()] == [
+            "rank 1 has written no heartbeat here",
+            "rank 2 has written no heartbeat here",
+        ]
+        if ranks[0].poll() is None:
+            ranks[0].communicate("go on\n", timeout=60)
+
+
+def test_the_end_of_a_run_is_told_from_an_earlier_runs(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    start(ranks, tmp_path, "waits")
+    looks: list[None] = []
+
+    def look(self: Watcher) -> None:
+        looks.append(None)
+        if len(looks) == 2:
+            ranks[0].communicate("go on\n", timeout=60)
+        real(self)
+
+    real = Watcher.look
+    with mock.patch.object(Watcher, "look", look):
+        watched = watcher.watch(tmp_path, 30, 600, 0.01, lambda _: None)
+    assert not watched.had_ended and watcher.watch(tmp_path, 30, 600, 0.01, lambda _: None).had_ended
 
 
 def test_a_folder_without_heartbeats(tmp_path: Path) -> None:

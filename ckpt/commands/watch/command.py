@@ -42,7 +42,9 @@ def watch(
     if as_json:
         _say(json.dumps({"run": str(run), "ranks": len(watched.ranks), "findings": [asdict(one) for one in wrong]}))
     else:
-        _say("\n".join(map(str, wrong)) or f"{run}: all done, {pluralize(len(watched.ranks), 'rank')}")
+        done = f"{run}: all done, {pluralize(len(watched.ranks), 'rank')}"
+        done += ", before this watch" if watched.had_ended else ""
+        _say("\n".join(map(str, wrong)) or done)
     if wrong:
         import typer
 

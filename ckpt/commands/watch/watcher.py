@@ -24,7 +24,7 @@ from typing import Any
 from ckpt.base.errors import NotFoundError
 from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
-DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
+DEAD, FROZEN, STUCK, FAILED, MISSING = "dead", "frozen", "stuck", "failed", "missing"
 #: In names of functions that wait for other ranks or a GPU. DDP's C++ waits in backward passes.
 _WAITING = frozenset(
     ["reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv", "wait", "backward", "synchronize", "item"]
@@ -45,6 +45,8 @@ class Finding:
     stack_file: str
 
     def __str__(self) -> str:
+        if self.kind == MISSING:
+            return f"rank {self.rank} has written no heartbeat here for {self.seconds:.0f} s"
         what = {
             DEAD: "is gone: its process has ended",
             FROZEN: f"has given no sign of life for {self.seconds:.0f} s",
@@ -69,6 +71,9 @@ class Watcher:
     def __init__(self, run: Path, silent: float, stuck: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.silent, self.stuck, self.clock = run / FOLDER, silent, stuck, clock
         self.ranks: dict[int, RankFacts] = {}
+        self.begin = clock()
+        #: True if the run ended before the watch. A new start may not beat yet.
+        self.had_ended = False
 
     def look(self) -> None:
         now = self.clock()
@@ -88,12 +93,18 @@ class Watcher:
         self.ranks = {rank: seen for rank, seen in self.ranks.items() if seen.facts["started"] == newest}
 
     @property
+    def missing(self) -> list[int]:
+        """Ranks of the run without a heartbeat."""
+        world_size = max((seen.facts["world_size"] for seen in self.ranks.values()), default=0)
+        return [rank for rank in range(world_size) if rank not in self.ranks]
+
+    @property
     def finished(self) -> bool:
-        return bool(self.ranks) and all(seen.facts["phase"] == DONE for seen in self.ranks.values())
+        return bool(self.ranks) and not self.missing and all(map(_is_done, self.ranks.values()))
 
     def findings(self) -> list[Finding]:
         now = self.clock()
-        running = [seen for seen in self.ranks.values() if seen.facts["phase"] != DONE]
+        running = [seen for seen in self.ranks.values() if not _is_done(seen)]
         failed = [seen for seen in running if seen.facts["phase"].startswith(FAILED)]
         running = [seen for seen in running if seen not in failed]
         dead = [seen for seen in running if _is_gone(seen.facts)]
@@ -104,6 +115,10 @@ class Watcher:
         if frozen := [seen for seen in running if now - seen.beat > max(self.silent, 2 * seen.facts["every"])]:
             # A rank waiting in C code, with the interpreter locked, still answers a signal.
             return [self._finding(FROZEN, seen, now - seen.beat, dump) for seen, dump in self._suspects(frozen, 3.0)]
+        if self.missing and now - self.begin > self.silent:  # ranks start together
+            nowhere = {"host": "", "pid": 0, "step": 0, "phase": ""}
+            missing = [RankFacts({**nowhere, "rank": rank}, self.begin, now) for rank in self.missing]
+            return [self._finding(MISSING, one, now - self.begin) for one in missing]
         if running and all(now - seen.moved > self.stuck for seen in running):
             return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
         return []
@@ -165,6 +180,10 @@ def is_waiting(stack: str) -> bool:
     return any(word in _WAITING for name in innermost for word in name.split("_"))
 
 
+def _is_done(seen: RankFacts) -> bool:
+    return bool(seen.facts["phase"] == DONE)
+
+
 def _is_gone(facts: dict[str, Any]) -> bool:
     """Return True if a rank on this machine has ended without a report."""
     if facts["host"] != socket.gethostname():
@@ -198,18 +217,20 @@ def watch(run: Path, silent: float, stuck: float, every: float, report: Callable
     `silent`, `stuck` and `every` are seconds. Raise NotFoundError if no rank beats within `silent`.
     """
     watcher = Watcher(run, silent, stuck)
-    begin = time.monotonic()
+    is_first = True
     while True:
         watcher.look()
         if watcher.finished:
+            watcher.had_ended = is_first
             return watcher
         if findings := watcher.findings():
             report(findings)
             return watcher
-        if not watcher.ranks and time.monotonic() - begin > silent:
+        if not watcher.ranks and time.monotonic() - watcher.begin > silent:
             raise NotFoundError(
                 "no heartbeat found",
                 path=watcher.folder,
                 hint="give the trainer's output folder, with `heartbeats` in it",
             )
+        is_first = False
         time.sleep(every)
