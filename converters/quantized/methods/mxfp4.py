@@ -4,10 +4,10 @@ Source: transformers 5.23 `integrations/mxfp4.py` (`_convert_moe_packed_tensors`
 groups, 16], packs two values per byte, the first in the lower half. `NAME_scales`, uint8 [experts, out, groups], holds
 exponents with bias 127. The plain `NAME` is [experts, in, out] with `in = 32 * groups`.
 
-`--quantize mxfp4` follows triton_kernels' `downcast_to_mxfp_torch`, called by transformers' `quantize_to_mxfp4`, in its
-newer version: the exponent is the maximum divided by 6, rounded up to a power of two, so that no number is clipped.
-Numbers are rounded to bfloat16 first, and to e2m1 with ties to even. Models other than gpt-oss get the format of
-compressed-tensors.
+`--quantize mxfp4` follows triton_kernels' `downcast_to_mxfp_torch` (triton 018a674f): the exponent is the maximum
+divided by 6, rounded up to a power of two, so that no number is clipped. Numbers are rounded to bfloat16 first, and to
+e2m1 with ties to even. The older version on the Hub, called by transformers' `quantize_to_mxfp4`, rounds ties away
+from zero. Models other than gpt-oss get the format of compressed-tensors.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError
@@ -252,6 +252,25 @@ def test_mxfp4_is_for_experts(tmp_path: Path) -> None:
     assert {one.dtype for (fqn, _), one in read_back.tensors.items() if "_exps.weight" in fqn} == {FLOAT32}
     with pytest.raises(UsageError, match="no tensors for quantize='mxfp4'"):
         ckpt.plan(GGUF / "llama", "gguf", quantize="mxfp4")
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in the package, for tiny numbers
+@pytest.mark.parametrize("kind", ["mxfp4", "q8_0"])
+def test_blocks_are_those_of_llama_cpps_c_code(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    truth = load_file(GGUF / "truth" / "blocks.safetensors")
+    plain, expected = truth[f"{kind}.plain"].split(32), truth[kind].split(4 * 32)
+    model = Path(shutil.copytree(GGUF / "qwen3_moe", tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    for number, part in enumerate(plain):
+        name = f"model.layers.0.mlp.experts.{number % 4}.{('gate', 'up', 'down')[number // 4]}_proj.weight"
+        assert weights[name].shape == part.shape
+        weights[name] = part.clone()
+    save_file(weights, model / "model.safetensors")
+    ckpt.convert(model, "gguf", tmp_path / "out", quantize=kind)
+    found = tensors(tmp_path / "out/model.gguf")
+    for one, blocks in zip(("gate", "up", "down"), expected, strict=True):
+        assert found[f"blk.0.ffn_{one}_exps.weight"][2] == blocks.numpy().tobytes()
 
 
 def test_types_equal_the_gguf_packages() -> None:
