@@ -529,6 +529,8 @@ def plan(
         named = replace(named, notes=())
     named = with_uncast_parts(named, layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
+    if layout.quantize is not None and laid_out.rule:
+        quantization = {"method": layout.quantize, "rule": laid_out.rule}
     check_casts(named, laid_out)
     unread = checkpoint.unread if target.carries_optimizer else ()
     if not target.carries_optimizer and any(map(_is_at_gradients_point, checkpoint.state.param_groups)):

@@ -443,7 +443,8 @@ class Target:
     `left_out` lists tensors that are not written, each with a sentence for the user. Any other tensor that the plan
     can't prove to be placed stops the conversion. `dropped` names other content that this format can't hold. If
     `is_rearranged`, its tensors can't be compared with the source's after reading back. `loads` says if a library can
-    load the folder, None if the format has no such library.
+    load the folder, None if the format has no such library. `rule` is the rounding rule of weights that the writer
+    quantizes.
     """
 
     files: tuple[TargetFile, ...]
@@ -452,6 +453,7 @@ class Target:
     notes: tuple[str, ...] = ()
     is_rearranged: bool = False
     loads: LoadCheck | None = None
+    rule: str = ""
 
     @property
     def not_written(self) -> tuple[str, ...]:

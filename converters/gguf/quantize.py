@@ -28,6 +28,15 @@ _STEP = 1 << 19
 #: Largest float16 number.
 _MAX_SCALE = 65504
 _IS_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
+_NEAREST = "each number is rounded to the nearest, ties to even"
+#: Rounding of each type that can be asked for.
+RULES = {
+    **dict.fromkeys(("f32", "f16", "bf16"), _NEAREST),
+    "q8_0": "llama.cpp quantize_row_q8_0_ref: the scale is the maximum / 127, rounded to float16 after the numbers are "
+    "divided by it; ties away from zero",
+    "mxfp4": "llama.cpp quantize_row_mxfp4_ref: the scale is the maximum's power of two / 4, numbers above 6 are "
+    "clipped; ties toward zero",
+}
 #: llama.cpp computes with these in float32.
 _ALWAYS_F32 = re.compile(r".*_norm\.weight|.*\.ffn_gate_inp\.weight|.*(?<!\.weight)")
 

@@ -20,7 +20,7 @@ from converters.gguf.header import aligned
 from converters.gguf.metadata import ROPE_FACTORS, add_hyperparameters, rope_factors, rounding_notes
 from converters.gguf.names import architecture
 from converters.gguf.package import package
-from converters.gguf.quantize import type_of, wanted_type
+from converters.gguf.quantize import RULES, type_of, wanted_type
 from converters.gguf.tokenizer import add_tokenizer, tokenizer_folder
 from converters.gguf.types import F32, MXFP4, TYPE_BY_NAME, GgmlType
 
@@ -70,6 +70,7 @@ def target(checkpoint: Checkpoint, layout: Layout) -> Target:
         dropped=(*training_left_out(checkpoint), *run_files_left_out(checkpoint)),
         notes=(*_notes(planned), *rounding_notes(checkpoint.config)),
         is_rearranged=bool(blocks),  # read back, they are values
+        rule=RULES.get(layout.quantize or "", ""),
     )
 
 

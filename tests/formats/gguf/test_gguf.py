@@ -25,7 +25,7 @@ from ckpt.plan.tensors import whole
 from converters.gguf.header import read_header
 from converters.gguf.q8_0 import q8_0_blocks
 from converters.gguf.sentencepiece import read_pieces
-from converters.gguf.types import BY_NUMBER
+from converters.gguf.types import BY_NUMBER, TYPES
 from tests.support.commands import ckpt as command
 from tests.support.engines import raw
 from tests.support.places import FIXTURES
@@ -271,6 +271,18 @@ def test_blocks_are_those_of_llama_cpps_c_code(kind: str, tmp_path: Path) -> Non
     found = tensors(tmp_path / "out/model.gguf")
     for one, blocks in zip(("gate", "up", "down"), expected, strict=True):
         assert found[f"blk.0.ffn_{one}_exps.weight"][2] == blocks.numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_manifest_records_the_rounding_rule(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    ckpt.convert(GGUF / "qwen3_moe", "gguf", tmp_path / "out", quantize=kind)
+    recorded = json.loads((tmp_path / "out/ckpt-manifest.json").read_text())["quantization"]
+    assert recorded["method"] == kind and "ties" in recorded["rule"]
+    assert (f"quantize_row_{kind}_ref" in recorded["rule"]) == (kind in ("q8_0", "mxfp4"))
+    assert command("verify", tmp_path / "out").code == 0
+    ckpt.convert(GGUF / "qwen3_moe", "gguf", tmp_path / "plain")
+    assert "quantization" not in json.loads((tmp_path / "plain/ckpt-manifest.json").read_text())
 
 
 def test_types_equal_the_gguf_packages() -> None:
