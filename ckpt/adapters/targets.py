@@ -31,7 +31,7 @@ def check(config: AdapterConfig, adapted: Collection[str]) -> None:
     unnamed = list(_unnamed(config, adapted))
     if not unnamed or (len(unnamed) < len(adapted) and config.kind in (LORA, TRAINABLE_TOKENS)):
         return
-    few = len(unnamed) < len(adapted)
+    few = len(unnamed) < len(adapted) or bool(config.target_parameters)
     raise CorruptError(
         f"the adapter config misses {'some' if few else 'all'} layers in the adapter file",
         path=config.path,

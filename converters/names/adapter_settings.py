@@ -67,7 +67,8 @@ def _missing_modules(checkpoint: Checkpoint, config: AdapterConfig) -> list[str]
 
 
 def _adapted(checkpoint: Checkpoint, config: AdapterConfig) -> set[str]:
-    if config.target_parameters or config.kind not in KINDS:
+    owners = [target.rpartition(".")[0] for target in config.target_parameters]
+    if config.kind not in KINDS or "" in owners:  # any module may own a parameter named without its module
         return set()
     if config.kind == LORA:
         names = [adapter.parse_name(fqn) for fqn in checkpoint.shapes]
@@ -75,7 +76,8 @@ def _adapted(checkpoint: Checkpoint, config: AdapterConfig) -> set[str]:
     else:
         places = (shapes.place(config.kind, fqn) for fqn in checkpoint.shapes)
         modules = [place[0] for place in places if place is not None and place[0]]
-    return {module.partition(".base_layer")[0] for module in modules}
+    modules = [module.partition(".base_layer")[0] for module in modules]
+    return {module for module in modules if not any(f".{module}".endswith(f".{owner}") for owner in owners)}
 
 
 def _check_tensors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping[str, int]) -> None:

@@ -19,6 +19,7 @@ from ckpt.commands.merge_lora.find import open_adapter
 from ckpt.errors import CorruptError
 from tests.support.adapters import edited
 from tests.support.commands import ckpt
+from tests.support.places import FIXTURES
 
 TARGETS = ["up", "down"]
 #: Options of an adapter of each kind, as PEFT needs them for these layers.
@@ -309,3 +310,20 @@ def test_a_release_that_peft_cannot_read_is_damage(tmp_path: Path) -> None:
             entry_values.check({"peft_type": "OFT", "r": 2, "peft_version": release}, tmp_path)
     for release in ("0.18.0", "0.18.1.dev0@UNKNOWN", "1.0"):
         entry_values.check({"peft_type": "OFT", "r": 2, "peft_version": release}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"target_modules": []}, {"layers_to_transform": [1]}, {"exclude_modules": ["q_proj"]}], ids=str
+)
+def test_layers_beside_adapted_parameters_are_compared_with_the_config(changed: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT skips this adapter's q_proj, and adapts only `target_parameters`."""
+    known = FIXTURES / "peft-experts" / "qwen3_moe-0.19.1"
+    config = json.loads((known / "adapter_config.json").read_text())
+    assert config["target_parameters"] and config["target_modules"] == ["q_proj"]
+    assert ckpt("check", known).code == 0
+    adapter = edited(known, tmp_path / "adapter", **changed)
+    base, out = FIXTURES / "peft-experts" / "qwen3_moe", tmp_path / "merged"
+    for words in (("check", adapter), ("merge-lora", adapter, "--base", base, "-o", out)):
+        done = ckpt(*words)
+        assert done.code == 4 and "the adapter config misses some layers" in done.out + done.err, done.err
+    assert not out.exists()
