@@ -29,12 +29,16 @@ def check_ended(step: Path) -> None:
         check_carried(path, path.parent)
 
 
-def content_faults(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bool]]:
-    """Yield the file, the missing tensors, and True if no loader can fill them: from_pretrained needs all."""
+def content_faults(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bool | None]]:
+    """Yield the file, the missing tensors, and True if no loader can fill them: from_pretrained needs all.
+
+    None stands for names that only the training's own code can explain.
+    """
     for where, what in module_faults(checkpoint.folders, checkpoint.shapes):
         yield where, what, True
-    parts, tensors = services.expected.missing_content(checkpoint)
-    if tensors and checkpoint.namespace == HUB and Path(checkpoint.path).is_dir():
-        yield CONFIG, "; ".join(tensors), True
-    elif parts or tensors:
-        yield CONFIG, "; ".join([*parts, *tensors]), False
+    parts, tensors, renamed = services.expected.missing_content(checkpoint)
+    is_needed = bool(tensors) and checkpoint.namespace == HUB and Path(checkpoint.path).is_dir()
+    if tensors or (parts and not renamed):
+        yield CONFIG, "; ".join(tensors if is_needed else [*parts, *tensors]), is_needed
+    if renamed:
+        yield CONFIG, "; ".join([*renamed, *parts]), None

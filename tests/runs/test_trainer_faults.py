@@ -343,6 +343,58 @@ def test_hf_trainers_model_without_a_tensor_of_its_config(copied: Callable[[str]
     assert done.code == 0 and f"1 missing: {lost}" in done.err, done.err
 
 
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def rename_down(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.dwn_proj.weight"] = tensors.pop(DOWN)
+
+
+def swap_down_for_a_smaller_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["more.weight"] = tensors.pop(DOWN)[:-1].clone()
+
+
+def add_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["more.weight"] = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("act", "state", "what"),
+    [
+        (rename_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+        (swap_down_for_a_smaller_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
+        (add_one, "whole", "{cls} don't have 1 tensor: more.weight"),
+    ],
+)
+@pytest.mark.parametrize("format", ["trainer", "hf"])
+def test_a_name_that_the_configs_class_does_not_know(
+    copied: Callable[[str], Path],
+    tmp_path: Path,
+    act: Callable[[dict[str, torch.Tensor]], None],
+    state: str,
+    what: str,
+    format: str,
+) -> None:
+    """The training's own code may explain another name, but no file says so."""
+    step = copied("trainer-plain") / "checkpoint-2"
+    change(step / "model.safetensors", act)
+    if format == "hf":
+        for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json"):
+            (step / name).unlink()
+    checked = said("check", step)
+    assert f"checkpoint-2: {state} ({format}" in checked.out and WHOLE not in checked.out, checked.out
+    assert what.format(cls="Qwen3MoeForCausalLM's files") in checked.out, checked.out
+    is_lost = state == "incomplete"
+    assert checked.code == (4 if is_lost else 0)
+    assert json.loads(ckpt("check", step, "--json").out)["whole"] is (state == "whole")
+    if format == "trainer":
+        assert said("resume", step).code == (4 if is_lost else 0)
+        copy = said("convert", "auto", "dcp", step, "-o", tmp_path / "dcp")
+        assert copy.code == 0 and "names or shapes don't match" in copy.err
+        assert WHOLE not in said("check", tmp_path / "dcp").out
+    assert said("convert", "auto", "hf", step, "-o", tmp_path / "hf").code == 6
+
+
 def test_hf_trainers_lost_optimizer_is_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
     run = copied("trainer-plain")
     lost = "optimizer.pt is missing: HF Trainer saves scheduler.pt only with an optimizer"

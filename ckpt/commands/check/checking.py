@@ -624,7 +624,7 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
     for where, what, is_needed in content_faults(checkpoint):
-        yield Problem(INCOMPLETE if is_needed else LACKING, where, what)
+        yield Problem({True: INCOMPLETE, False: LACKING, None: UNPROVED}[is_needed], where, what)
 
 
 def _is_listed(checkpoint: Checkpoint) -> bool:

@@ -7,8 +7,9 @@ that it does not hold. Writers don't notice, but servers fail.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 from ckpt.base.errors import CkptError
@@ -19,8 +20,8 @@ from ckpt.plan.tensors import Shape
 from ckpt.runs.sentence_modules import modules_in
 from ckpt.state.naming import as_hub
 from converters.names.families import composites, encoders, tables
-from converters.names.hub.proof import PEFT, extra, misshapen, missing, tables_differ
-from converters.quantized.parts import is_part_name, quantized_weights
+from converters.names.hub.proof import PEFT, Differences, closest_table, tables_differ
+from converters.quantized.parts import UNKNOWN_SHAPE, is_part_name, quantized_weights
 
 #: Config keys for the number of multi-token prediction layers: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
 #: Inkling.
@@ -40,34 +41,59 @@ _TOWERS = {
 }
 
 
-def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Return `missing_parts`, and sentences on single missing tensors.
+def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str], list[str]]:
+    """Return `missing_parts`, sentences on wrong or missing tensors, and sentences on names that only code can explain.
 
     In-memory names are converted by a table, without a slow import of transformers.
     """
     is_in_memory = checkpoint.namespace in (OWN, TRANSFORMERS) and not checkpoint.is_adapter
-    if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
+    if is_in_memory and has_list(checkpoint.config):
         with suppress(CkptError):
             checkpoint = as_hub(checkpoint)
     weights = quantized_weights(checkpoint)
     shapes = weights.in_place(checkpoint.shapes)
+    parts, tensors, renamed = missing_parts(checkpoint.config, shapes), list[str](), list[str]()
+    if checkpoint.namespace != HUB or checkpoint.is_adapter or any(name.startswith(PEFT) for name in shapes):
+        return parts, tensors, renamed
     modules = (*modules_in(checkpoint.folders),)
     of_model = {name: shape for name, shape in shapes.items() if not name.startswith(modules)}
-    tensors = _missing_tensors(checkpoint.config, of_model) if checkpoint.namespace == HUB else []
-    if checkpoint.namespace == HUB and (names := weights.unrecorded) and missing(checkpoint.config or {}, {})[1]:
+    known = closest_table(checkpoint.config or {}, of_model)
+    if known is None:
+        return parts, tensors, renamed
+    saved, found = known
+    if names := weights.unrecorded:
         count = pluralize(len(names), "quantized weight")
         tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
-    parts = missing_parts(checkpoint.config, shapes)
-    is_proved = checkpoint.namespace == HUB and not checkpoint.is_adapter and not weights.unproved
-    if is_proved and not any(name.startswith(PEFT) for name in shapes):
-        unknown, cls = extra(checkpoint.config or {}, of_model)
-        if wrong := misshapen(checkpoint.config or {}, of_model):
-            tensors.append(wrong)
-        for found, of in ((tensors, True), (parts, False)):
-            if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
-                more = ", ..." if some[1:] else ""
-                found.append(f"{cls}'s files don't have {pluralize(len(some), 'tensor')}: {some[0]}{more}")
-    return parts, tensors
+    if names or (weights.unproved and (found.extra or found.shapes)):  # in an unknown layout
+        return parts, tensors, renamed
+    own_parts = [name for name in found.extra if weights.quantization is not None and is_part_name(name)]
+    if absent := _without_towers(found.missing, checkpoint.config or {}, of_model):
+        what = f"{pluralize(len(absent), 'tensor')} from {saved.cls}'s files: {_first(absent)}"
+        if _may_hold([of_model[name] for name in found.extra], [saved.required[name] for name in absent]):
+            renamed.append(f"missing, or under another name: {what}")
+        else:
+            tensors.append(_sentence(what))
+    if found.shapes:
+        tensors.append(f"{saved.cls}'s files have other shapes: {Differences((), (), found.shapes)}")
+    for sentences, some in ((tensors, own_parts), (parts, [name for name in found.extra if name not in own_parts])):
+        if some:
+            sentences.append(f"{saved.cls}'s files don't have {pluralize(len(some), 'tensor')}: {_first(some)}")
+    return parts, tensors, renamed
+
+
+def _without_towers(missing: Sequence[str], config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Sequence[str]:
+    """Return missing names, except in a part without any tensor."""
+    towers = [_TOWERS[key][1] for key in _absent_towers(config, shapes)]
+    return [name for name in missing if not any(one.search(name) for one in towers)]
+
+
+def _may_hold(others: Sequence[Shape], missing: Sequence[Shape]) -> bool:
+    """Return True if tensors with unknown names have enough elements for the missing ones."""
+    return UNKNOWN_SHAPE in others or sum(map(prod, others)) >= sum(map(prod, missing))
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (", ..." if names[1:] else "")
 
 
 def table_notes(checkpoint: Checkpoint, others: Collection[tuple[str, str]]) -> list[str]:
@@ -77,7 +103,7 @@ def table_notes(checkpoint: Checkpoint, others: Collection[tuple[str, str]]) -> 
 
 
 def has_list(config: Mapping[str, Any] | None) -> bool:
-    return bool(config and missing(config, {})[1])
+    return closest_table(config or {}, {}) is not None
 
 
 def table_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
@@ -96,20 +122,6 @@ def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
     return list(map(_sentence, [*_predictions(config, shapes), *_towers(config, shapes)]))
-
-
-def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Describe missing tensors, except whole parts."""
-    if not config or any(name.startswith(PEFT) for name in shapes):
-        return []
-    names, cls = missing(config, shapes)
-    absent = [
-        pattern for key, (_, pattern) in _TOWERS.items() if any(f"({key})" in one for one in _towers(config, shapes))
-    ]
-    if names := [name for name in names if not any(pattern.search(name) for pattern in absent)]:
-        more = ", ..." if names[1:] else ""
-        return [_sentence(f"{pluralize(len(names), 'tensor')} from {cls}'s files: {names[0]}{more}")]
-    return []
 
 
 def _sentence(what: str) -> str:
@@ -133,6 +145,10 @@ def _is_predicted(name: str, num_layers: object) -> bool:
 
 
 def _towers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    for key, (what, pattern) in _TOWERS.items():
+    return (f"{_TOWERS[key][0]} ({key})" for key in _absent_towers(config, names))
+
+
+def _absent_towers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+    for key, (_, pattern) in _TOWERS.items():
         if isinstance(config.get(key), Mapping) and config[key] and not any(map(pattern.search, names)):
-            yield f"{what} ({key})"
+            yield key

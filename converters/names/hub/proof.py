@@ -130,44 +130,14 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
     return found
 
 
-def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    """Return names missing from `shapes`, and the table's class.
-
-    Return none if other names differ: then the config belongs to another model.
-    """
-    for ask in _TABLES if _names_class(config) else ():
-        try:
-            saved = ask(config)
-        except CkptError:
-            continue
-        if saved is not None:
-            found = compare(saved, shapes, config)
-            return ([] if found.extra or found.shapes else found.missing), saved.cls
-    return [], ""
-
-
-def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    found: Sequence[str] = ()
-    cls = ""
+def closest_table(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Saved, Differences] | None:
+    """Return the table of the config's class with the fewest differences, or None for an unknown class."""
+    found = []
     for ask in _TABLES if _names_class(config) else ():
         with suppress(CkptError):
             if (saved := ask(config)) is not None:
-                cls, found = saved.cls, compare(saved, shapes, config).extra
-                if not found:
-                    break
-    return found, cls
-
-
-def misshapen(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
-    """Return a sentence on tensors with another shape than in every table of the config's class, or ""."""
-    found = ""
-    for ask in _TABLES if _names_class(config) else ():
-        with suppress(CkptError):
-            if (saved := ask(config)) is not None:
-                if not (wrong := compare(saved, shapes, config)).shapes:
-                    return ""
-                found = found or f"{saved.cls}'s files have other shapes: {Differences((), (), wrong.shapes)}"
-    return found
+                found.append((saved, compare(saved, shapes, config)))
+    return min(found, key=lambda one: len(one[1]), default=None)
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
