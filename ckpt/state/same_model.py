@@ -9,10 +9,9 @@ from ckpt.plan.model_config import config_parts
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 #: Config keys without effect on the model's results, or visible in its tensors.
-_PASSED = {
-    *("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "torch_dtype"),
-    *("transformers_version", "use_cache"),
-}
+_PASSED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+#: Config keys that are visible in the tensors if only one config has them.
+_PASSED_ALONE = {"quantization_config"}
 
 
 def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, Any, Any] | None:
@@ -36,6 +35,8 @@ def stated_otherwise(
     for name in (*one, *(other.keys() - one.keys() if alone else ())):
         a, b = one.get(name), other.get(name)
         if name in _PASSED or name.endswith("token_id") or a == b or (None in (a, b) and not alone):
+            continue
+        if None in (a, b) and name in _PASSED_ALONE:
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from stated_otherwise(a, b, f"{within}{name}.", alone=alone)

@@ -80,6 +80,28 @@ def test_configs_that_differ_and_unread_tensors_are_named(tmp_path: Path) -> Non
     assert "not compared, of B: value_head.safetensors: no reader opened it" in said, said
 
 
+@pytest.mark.parametrize(
+    ("entry", "there", "other", "what"),
+    [
+        ("tie_word_embeddings", True, False, "tie_word_embeddings True and False"),
+        ("quantization_config", {"bits": 4}, {"bits": 8}, "quantization_config.bits 4 and 8"),
+        ("quantization_config", {"bits": 4}, None, None),
+    ],
+)
+def test_a_config_entry_that_tensors_do_not_show_is_named(
+    tmp_path: Path, entry: str, there: object, other: object, what: str | None
+) -> None:
+    """Equal tensors train or load differently if the output layer is tied, or if 4 bits are read as 8."""
+    a, b = model_folders(tmp_path)
+    for place, value in ((a, there), (b, other)):
+        config = json.loads((place / "config.json").read_text())
+        config = {name: one for name, one in (config | {entry: value}).items() if one is not None}
+        (place / "config.json").write_text(json.dumps(config))
+    for one, two in ((a, b), (b, a)):
+        assert ("configs differ" in said_by(one, two)) is (what is not None)
+    assert what is None or f"the configs differ between A and B: {what}" in said_by(a, b)
+
+
 def test_a_config_entry_that_only_one_side_states_is_named(tmp_path: Path) -> None:
     a, b = model_folders(tmp_path)
     config = json.loads((b / "config.json").read_text())
