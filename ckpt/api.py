@@ -712,6 +712,8 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     from ckpt.compare.skipped_content import not_hashed
 
     named = as_hub(without_wrappers(checkpoint))
+    layout = Layout(options.get("dtype"))
+    named = with_uncast_parts(with_tensor_kinds(named, layout), layout)
     found = digests_as_named(named, names=services.ties.kept_names(named), **options)
     return replace(found, not_hashed=tuple(not_hashed(checkpoint, named)))
 

@@ -1,8 +1,9 @@
 """Digests of a checkpoint's logical content: independent of format, sharding and file order.
 
-A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order. Weights
-are hashed as a weights-only conversion would write them. A parameter with only an optimizer master counts in the
-model's dtype, rounded like in the engine. A tied parameter counts once.
+A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order. With a
+dtype, weights are hashed as a conversion with `--dtype` would write them: known buffers and parts of quantized weights
+are not cast. A parameter with only an optimizer master counts in the model's dtype, rounded like in the engine. A tied
+parameter counts once.
 
 A digest is 32 xxh3-128 hex digits (xxHash 0.8), over `name NUL role NUL dtype NUL d0,d1,... NUL` in UTF-8 and the 16
 bytes of the elements' own xxh3-128. The digest for several tensors covers their sorted lines `digest role name`. It
@@ -32,7 +33,7 @@ from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
-from ckpt.plan.precision import CAST_SOURCES, choices
+from ckpt.plan.precision import choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
 
 ALGORITHM = "xxh3-128"
@@ -157,9 +158,7 @@ class _Entry:
 
 def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
     for choice in choices(checkpoint, dtype).values():
-        # conversions never cast a buffer, and not every format knows its buffers
-        as_dtype = dtype if dtype is not None and choice.tensor.dtype in CAST_SOURCES else choice.dtype
-        yield _Entry(WEIGHTS, WEIGHT, choice.tensor, as_dtype)
+        yield _Entry(WEIGHTS, WEIGHT, choice.tensor, choice.dtype)
     for (_, role), tensor in checkpoint.tensors.items():
         if role not in (WEIGHT, BUFFER):
             yield _Entry(MASTERS if role == MASTER else OPTIMIZER, role, tensor, tensor.dtype)

@@ -12,17 +12,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from xxhash import xxh3_128_hexdigest
 
 from ckpt import api
 from ckpt.compare import digest, manifest
-from ckpt.compare.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
+from ckpt.compare.digest import MASTERS, OPTIMIZER, WEIGHTS, TensorDigest, row_major
 from ckpt.compare.manifest import MANIFEST
 from ckpt.errors import CorruptError
 from ckpt.move import filehash
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
-from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.tensors import Extent, whole
 from ckpt.state.naming import to_namespace
 from tests.support.commands import ckpt
@@ -31,6 +31,8 @@ from tests.support.places import FIXTURES
 from tests.support.strategies import Store, shapes, stored, tensor_of
 
 UINT8 = BY_NAME["uint8"]
+#: The toy models' floating buffers. Only ZeRO's files mark them.
+BUFFERS = {"mean", "shift"}
 TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
 
 
@@ -45,23 +47,53 @@ def convert(source: Path, target: str, output: Path) -> Path:
     return output
 
 
+def parameters(checkpoint: Checkpoint, dtype: DType) -> set[TensorDigest]:
+    return {one for one in api.digests(checkpoint, dtype=dtype).of_kind(WEIGHTS) if one.fqn not in BUFFERS}
+
+
 @pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "dcp-fsdp2"])
 def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
     """Every format of a model has the same digests: optimizer states unchanged, weights in a given dtype."""
     source = api.open(FIXTURES / name)
     optimizer = api.digests(source).whole[OPTIMIZER]
-    weights = api.digests(source, dtype=BFLOAT16).whole[WEIGHTS]
+    weights = parameters(source, BFLOAT16)
     for target in TARGETS:
         if name in ("toy-zero1", "toy-zero2") and target == "zero3":
             continue  # these can't hold their empty frozen parameter
         written = api.open(convert(FIXTURES / name, target, tmp_path / target))
-        assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights, target
+        assert parameters(written, BFLOAT16) == weights, target
         assert api.digests(written).whole[OPTIMIZER] == optimizer, target
         if target not in ("dcp", "full"):  # they store masters as weights and lose the model's dtype
             assert api.digests(written).whole == api.digests(source).whole or name == "dcp-fsdp2", target
     written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
     assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
-    assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights
+    assert parameters(written, BFLOAT16) == weights
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["toy-zero3", "trainer-plain", "marked buffer", "quantized"])
+def test_a_dtype_is_applied_as_in_a_conversion(name: str, dtype: Any, tmp_path: Path) -> None:
+    """Buffers that the format or the architecture names, and scales of quantized weights, are cast by neither."""
+    source = FIXTURES / name
+    if not source.exists():
+        source = tmp_path / "source"
+        assert ckpt("convert", "auto", "hf", FIXTURES / "trainer-plain", "-o", source).code == 0
+        tensors, config = load_file(source / "model.safetensors"), source / "config.json"
+        weight = "model.layers.0.mlp.down_proj.weight"
+        if name == "quantized":
+            tensors |= {weight: tensors[weight].to(torch.float8_e4m3fn), f"{weight}_scale_inv": torch.full((1, 1), 0.3)}
+            method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": method}))
+        else:
+            tensors["model.norm.running_mean"] = torch.rand(4)
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    written = tmp_path / "written"
+    done = ckpt("convert", "auto", "hf", source, "--dtype", dtype, "--names", "own", "-o", written)
+    assert done.code == 0, done.err
+    cast, kept = api.hash(source, dtype=dtype), api.hash(written)
+    assert cast.of_kind(WEIGHTS) == kept.of_kind(WEIGHTS)
+    weights = {one.dtype for one in cast.of_kind(WEIGHTS)}
+    assert len(weights) > 1 or dtype == "fp32" or name == "trainer-plain", weights
 
 
 def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
@@ -252,7 +284,8 @@ def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
     one, other = (api.open(path) for path in (FIXTURES / "lora-zero3", tmp_path / "hf"))
     assert api.digests(one, dtype=FLOAT32).whole[WEIGHTS] != api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
     zero = api.open(FIXTURES / "toy-zero3")
-    assert api.digests(zero, dtype=FLOAT32).whole[WEIGHTS] == api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
+    assert parameters(zero, FLOAT32) == parameters(other, FLOAT32)
+    assert api.digests(zero, dtype=FLOAT32).whole[WEIGHTS] == api.digests(other).whole[WEIGHTS]
 
 
 def test_the_manifest_has_the_digests_where_tensors_lie_in_one_piece(tmp_path: Path) -> None:
