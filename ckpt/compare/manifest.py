@@ -24,6 +24,7 @@ from ckpt.compare.digest import ALGORITHM, Progress, digests
 from ckpt.move.filehash import FileDigest, Hasher, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.json_files import read_json
+from ckpt.move.listing import listed_once
 from ckpt.move.threads import in_threads
 from ckpt.move.workers import FileDigests
 from ckpt.plan import registry
@@ -43,10 +44,11 @@ def make_manifest(
 
     `quantization` has the method and the rounding rule of weights that ckpt quantized.
     """
-    found = format.find(folder, None)
-    if found is None:
-        raise CorruptError(f"the written files are not recognised as {format.name}", path=folder)
-    checkpoint = format.read(found, ReadRequest())
+    with listed_once():
+        found = format.find(folder, None)
+        if found is None:
+            raise CorruptError(f"the written files are not recognised as {format.name}", path=folder)
+        checkpoint = format.read(found, ReadRequest())
     known = {
         (str(folder / name), *piece): bytes.fromhex(digest)
         for name, file in files.items()

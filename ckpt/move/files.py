@@ -181,6 +181,8 @@ class Staging:
         self._old = self.destination.with_name(f".{self.destination.name}{REPLACED}")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
+        self.has_leftovers = False
+        self._folders = {self.path}  # to sync
         self._is_kept = True
         self._may_be_there = False  # True if files to create may exist
         self._lock = -1
@@ -193,6 +195,7 @@ class Staging:
             try:
                 self._settle_interrupted_swap()
                 self._check_destination_free()
+                self.has_leftovers = is_filled(self.path)
                 self._check_space()
             except BaseException:
                 self._leave()
@@ -216,14 +219,17 @@ class Staging:
                     shutil.rmtree(entry)
                 else:
                     entry.unlink()
+        self.has_leftovers = False
         return size
 
     def keep_only(self, names: Container[str]) -> None:
         with _writing(self.destination):
-            for path in [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]:
-                if str(path.relative_to(self.path)) not in names:
+            for path in list(self.path.rglob("*")) if self.has_leftovers else ():
+                if path.is_dir() and not path.is_symlink():
+                    self._folders.add(path)
+                elif str(path.relative_to(self.path)) not in names:
                     path.unlink()
-        self._is_kept, self._may_be_there = False, True
+        self._is_kept, self._may_be_there = False, self.has_leftovers
 
     def keep(self) -> None:
         self._is_kept = True
@@ -245,6 +251,7 @@ class Staging:
         path = confined(self.path, name)
         with _writing(self.destination / name):
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._folders.update(path.parents[: len(Path(name).parts) - 1])
             file = FileIO(path, "r+" if self._may_be_there and path.exists() else "x+")
             try:
                 os.ftruncate(file.fileno(), size)
@@ -258,8 +265,8 @@ class Staging:
         assert not self._is_kept, "nobody has looked at what was left in the folder"
         try:
             with _writing(self.destination):
-                for folder, _, _ in os.walk(self.path, topdown=False):
-                    sync_folder(Path(folder))
+                for folder in sorted(self._folders, reverse=True):  # the inner ones first
+                    sync_folder(folder)
                 if is_filled(self.destination):
                     self._check_destination_free()
                     self._swap()
@@ -283,9 +290,12 @@ class Staging:
             raise StorageError(what, path=self.destination, hint=hint) from error
 
     def _check_destination_free(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISDIR(os.lstat(self.destination).st_mode):  # one check: another process may rename it
-                raise UsageError("the destination exists and is not a folder", path=self.destination)
+        try:
+            mode = os.lstat(self.destination).st_mode  # one check: another process may rename it
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(mode):
+            raise UsageError("the destination exists and is not a folder", path=self.destination)
         if os.path.ismount(self.destination):
             raise UsageError(
                 "the destination is a mount point and cannot be replaced in one step",
@@ -303,7 +313,7 @@ class Staging:
 
     def _check_space(self) -> None:
         info = os.statvfs(self.destination.parent)
-        free = info.f_bavail * info.f_frsize + disk_bytes(self.path)
+        free = info.f_bavail * info.f_frsize + (disk_bytes(self.path) if self.has_leftovers else 0)
         if free < self._total_bytes:
             raise StorageError(
                 "not enough space for the output",

@@ -15,7 +15,7 @@ from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageEr
 from ckpt.base.sizes import show_size
 from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
-from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, is_filled, translate_os_errors
+from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, translate_os_errors
 from ckpt.move.journal import (
     JOURNAL,
     Digests,
@@ -175,7 +175,7 @@ def _prepare(
 
 def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: Callable[[str], None]) -> Digests:
     """Return the pieces written by a stopped conversion, or clear them."""
-    if not is_filled(staging.path):
+    if not staging.has_leftovers:
         return {}
     claimed, why = Digests(), ""
     if restart is not True:
