@@ -7,8 +7,10 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from ckpt.base.errors import printable
+from ckpt.base.words import Note, on_command_line
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -24,15 +26,18 @@ def scheme_of(where: object) -> str | None:
     return found[1] if found else None
 
 
-class Brief(str):
-    """A sentence with a short form, printed unless the user asks for details."""
+class Brief(Note):
+    """A note with a short form, printed unless the user asks for details."""
 
     short: str
 
     def __new__(cls, text: str, short: str = "") -> Brief:
-        made = super().__new__(cls, text)
+        made = cls.of((text,))
         made.short = short
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Brief, (Note.of(self.parts), self.short)
 
 
 def in_short(sentences: Iterable[str], verbose: bool = False) -> list[str]:
@@ -41,9 +46,15 @@ def in_short(sentences: Iterable[str], verbose: bool = False) -> list[str]:
     return [short for one in sentences if (short := getattr(one, "short", one))]
 
 
+def typed(note: str) -> str:
+    """Return a note in the command line's words."""
+    text = on_command_line(note)
+    return Brief(text, note.short) if isinstance(note, Brief) else text
+
+
 def note_lines(notes: Iterable[str], verbose: bool = False) -> list[str]:
     """Return one line per note if `verbose`, otherwise one line with all short forms."""
-    shown = [printable(note) for note in in_short(notes, verbose)]
+    shown = [printable(on_command_line(note)) for note in in_short(notes, verbose)]
     if verbose or len(shown) < 2:
         return [f"note: {note}" for note in shown]
     return [f"notes: {'; '.join(f'({number}) {note}' for number, note in enumerate(shown, 1))} (-v: a line each)"]
@@ -51,7 +62,7 @@ def note_lines(notes: Iterable[str], verbose: bool = False) -> list[str]:
 
 def one_line(text: str, limit: int = 400) -> str:
     """Return `text` bounded, with control characters and line ends escaped."""
-    return printable(text, limit).replace("\n", "\\n")
+    return printable(on_command_line(text), limit).replace("\n", "\\n")
 
 
 def pluralize(number: int, what: str, spec: str = "") -> str:

@@ -82,18 +82,30 @@ class Message(str):
     @classmethod
     def of(cls, parts: Iterable[Part]) -> Self:
         flat = [one for part in parts for one in (part.parts if isinstance(part, Message) else (part,))]
-        message = super().__new__(cls, "".join(one if isinstance(one, str) else one.on_command_line() for one in flat))
+        message = super().__new__(cls, cls.text_of(flat))
         message.parts = tuple(flat)
         return message
 
-    def __add__(self, other: str) -> Message:
-        return Message.of((self, other))
+    def __add__(self, other: str) -> Self:
+        return self.of((self, other))
 
-    def __radd__(self, other: str) -> Message:
-        return Message.of((other, self))
+    def __radd__(self, other: str) -> Self:
+        return self.of((other, self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Message.of, (self.parts,)
+        return self.of, (self.parts,)
+
+    @staticmethod
+    def text_of(parts: Iterable[Part]) -> str:
+        return "".join(one if isinstance(one, str) else one.on_command_line() for one in parts)
+
+
+class Note(Message):
+    """A message in a result's notes. As a string, it has Python's words, because callers read notes directly."""
+
+    @staticmethod
+    def text_of(parts: Iterable[Part]) -> str:
+        return "".join(one if isinstance(one, str) else one.in_python() for one in parts)
 
 
 def joined(separator: str, texts: Iterable[str]) -> Message:
@@ -107,8 +119,15 @@ def keywords_in(text: str | None) -> list[Keyword]:
 
 def in_python(text: str) -> str:
     """Return `text` with keywords instead of options."""
-    parts = text.parts if isinstance(text, Message) else (text,)
-    return "".join(one if isinstance(one, str) else one.in_python() for one in parts)
+    return Note.text_of(_parts(text))
+
+
+def on_command_line(text: str) -> str:
+    return Message.text_of(_parts(text))
+
+
+def _parts(text: str) -> tuple[Part, ...]:
+    return text.parts if isinstance(text, Message) else (text,)
 
 
 def _parsed(template: str, texts: Iterator[object], values: Mapping[str, object]) -> Iterator[Part]:

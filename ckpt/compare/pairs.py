@@ -18,7 +18,7 @@ from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageErro
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import one_line, pluralize
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 from ckpt.compare.other_files import is_of_training
@@ -596,13 +596,12 @@ def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iter
     castable = sum(r.kind == "dtype" and _castable(r) for r in results)
     if castable:
         verb = "differs" if castable == 1 else "differ"
-        yield f"{pluralize(castable, 'tensor')} {verb} in dtype; use --cast to round the wider side first"
+        what = f"{pluralize(castable, 'tensor')} {verb} in dtype"
+        yield Note("{}; use {cast=True} to round the wider side first", what)
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
-        yield (
-            f"{pluralize(count, 'tensor')} compared in {name}, with the wider side rounded; use --exact to compare "
-            "without rounding"
-        )
+        what = f"{pluralize(count, 'tensor')} compared in {name}, with the wider side rounded"
+        yield Note("{}; use {exact=True} to compare without rounding", what)
     crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
     for (role, b_role), count in crossed.items():
         if {role, b_role} != {WEIGHT, BUFFER}:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message, Note
 from ckpt.plan.checkpoint import BUFFER, FIXED, MASTER, MODEL_ROLES, PART, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
@@ -103,35 +104,39 @@ def describe(
         names = _dtypes(rounded)
         whose = "the model's dtype, " if requested is None else ""
         what = f"{_count(rounded)} written in {names}, {whose}rounded from the {_stored(rounded)} masters"
-        notes.append(Brief(f"{what}; use --dtype fp32 for the unrounded masters"))
+        notes.append(Brief(Message("{}; use {dtype=fp32} for the unrounded masters", what)))
     if exact:
         native = sorted({c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype})
-        other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and requested else ""
-        notes.append(Brief(f"{_count(exact)} written bit for bit from the {_stored(exact)} masters{other}"))
+        other = Message("; {dtype=keep} writes the model's own dtype, {}", " and ".join(native))
+        what = f"{_count(exact)} written bit for bit from the {_stored(exact)} masters"
+        notes.append(Brief(what + other if native and requested else what))
     if beside:
         differ = any(checkpoint.tensors[c.tensor.fqn, MASTER].dtype != c.dtype for c in beside)
-        other = "; use --dtype fp32 for the fp32 masters" if differ else ""
-        notes.append(Brief(f"{_count(beside)} written in {_stored(beside)}, the model's dtype{other}"))
+        what = f"{_count(beside)} written in {_stored(beside)}, the model's dtype"
+        notes.append(Brief(what + Message("; use {dtype=fp32} for the fp32 masters") if differ else what))
     if cast and record:
         what = f"{_count(cast)} written in {_dtypes(cast)}, the run's compute dtype ({record}), rounded from "
-        notes.append(Brief(f"{what}its {_stored(cast)} weights; use --dtype fp32 for the unrounded weights"))
+        unrounded = Message("its {} weights; use {dtype=fp32} for the unrounded weights", _stored(cast))
+        notes.append(Brief(what + unrounded))
     elif cast:
-        what = f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)} by --dtype"
+        what = Note("{} cast from {} to {} by {dtype}", _count(cast), _stored(cast), _dtypes(cast))
         is_narrower = any(c.dtype.itemsize < c.tensor.dtype.itemsize for c in cast)
         is_unknown = is_narrower and not checkpoint.has_all_buffers
         unknown = "; this architecture is unknown: some may need float32, and buffers may be among them"
-        notes.append(f"{what}{unknown} ({_first_name(cast)})" if is_unknown else Brief(what))
+        notes.append(what + f"{unknown} ({_first_name(cast)})" if is_unknown else Brief(what))
     notes += _exception_notes(cast, parameters, checkpoint)
     parts = [c for c in parameters if requested is not None and checkpoint.uncast.get(c.tensor.fqn) == PART]
     if parts:
-        notes.append(f"{pluralize(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")
+        what = pluralize(len(parts), "part")
+        notes.append(Note("{} of quantized weights kept as they are: {dtype} never casts them", what))
     kept = [
         c
         for c in parameters
         if requested is not None and c.dtype != requested and c.tensor.fqn not in checkpoint.uncast
     ]
     if kept:
-        notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
+        only = "casts only fp64, fp32, bf16 and fp16"
+        notes.append(Note("{} kept in {}: {dtype} {}", _count(kept), _dtypes(kept), only))
     wanted = {requested} if requested is not None else {c.dtype for c in cast}
     fixed = [c for c in chosen.values() if c.tensor.role == BUFFER or checkpoint.uncast.get(c.tensor.fqn) == FIXED]
     if fixed := [c for c in fixed if wanted and FLOAT32 not in wanted and c.dtype in CAST_SOURCES - wanted]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
-from ckpt.base.text import in_short, note_lines, pluralize
+from ckpt.base.text import in_short, note_lines, pluralize, typed
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.load_check import LoadCheck
@@ -35,8 +35,8 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
             {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
             for c in plan.casts
         ],
-        "notes": list(plan.target.notes),
-        "left_out": list(plan.target.not_written),
+        "notes": list(map(typed, plan.target.notes)),
+        "left_out": list(map(typed, plan.target.not_written)),
         "not_read": [one.to_json() for one in unread_files.list_unread(plan.checkpoint)],
         "loads": plan.target.loads and plan.target.loads.to_json(),
     }

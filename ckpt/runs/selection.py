@@ -22,7 +22,7 @@ from ckpt.base.errors import (
     UsageError,
 )
 from ckpt.base.text import Brief
-from ckpt.base.words import Keyword, Message, joined, keywords_in
+from ckpt.base.words import Keyword, Message, Note, joined, keywords_in
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
@@ -50,7 +50,6 @@ from ckpt.runs.unread_files import holds_tensors, stray_names
 
 #: The checkpoint in the folder itself.
 OWN_TAG = "."
-_LATER = "later than the selected step"
 _MAX_NAMES = 8  # names per message
 #: None means that no format finds a checkpoint in the step.
 _Skipped = dict[Step, CkptError | None]
@@ -295,13 +294,13 @@ class Chooser:
         holder = run.holder(place)
         of_copies = [holder.path] if holder else [one for one in run.last if place.is_relative_to(one)]
         names = [name for one in of_copies for name in run.copies(one)]
-        averages = [f"there is also the average {name} (--tag takes it)" for name in names]
+        averages = [Note("there is also the average {} ({tag} takes it)", name) for name in names]
         passed = [self._why_skipped(run, step, error) for step, error in skipped.items()]
         beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
         if number is None:
             beside = [step for step in beside if run.record_of(step.path) is None and self._holds_any(step)]
             beside += [Step(one, 0) for one in runs_inside(run.path) if is_run(one, self.formats)]
-            told = _note("using the folder's own model; also here: {} (--tag takes it)", run, beside)
+            told = _note("using the folder's own model; also here: ", run, beside)
             is_own = place == run.path or place in models_of_pipeline(run.path)
             told = [*(told if is_own else []), *averages]
             return _with_notes(checkpoint, passed, told, [*passed, *averages])
@@ -311,22 +310,26 @@ class Chooser:
         others = [step for step in newer if step not in (*recorded, *later)]
         record = run.record_of(place)
         name = run.name(holder.path if holder else place)
-        told = _note(f"{name} is recorded in `{record}`; there is also {{}} (--tag takes it)", run, recorded)
+        told = _note(f"{name} is recorded in `{record}`; there is also ", run, recorded)
         twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
-        told += _note(f"also of step {number}: {{}} (--tag takes it)", run, twins)
+        told += _note(f"also of step {number}: ", run, twins)
         if holder and not self.want.is_newest:
             others_here = [Step(one, 0) for one in folders_beside(run) if self._finds_run(one)]
-            told += _note("also here, not a step: {} (--tag takes it)", run, others_here)
+            told += _note("also here, not a step: ", run, others_here)
         also_passed = [
-            *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
-            *_note(f"skipped, newer folders have no {checkpoint.format} checkpoint: {{}}", run, others),
+            *_note("later than the selected step: ", run, later),
+            *(
+                [f"skipped, newer folders have no {checkpoint.format} checkpoint: {_names(run, others)}"]
+                if others
+                else []
+            ),
             *averages,
         ]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
 
     def _finds_run(self, folder: Path) -> bool:
         try:
-            return is_run(folder) and not stray_names(folder)
+            return not stray_names(folder) and is_run(folder)
         except CkptError:  # damaged
             return True
 
@@ -457,9 +460,12 @@ def _skip_note(run: Run, place: Path, error: CkptError) -> str:
     return f"{run.name(place)} is skipped, it is not complete: {error.what}"
 
 
-def _note(text: str, run: Run, steps: Sequence[Step]) -> list[str]:
-    names = [run.name(step.path) for step in steps]
-    return [text.format(", ".join(names[:_MAX_NAMES]))] if names else []
+def _note(what: str, run: Run, steps: Sequence[Step]) -> list[str]:
+    return [Note("{}{} ({tag} takes it)", what, _names(run, steps))] if steps else []
+
+
+def _names(run: Run, steps: Sequence[Step]) -> str:
+    return ", ".join(run.name(step.path) for step in steps[:_MAX_NAMES])
 
 
 def _with_notes(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.base.words import Note
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
@@ -212,11 +213,10 @@ def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
 
 def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | None) -> Iterator[str]:
     if recorded is not None:
-        yield (
-            f"the config's dtype is {recorded}, so float32 weights became masters; use --dtype fp32 for a float32 model"
-        )
+        what = f"the config's dtype is {recorded}, so float32 weights became masters"
+        yield Note("{}; use {dtype=fp32} for a float32 model", what)
     elif dtype is None and checkpoint.state.ds_config is None:
-        yield "no DeepSpeed config is recorded: the files keep the model's stored precision (--dtype)"
+        yield Note("no DeepSpeed config is recorded: the files keep the model's stored precision ({dtype})")
 
 
 def _kept_as_stored(

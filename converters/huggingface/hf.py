@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt.adapters.names import check_is_no_others, is_others
 from ckpt.base.errors import NotFoundError, UnknownArchitectureError, UsageError
 from ckpt.base.text import Brief
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import (
     INDEX,
@@ -56,8 +56,10 @@ from converters.quantized.parts import quantized_weights
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
 
 _MAY_COMPUTE_IN_LESS = Brief(
-    "wrote float32, like the run's weights; the compute dtype is not recorded, so use --dtype bf16 or fp16 for "
-    "16-bit weights"
+    Message(
+        "wrote float32, like the run's weights; the compute dtype is not recorded, so use {dtype=bf16} or fp16 for "
+        "16-bit weights"
+    )
 )
 
 _CONFIG = Message("{config=ORG/NAME} takes the trained model's config")
@@ -262,7 +264,7 @@ def _proof(
     if checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
         return _not_compared(checkpoint, layout, loading.unproved(config, shapes))
     if layout.read(NameOptions).names == OWN_NAMES:
-        told = "--names own: the names are not compared with the config's architecture"
+        told: str = Note("{names=own}: the names are not compared with the config's architecture")
         return [told], LoadCheck(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
     try:
         saved = prove(config, shapes, checkpoint.path)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import Brief, pluralize
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
 from ckpt.move.files import confined
@@ -87,7 +87,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         files += _position(checkpoint)
     written = {choice.key for choice in chosen.values()}
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(f"fp32 masters of {pluralize(masters, 'parameter')}: --dtype requests weights in {layout.dtype}")
+        what = pluralize(masters, "parameter")
+        dropped.append(Note("fp32 masters of {}: {dtype} requests weights in {}", what, layout.dtype))
     return Target(
         files=tuple(files),
         left_out=states.left_out,

@@ -40,7 +40,7 @@ from ckpt.base.errors import (
     UsageError,
 )
 from ckpt.base.text import Brief, pluralize
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.tree import tensors_in
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
@@ -86,7 +86,7 @@ from ckpt.runs.trainer_files import run_companions
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapper_prefixes import clean_names
 from converters.optimizers.state_dicts import is_optimizer, take_apart
-from converters.pytorch.keys import several_models
+from converters.pytorch.keys import other_model, several_models
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import Reading, step_of, tie_as_declared
 
@@ -305,7 +305,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
     rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
     reading.notes += [
-        f"{other!r} looks like another model: kept as training state (--tag {other} takes it)"
+        other_model(other)
         for other in (*others, *bundles)
         if other not in (key, tag) and other in rest and tag not in others
     ]
@@ -629,7 +629,7 @@ def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     written = {choice.key for choice in chosen.values()}
     masters = [key for key in checkpoint.tensors if key[1] == MASTER and key not in written]
     if masters and checkpoint.optimizer_states:
-        return [f"the masters of {pluralize(len(masters), 'parameter')}: --dtype requests another precision"]
+        return [Note("the masters of {}: {dtype} requests another precision", pluralize(len(masters), "parameter"))]
     return []
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, SeveralModelsError
 from ckpt.base.text import pluralize
-from ckpt.base.words import Message, joined
+from ckpt.base.words import Message, Note, joined
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
@@ -257,7 +257,11 @@ def _name_others(found: Understood) -> None:
     for name in (model.called for model in _unnamed_models(found.rest)):
         if name in found.others:
             continue
-        found.notes.append(f"{name!r} looks like another model: kept as training state (--tag {name} takes it)")
+        found.notes.append(other_model(name))
+
+
+def other_model(name: str) -> str:
+    return Note("{!r} looks like another model: kept as training state ({tag} takes it)", name, tag=name)
 
 
 def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:

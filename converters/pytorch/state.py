@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.base.text import Brief, pluralize
+from ckpt.base.words import Message, Note
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import Alias, SourceTensor, flatten
 from ckpt.containers.torchfile.values import StoredTensor
@@ -57,7 +58,8 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     written = {choice.key for choice in chosen.values()}
     rest, dropped = _rest(checkpoint)
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(f"fp32 masters of {pluralize(masters, 'parameter')}: --dtype requests weights in {dtype}")
+        what = pluralize(masters, "parameter")
+        dropped.append(Note("fp32 masters of {}: {dtype} requests weights in {}", what, dtype))
     return StateDict(
         tuple(_model_entries(checkpoint, chosen)),
         tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
@@ -71,7 +73,7 @@ def _dcp_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DTyp
     exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
     if exact and dtype is None:
         what = f"{pluralize(len(exact), 'parameter')} written from the fp32 masters, bit for bit"
-        yield Brief(f"{what}, like FSDP keeps them; use --dtype bf16 to write bfloat16 weights")
+        yield Brief(Message("{}, like FSDP keeps them; use {dtype=bf16} to write bfloat16 weights", what))
     else:
         yield from describe(chosen, checkpoint, dtype)
     if added := [name for group in checkpoint.state.param_groups for name in _missing(checkpoint, group.options)]:

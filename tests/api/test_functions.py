@@ -23,7 +23,8 @@ import torch
 import ckpt
 from ckpt import api
 from ckpt.base.results import Returned
-from ckpt.base.words import Message, in_python, joined
+from ckpt.base.text import Brief, note_lines
+from ckpt.base.words import Message, Note, in_python, joined, on_command_line
 from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
 from ckpt.plan.checkpoint import Layout
@@ -235,6 +236,23 @@ def test_options_are_said_as_keywords() -> None:
             assert (str(one), in_python(one)) == (typed, said)
         assert (sent.on_command_line(), str(sent)) == (typed, said)
     assert in_python("a file called run--tag.pt") == "a file called run--tag.pt"
+
+
+def test_notes_have_options_of_both_surfaces(fixtures: Path, tmp_path: Path) -> None:
+    """Python callers read a note as a string. Commands and `--json` print it with the command line's words."""
+    note = Brief(Message("{}; use {dtype=fp32}", "rounded"), "in short")
+    for one in (note, pickle.loads(pickle.dumps(note))):
+        assert (one, on_command_line(one), one.short) == (
+            "rounded; use dtype='fp32'",
+            "rounded; use --dtype fp32",
+            "in short",
+        )
+    assert ("a " + Note("{tp=1}") + " b", note_lines([Note("{tp=1}")])) == ("a tp=1 b", ["note: --tp 1"])
+    plan = ckpt.plan(fixtures / "toy-zero3", "hf")
+    (told,) = (one for one in plan.plan.target.notes if "rounded" in one)
+    assert told.endswith("use dtype='fp32' for the unrounded masters")
+    assert told.replace("dtype='fp32'", "--dtype fp32") in plan.to_json()["notes"]
+    assert any(one.endswith("use --dtype fp32 for the unrounded masters") for one in plan.lines())
 
 
 @pytest.mark.parametrize("name", sorted(set(ckpt.__all__) - {"CkptError", "__version__"}))

@@ -18,7 +18,7 @@ VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{na
 NO_NUMBERS = {
     *("{', '.join(map(str, counts.values()))} experts", "{', '.join(map(str, recorded))} experts"),
     *("{', then '.join(ranks)} ranks", "{'with' if slot else 'without'} these names", "{_listed(counts)} ranks"),
-    *("{_runs(row.stages)} layers", "{_stored(cast)} weights", "{kind} files"),
+    *("{_runs(row.stages)} layers", "{kind} files"),
     *("{_ACCUMULATED} x ranks", "{name} for ranks", "{_stored(exact)} masters", "{_stored(rounded)} masters"),
     *("{count} names", "{have} no elements", "{'some' if few else 'all'} layers"),
     *("{short(nbytes)} bytes", "{short(numel)} elements"),

@@ -43,7 +43,9 @@ for command in commands:
         code = stop.code
     opens = {path: times for (event, path), times in seen.items() if event == "open"}
     lists = {path: times for (event, path), times in seen.items() if event != "open" and times > 1}
-    print(json.dumps([code, opens, lists]), file=sys.stderr, flush=True)
+    code_of = {name for name in sys.modules if not hasattr(sys.modules[name], "__path__") and "options" not in name}
+    families = sorted({name.split(".")[1] for name in code_of if name.startswith("converters.")})
+    print(json.dumps([code, opens, lists, families]), file=sys.stderr, flush=True)
     os._exit(0)
 """
 
@@ -75,7 +77,9 @@ def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
     given = json.dumps([roots, [list(command) for command in commands]])
     ended = subprocess.run([sys.executable, "-c", _COUNT, given], capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("[")]
-    for (command, opens), (code, opened, listed_again) in zip(commands.items(), found, strict=True):
+    for (command, opens), (code, opened, listed_again, families) in zip(commands.items(), found, strict=True):
         again = {".zero3.ckpt-staging": 2} if command[2:3] == ("zero3",) else {}  # before and after writing
         assert (command[0], opened, listed_again) == (command[0], opens, again), command
         assert (code or 0) == (command[0] == "verify"), command
+        if command[:3] == ("convert", "zero3", "hf"):  # a folder next to the step, `truth`, asks no other format
+            assert families == ["deepspeed", "huggingface", "names", "optimizers", "quantized"]

@@ -248,7 +248,7 @@ def test_an_accepted_setting_is_ignored_and_named() -> None:
     checkpoint, table, sizes = run_of("llama", nobody_has_heard_of_it=3, softmax_type="off-by-one", rotary_base=7)
     accepted = frozenset({"nobody_has_heard_of_it", "softmax_type", "rotary_base"})
     (note,) = refuse_another_models(replace(checkpoint, accepted=accepted), table, sizes)
-    assert note == "ignored (--accept-setting): nobody_has_heard_of_it, rotary_base, softmax_type"
+    assert note == "ignored (accept_settings): nobody_has_heard_of_it, rotary_base, softmax_type"
     with pytest.raises(CorruptError, match="another model"):
         refuse_another_models(replace(checkpoint, accepted=accepted - {"rotary_base"}), table, sizes)
 
@@ -384,7 +384,7 @@ def test_the_wrong_one_of_two_names_is_ignored_as_asked() -> None:
         with pytest.raises(LossError, match="two different values"):
             refuse_another_models(checkpoint, table, sizes)
         notes = refuse_another_models(replace(checkpoint, accepted=frozenset({wrong})), table, sizes)
-        assert notes == [f"ignored (--accept-setting): {wrong}"]
+        assert notes == [f"ignored (accept_settings): {wrong}"]
 
 
 def test_overrides_of_ms_swift_are_compared() -> None:

@@ -447,11 +447,11 @@ class TestStepsOfSeveralEngines:
         assert ckpt.verify(ckpt.open(mixed, tag="step-8"), ckpt.open(found)).equal
 
     def test_what_others_take_names_it(self, mixed: Path) -> None:
-        told = "later than the selected step: step-8 (--tag takes it)"
+        told = "later than the selected step: step-8 (tag takes it)"
         opened = ckpt.open(mixed)
         assert opened.format == "zero3" and told in opened.notes and told in opened.passed_over
         result = run_ckpt("convert", "auto", "full", mixed, "-o", mixed.with_name("full"), "-q")
-        assert (result.code, result.err) == (0, f"note: {told}\n")
+        assert (result.code, result.err) == (0, f"note: {told.replace('tag', '--tag')}\n")
         assert "step-8" in run_ckpt("convert", "zero3", "full", mixed, "--dry-run", "-o", mixed.with_name("f")).err
 
     def test_latest_is_a_rollback_among_deepspeeds_own(self, mixed: Path) -> None:

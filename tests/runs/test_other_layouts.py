@@ -62,7 +62,7 @@ def test_an_average_of_the_last_weights_is_named(tmp_path: Path, step: int | Non
         torch.save({"state_dict": {"a.weight": torch.ones(2)}, "global_step": step}, tmp_path / name)
     found = api.open(tmp_path)
     assert found.path == str(tmp_path / "last.ckpt")
-    assert "there is also the average last-EMA.ckpt (--tag takes it)" in found.notes
+    assert "there is also the average last-EMA.ckpt (tag takes it)" in found.notes
     assert api.open(tmp_path, tag="last-EMA.ckpt").path == str(tmp_path / "last-EMA.ckpt")
 
 

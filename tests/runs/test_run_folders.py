@@ -98,7 +98,7 @@ def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
     shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")
     (run / "latest").write_text("global_step1")
     notes = api.open(run).notes
-    assert notes == ("taking global_step1", "later than the selected step: checkpoint-2 (--tag takes it)")
+    assert notes == ("taking global_step1", "later than the selected step: checkpoint-2 (tag takes it)")
 
 
 def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
@@ -122,9 +122,9 @@ def test_models_beside_the_steps_are_named(fixtures: Path, tmp_path: Path) -> No
         shutil.copytree(run / "checkpoint-2", run / name)
     (run / "logs").mkdir()
     (run / "best").symlink_to("checkpoint-2")
-    told = "also here, not a step: ema, final, runB (--tag takes it)"
+    told = "also here, not a step: ema, final, runB (tag takes it)"
     assert told in api.open(run).notes
-    assert f"note: {told}" in ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out").err
+    assert f"note: {told.replace('tag', '--tag')}" in ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out").err
     assert Path(api.open(run, tag="final").path) == run / "final"
     assert all("also here" not in note for note in api.open(run, tag="checkpoint-2").notes)
     assert all("also here" not in note for note in api.open(run / "checkpoint-2").notes)
@@ -148,7 +148,7 @@ def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> N
     run = fixtures / "axolotl-fsdp2/outputs/gpt-oss-out"
     checkpoint = api.open(run)
     assert checkpoint.format == "hf" and checkpoint.state.step is None
-    told = "using the folder's own model; also here: checkpoint-2 (--tag takes it)"
+    told = "using the folder's own model; also here: checkpoint-2 (tag takes it)"
     assert told in checkpoint.notes
-    assert told in ckpt("inspect", run).err + ckpt("inspect", run).out
+    assert told.replace("tag", "--tag") in ckpt("inspect", run).err + ckpt("inspect", run).out
     assert all("also here" not in note for note in api.open(run, tag="checkpoint-2").notes)

@@ -105,7 +105,7 @@ def test_merge_lora_takes_the_adapter_that_other_commands_take(fixtures: Path, t
         assert adapter.path == str(run) and adapter.folder == run
         assert adapter.checkpoint.path == ckpt.open(run).path == str(run)
         assert adapter.notes == ckpt.open(run).notes
-        assert any("also here: checkpoint-2 (--tag takes it)" in note for note in adapter.notes)
+        assert any("also here: checkpoint-2 (tag takes it)" in note for note in adapter.notes)
         assert open_adapter(str(run), tag="checkpoint-2").checkpoint.path == str(older)
 
 
@@ -292,7 +292,7 @@ def test_a_record_names_the_step_whatever_its_format(record: str, fixtures: Path
     (tmp_path / record).write_text("5")
     opened = ckpt.open(tmp_path)
     assert Path(opened.path).name == name.format(5) and ckpt.resume(tmp_path) == opened.path
-    assert f"is recorded in `{record}`; there is also {name.format(8)} (--tag takes it)" in " ".join(opened.notes)
+    assert f"is recorded in `{record}`; there is also {name.format(8)} (tag takes it)" in " ".join(opened.notes)
     assert ckpt.open(tmp_path, tag="8").path == str(tmp_path / name.format(8))
 
 
@@ -309,7 +309,7 @@ def test_an_average_of_the_weights_is_named(tmp_path: Path) -> None:
         model_file(tmp_path / name, 2, float(len(name)))
     opened = ckpt.open(tmp_path)
     assert Path(opened.path).name == "epoch=0-step=2.ckpt"
-    note = "there is also the average epoch=0-step=2-EMA.ckpt (--tag takes it)"
+    note = "there is also the average epoch=0-step=2-EMA.ckpt (tag takes it)"
     assert note in opened.notes and note in opened.passed_over
     assert ckpt.open(tmp_path, tag="epoch=0-step=2-EMA.ckpt").path == str(tmp_path / "epoch=0-step=2-EMA.ckpt")
 
@@ -319,7 +319,7 @@ def test_a_final_model_with_the_trainers_record_has_a_number(run: Path) -> None:
     ckpt.plan(ckpt.open(run), "hf").run(run.with_name("final"))
     for file in run.with_name("final").iterdir():
         file.rename(run / file.name)
-    for number, text in ((1, "later than the selected step: checkpoint-2 (--tag takes it)"), (2, None)):
+    for number, text in ((1, "later than the selected step: checkpoint-2 (tag takes it)"), (2, None)):
         (run / "trainer_state.json").write_text(json.dumps({"global_step": number}))
         opened = ckpt.open(run)
         assert opened.path == str(run) and opened.format == "hf"

@@ -75,7 +75,7 @@ def test_a_final_pipeline_wins_over_steps(copied: Callable[[str], Path]) -> None
     shutil.rmtree(run / "checkpoint-2" / "unet_ema")
     chosen = api.open(run)
     assert chosen.path == str(run / "unet")
-    assert any("also here: checkpoint-2 (--tag takes it)" in note for note in chosen.notes)
+    assert any("also here: checkpoint-2 (tag takes it)" in note for note in chosen.notes)
     assert api.open(run, tag="checkpoint-2").path == str(run / "checkpoint-2" / "unet")
     (run / "unet" / WEIGHTS).unlink()
     with pytest.raises(IncompleteError, match="the pipeline's model is missing"):

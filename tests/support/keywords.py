@@ -45,7 +45,7 @@ def keyword_of(option: str) -> str:
 
 
 def is_message(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Message"
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Message", "Note")
 
 
 def rendered(node: ast.Call) -> Message:

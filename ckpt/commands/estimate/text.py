@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize
+from ckpt.base.words import on_command_line
 from ckpt.commands.estimate.table import USABLE, EstimateRow, Sizing, fits
 from ckpt.pictures.bars import Bar
 from ckpt.state.parameters import LINEAR, flops_per_token, num_elements
@@ -196,7 +197,7 @@ def to_json(sizing: Sizing) -> dict[str, Any]:
         "flops_per_token": _flops(sizing),
         "rows": [_row_json(row, sizing.gpu_memory) for row in sizing.rows],
         "suggestions": list(sizing.suggestions),
-        "notes": list(sizing.subject.notes),
+        "notes": list(map(on_command_line, sizing.subject.notes)),
     }
 
 

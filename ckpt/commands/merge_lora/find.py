@@ -19,7 +19,7 @@ from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief, pluralize
-from ckpt.base.words import Message, joined
+from ckpt.base.words import Message, Note, joined
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import is_standin
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
@@ -184,7 +184,8 @@ def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[st
             Message("{peft_version} needs a PEFT release"), expected="0.13, 0.18.1 or another one", found=given
         )
     if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may match either release
-        return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
+        recorded = f"the adapter records PEFT {raw['peft_version']}"
+        return raw, (Note("{}: {peft_version} is not used for it", recorded, peft_version=given),)
     return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
 
 
@@ -365,9 +366,14 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
     if is_same or found == config.base:
         return None
     if found and _is_quantized(config.base) and not _is_quantized(found):
-        return (
-            f"the adapter was trained on the quantized {config.base}; assuming {found} is the same model in full "
-            f"precision; --base {config.base} --dequantize merges into the exact values from training"
+        trained = f"the adapter was trained on the quantized {config.base}"
+        is_exact = "merges into the exact values from training"
+        return Note(
+            "{}; assuming {} is the same model in full precision; {base} {dequantize=True} {}",
+            trained,
+            found,
+            is_exact,
+            base=config.base,
         )
     if found:
         return f"the adapter was trained on {config.base}; assuming {found} is the same model in another precision"

@@ -17,7 +17,7 @@ from ckpt import api
 from ckpt.base.errors import CkptError, LossError, UsageError, printable, shown
 from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import one_line, pluralize
 from ckpt.base.type_checks import check_types
 from ckpt.commands.merge_lora import tied
 from ckpt.commands.merge_lora.effect import Effects, Merge
@@ -112,7 +112,7 @@ class MergeReport(Returned):
                 }
                 for one in self.deviations
             ],
-            "notes": [printable(note) for note in self.notes],
+            "notes": [one_line(note) for note in self.notes],
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
@@ -120,7 +120,7 @@ class MergeReport(Returned):
         yield from (f"* {one}" for one in named)
         if len(named) < len(self.deviations):
             yield f"... and {len(self.deviations) - len(named)} more; -v lists them all"
-        yield from (f"note: {printable(note)}" for note in self.notes)
+        yield from (f"note: {one_line(note)}" for note in self.notes)
         if self.deviations and all(one.is_rounded for one in self.deviations):
             yield "note: such small differences come from another order of additions or rounding (a GPU, another dtype)"
         yield from self.effects.lines()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt.adapters import names
+from ckpt.base.words import Note
 from ckpt.commands.merge_lora.find import Factor
 from ckpt.plan import services
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
@@ -57,15 +58,11 @@ def notes(divided: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[st
                 "the result is not the trained model"
             )
         else:
-            yield (
-                f"{changed} of {path}: as trained, the weights tied to it stay unchanged; --as-peft changes them too, "
-                "like PEFT's merge_and_unload"
-            )
+            what = f"{changed} of {path}: as trained, the weights tied to it stay unchanged"
+            yield Note("{}; {as_peft=True} changes them too, like PEFT's merge_and_unload", what)
     for path, modules in shared.items():
-        yield (
-            f"{_in_words(modules)} of {path}: as trained, their tied weight changes once; PEFT's merge_and_unload adds "
-            "the change once for each layer, and so does --as-peft"
-        )
+        what = f"{_in_words(modules)} of {path}: as trained, their tied weight changes once"
+        yield Note("{}; PEFT's merge_and_unload adds the change once for each layer, and so does {as_peft=True}", what)
 
 
 def _in_words(modules: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize, scheme_of
 from ckpt.base.type_checks import check_types
-from ckpt.base.words import Message, keywords_in
+from ckpt.base.words import Message, joined, keywords_in, on_command_line
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
@@ -378,7 +378,7 @@ def _way(
 ) -> _Way:
     copies = str(copies_folder(path))
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
-        say(f"note: {note}")
+        say(f"note: {on_command_line(note)}")
     every = [checkpoint, *map(api.open, sibling_models(checkpoint.path))]
     opened = {file.path: file for one in every for file in one.files}
     if has_optimizer(checkpoint) and (beside := _models_in(path, opened)):
@@ -423,7 +423,7 @@ def _way(
         raise LossError(
             "the optimizer's states would be lost: their parameters are unknown",
             path=checkpoint.path,
-            found="; ".join(checkpoint.notes),
+            found=joined("; ", checkpoint.notes),
             hint=Message("resume it unconverted, with the same engine and ranks; or {}", _MODEL_ONLY),
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
@@ -501,7 +501,7 @@ def _convert(way: _Way, work: _CopyPlan, path: Path, say: Callable[[str], None],
             say(f"{show_size(num_done)} were there already, and are unchanged")
         target = work.conversion.plan.target
         for line in (*target.notes, *target.not_written):
-            say(f"note: {line}" if line in target.notes else f"not written: {line}")
+            say(f"{'note' if line in target.notes else 'not written'}: {on_command_line(line)}")
         for line in unread_files.lines(work.unread):
             say(line)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import Brief, pluralize
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
@@ -88,12 +88,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     what = f"Megatron-Bridge {CLASSES[run.kind]} for any pipeline parallel size"
     notes: list[str] = [Brief(what)]
     if any(is_of_ranks(*_parsed(fqn), run) for fqn in chosen):
-        notes = [f"{what}, and only for tensor parallel size {run.tp} (--tp): linear_fc1's rows follow it"]
+        only = f"{what}, and only for tensor parallel size {run.tp}"
+        notes = [Note("{} ({tp}): linear_fc1's rows follow it", only)]
     if run.etp > 1 and any(_parsed(fqn)[0].is_expert for fqn in chosen):
-        notes.append(
-            f"with expert tensor parallel size {run.etp}, Megatron-Bridge computes expert adapters differently "
-            "(Megatron-Bridge#5634); use --etp 1 for a run without it"
-        )
+        what = f"with expert tensor parallel size {run.etp}, Megatron-Bridge computes expert adapters differently"
+        notes.append(Note("{} (Megatron-Bridge#5634); use {etp=1} for a run without it", what))
     return Target(
         files, dropped=tuple(training_left_out(checkpoint)), notes=(*notes, *describe(chosen, checkpoint, layout.dtype))
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
+from ckpt.base.words import Note
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
@@ -308,10 +309,8 @@ def note_on_config(run: BridgeRun) -> str | None:
     hub = run.config["model"].get("hf_model_id")
     if not isinstance(hub, str):
         return None
-    return (
-        f"the run started from {hub} ({RUN_CONFIG}, hf_model_id); for the Hub's names, give this id or a folder "
-        "to --config"
-    )
+    what = f"the run started from {hub} ({RUN_CONFIG}, hf_model_id)"
+    return Note("{}; for the Hub's names, give this id or a folder to {config}", what)
 
 
 def bridge_files(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.base.text import pluralize
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
@@ -139,7 +139,7 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
             f"if the config lacks tokens, set its vocab_size to {rows}",
         )
     if ignored := sorted(accepted & args.keys()):
-        notes.append(f"ignored (--accept-setting): {', '.join(ignored)}")
+        notes.append(Note("ignored ({accept_settings}): {}", ", ".join(ignored)))
     return [*notes, *notes_on_unknown(recorded)]
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import Brief, pluralize
-from ckpt.base.words import Message
+from ckpt.base.words import Message, Note
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -480,7 +480,8 @@ def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"the experts' gate and up rows alternate in blocks ({stated}); written with all gate rows first"
     for name, _, needed in found:
         if args.get(needed) is False:
-            yield (f"megatron-core ignores {name} without {needed}: --accept-setting {name} leaves its rows unchanged")
+            what = f"megatron-core ignores {name} without {needed}"
+            yield Note("{}: {accept_settings} leaves its rows unchanged", what, accept_settings=[name])
 
 
 def _padding_notes(vocabulary: int, padded: int) -> list[str]:

@@ -166,7 +166,7 @@ def test_latest_decides_and_a_newer_step_is_named(tmp_path: Path) -> None:
         write_stage2(run, GROUPS, 2, tag=f"global_step{step}")
     checkpoint = api.open(run)
     assert Path(checkpoint.path).name == "global_step9"
-    assert checkpoint.notes[1] == "global_step9 is recorded in `latest`; there is also global_step10 (--tag takes it)"
+    assert checkpoint.notes[1] == "global_step9 is recorded in `latest`; there is also global_step10 (tag takes it)"
     assert Path(api.open(run, tag="global_step10").path).name == "global_step10"
     assert api.open(run / "global_step10").notes == ()
 

@@ -431,7 +431,7 @@ def test_masters_are_rounded_to_the_models_dtype(tmp_path: Path, engine: Checkpo
     target = HF.lay_out(engine, Layout())
     assert target.notes == (
         "1 parameter written in bfloat16, the model's dtype, rounded from the float32 masters; "
-        "use --dtype fp32 for the unrounded masters",
+        "use dtype='fp32' for the unrounded masters",
     )
     assert target.loads is not None and target.loads.can is False and target.loads.why == "config.json is missing"
     written = load_file(convert(engine, tmp_path / "out") / "model.safetensors")
@@ -469,10 +469,10 @@ def test_weights_beside_masters(tmp_path: Path) -> None:
     checkpoint = engine_checkpoint(tmp_path, tensors, native=BFLOAT16)
     target = HF.lay_out(checkpoint, Layout())
     assert {slot.key for file in target.files for slot in file.slots} == {("w", WEIGHT)}
-    assert "written in bfloat16, the model's dtype; use --dtype fp32 for the fp32 masters" in target.notes[0]
+    assert "written in bfloat16, the model's dtype; use dtype='fp32' for the fp32 masters" in target.notes[0]
     target = HF.lay_out(checkpoint, Layout(dtype=FLOAT32))
     assert {slot.key for file in target.files for slot in file.slots} == {("w", MASTER)}
-    assert "written bit for bit from the float32 masters; --dtype keep writes" in target.notes[0]
+    assert "written bit for bit from the float32 masters; dtype='keep' writes" in target.notes[0]
 
 
 # -- ties -----------------------------------------------------------------------------------------------------
