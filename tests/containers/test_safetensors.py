@@ -155,9 +155,6 @@ def test_a_shape_of_exabytes_in_a_tiny_file_is_refused(tmp_path: Path) -> None:
         read_header(path)
 
 
-SEED_FILE = build_header([], {})[0]
-
-
 def theirs_accepts(path: Path) -> bool:
     try:
         with safe_open(path, "pt") as file:

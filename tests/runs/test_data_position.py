@@ -16,7 +16,6 @@ from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
 STEPS, BATCH, ACCUMULATED, RANKS = 3, 2, 2, 2
-TOTAL = BATCH * ACCUMULATED * RANKS
 
 
 def step_of(folder: Path, **arguments: Any) -> Path:

@@ -16,15 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import safe_open
 
 from tests.support.kept import make_once
 from tests.support.places import REPOSITORY
 from train.config import ARCHITECTURES
-
-#: numpy dtypes for raw elements, by size in bytes.
-RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 #: Imports before the fork, by the text of the jobs. A missing import costs only time.
 PRELOADED = {

@@ -72,10 +72,6 @@ class Case:
         assert found == self.expected
 
 
-def whole_tensor(fqn: str, path: str, offset: int, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(fqn, "weight", FLOAT32, shape, Whole(Extent.contiguous(path, offset, FLOAT32, shape)))
-
-
 def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
     """Make target files with a header, padding, and tensors from two ranks: transposed, cast, empty, and in columns."""
     folder.mkdir(parents=True, exist_ok=True)

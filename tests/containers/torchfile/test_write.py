@@ -90,11 +90,6 @@ def test_every_dtype_bit_for_bit(tmp_path: Path) -> None:
             assert stored(ours[fqn]) == bits(tensor)
 
 
-def as_torch_saves_it(root: Any, path: Path) -> dict[str, bytes]:
-    torch.save(root, path)
-    return records(path)
-
-
 def records(path: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()

@@ -52,11 +52,6 @@ def truth_of(run: Path, step: int = 2) -> Truth:
     return Truth.load(run / "truth" / f"global_step{step}.safetensors")
 
 
-@pytest.fixture
-def toy3(fixtures: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(fixtures / "toy-zero3", tmp_path / "run"))
-
-
 # -- real checkpoints --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_what_the_live_engine_gathered(fixtures: Path, name: str) -> None:

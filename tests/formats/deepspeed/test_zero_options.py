@@ -37,7 +37,6 @@ def zero(**options: Any) -> dict[str, Any]:
 
 
 CPU_OFFLOAD = zero(offload_optimizer={"device": "cpu"})
-BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 SCENARIOS = [
     Scenario("sub_groups", "zero3", ds_config=zero(sub_group_size=40)),
