@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -272,12 +271,6 @@ def test_manifest_tells_missing_short_and_unknown_files(tmp_path: Path) -> None:
     assert any(file.name in problem and "bytes instead of" in problem for problem in report["problems"])
 
 
-def test_without_a_manifest(tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
-    report = ckpt("verify", tmp_path / "run")
-    assert report.code == 3 and "this folder has no manifest" in report.err and "ckpt convert" in report.err
-
-
 def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
     """ZeRO's masters and an fp32 folder written from them have the same digest."""
     api.plan(api.open(FIXTURES / "toy-zero3"), "hf", Layout(dtype=FLOAT32)).run(tmp_path / "hf")
@@ -297,11 +290,6 @@ def test_the_manifest_has_the_digests_where_tensors_lie_in_one_piece(tmp_path: P
     assert content["tensors"] == [tensor.to_json() for tensor in found.tensors]
     flat = json.loads((convert(FIXTURES / "toy-zero3", "zero3", tmp_path / "zero3") / MANIFEST).read_text())
     assert MASTERS not in flat["digests"] and OPTIMIZER not in flat["digests"]
-
-
-def test_no_manifest(tmp_path: Path) -> None:
-    assert ckpt("convert", "auto", "hf", FIXTURES / "toy-zero3", "-o", tmp_path / "hf", "--no-manifest").code == 0
-    assert not (tmp_path / "hf" / MANIFEST).exists()
 
 
 def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,26 +156,6 @@ def test_what_is_said_to_work_does_and_the_rest_does_not(tmp_path: Path, fixture
             assert f"hint: {one['hint']}" in done.err
 
 
-def test_a_converted_folder_is_verified_and_pushed(tmp_path: Path, fixtures: Path) -> None:
-    out = tmp_path / "out"
-    assert ckpt("convert", "auto", "hf", fixtures / "trainer-zero2", "-o", out).code == 0
-    shown = ckpt("doctor", out).out
-    assert f"works: ckpt verify {out}\n" in shown and f"works: ckpt push {out} --repo-id ORG/NAME\n" in shown
-    assert "does not work" not in shown and "convert to peft, resume, merge-lora (--json says why)" in shown
-
-
-def test_folder_that_cannot_be_loaded_does_not_work(tmp_path: Path, fixtures: Path) -> None:
-    """toy-zero3 has no config.json, so neither `doctor` nor `push` may call the model loadable."""
-    run, out = fixtures / "toy-zero3", tmp_path / "out"
-    cannot = "from_pretrained cannot load this folder: config.json is missing"
-    shown = ckpt("doctor", run).out
-    assert f"does not work: ckpt convert auto hf {run}\n  {cannot}" in shown
-    assert ckpt("convert", "auto", "hf", run, "-o", out).code == 0
-    refused = ckpt("push", out, "--repo-id", "me/model")
-    assert refused.code == 6 and f"error: {cannot}" in refused.err and "--names own" in refused.err
-    assert f"does not work: ckpt push {out} --repo-id ORG/NAME\n  {cannot}" in ckpt("doctor", out).out
-
-
 def test_diagnosis_in_python_is_what_the_command_prints(fixtures: Path) -> None:
     run = fixtures / "toy-zero3"
     found = ckpt_in_python.doctor(run)

@@ -197,20 +197,6 @@ def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
         assert raw(group["lr"]) == raw(torch.tensor(1e-2))
 
 
-def test_inspecting_says_what_is_quantized_and_what_is_left() -> None:
-    done = ckpt("inspect", FIXTURES / "quantized-gathered/ao8.pt")
-    assert done.code == 0 and "optimizer state exp_avg of up.weight: FSDP had not gathered" in done.out + done.err
-    done = ckpt("inspect", FIXTURES / "quantized-zero2/bnb8")
-    assert done.code == 0 and "6 optimizer states are stored quantized by bitsandbytes" in done.out + done.err
-
-
-def test_verify_compares_plain_values(tmp_path: Path) -> None:
-    source = FIXTURES / "quantized-zero2/bnb8"
-    assert ckpt("convert", "auto", "full", source, "-o", tmp_path / "a", "--optimizer-dtype", "fp32").code == 0
-    done = ckpt("verify", source, tmp_path / "a", "--only", "optimizer")
-    assert done.code == 0, done.out + done.err
-
-
 def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
     """In FSDP2's full state dict of torchao states, torch saves memory before a collective has filled it."""
     source = FIXTURES / "quantized-gathered/ao8.pt"

@@ -96,11 +96,6 @@ def test_zero3_without_its_optimizer_files_is_incomplete(inner: str, tmp_path: P
         assert "ZeRO-3 keeps the weights in them" in done.out + done.err
 
 
-def test_an_adapter_alone_is_called_an_adapter(tmp_path: Path) -> None:
-    done = ckpt("resume", _without("axolotl-lora-fsdp2/outputs/gpt-oss-lora", "checkpoint-*")(tmp_path / "source"))
-    assert done.code == 6 and "found: an adapter alone, format peft" in done.err
-
-
 def test_the_hint_names_the_model_of_the_same_save(tmp_path: Path) -> None:
     save({"model": {"w": torch.ones(2)}}, tmp_path / "model")
     save({"optimizer": OPTIMIZER}, tmp_path / "optimizer")
@@ -116,14 +111,6 @@ def test_the_hint_names_no_model_of_another_save(tmp_path: Path) -> None:
     with pytest.raises(HalfError) as caught:
         api.plan(tmp_path / "optimizer", "hf")
     assert str(tmp_path) not in (caught.value.hint or "")
-
-
-def test_an_optimizers_file_next_to_its_model_is_half(tmp_path: Path) -> None:
-    step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
-    done = ckpt("convert", "auto", "hf", step / "optimizer.pt", "-o", tmp_path / "out")
-    assert done.code == HalfError.exit_code
-    assert f"the model is in {step}: give that folder" in done.err
-    assert ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out").code == 0
 
 
 def test_deepspeeds_hint_names_the_model_file_of_the_step(tmp_path: Path) -> None:
@@ -157,14 +144,6 @@ def test_a_step_that_lacks_some_of_its_model_files_is_incomplete(fixture: str, l
     assert checked.code == CorruptError.exit_code and "incomplete" in checked.out and lost in checked.out
 
 
-def test_a_half_step_that_latest_names_leads_to_the_step_before(tmp_path: Path) -> None:
-    run = shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "run")
-    shutil.copytree(run / "global_step2", run / "global_step1")
-    (run / "global_step2" / "mp_rank_00_model_states.pt").unlink()
-    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
-    assert done.code == HalfError.exit_code and "--tag global_step1 takes the checkpoint before" in done.err
-
-
 def test_a_half_step_is_passed_over_with_a_note(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
     save({"optimizer": OPTIMIZER}, tmp_path / "checkpoint-4" / "optimizer_0")
@@ -183,15 +162,6 @@ def test_a_checkpoint_without_tensors_is_never_converted(tmp_path: Path) -> None
     assert ckpt("check", model).code == CorruptError.exit_code
 
 
-def test_resume_refuses_a_format_without_optimizer(tmp_path: Path) -> None:
-    step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
-    done = ckpt("resume", step, "--format", "hf")
-    assert done.code == 6 and "can't hold this checkpoint's optimizer" in done.err
-    assert "--model-only" in done.err
-    assert ckpt("resume", step, "--format", "hf", "--model-only").code == 0
-    assert ckpt("resume", step).out.strip() == str(step)
-
-
 def test_dcp_next_to_megatrons_tracker_is_dcp(tmp_path: Path) -> None:
     """In slime, DCP lies in Megatron's folders, with Megatron's tracker."""
     step = save({"app": {"model": {"w": torch.ones(2)}, "optim": OPTIMIZER}}, tmp_path / "iter_0000002")
@@ -202,13 +172,6 @@ def test_dcp_next_to_megatrons_tracker_is_dcp(tmp_path: Path) -> None:
         done = ckpt("resume", tmp_path, *flags)
         assert (done.code, done.out.strip()) == (0, str(step))
     assert ckpt("inspect", tmp_path, "--json").code == 0
-
-
-def test_an_unfinished_step_of_megatrons_is_still_incomplete(tmp_path: Path) -> None:
-    run = shutil.copytree(FIXTURES / "megatron-lm", tmp_path / "run")
-    (run / "iter_0000002" / "metadata.json").unlink()
-    done = ckpt("check", run)
-    assert done.code == CorruptError.exit_code and "metadata.json: missing" in done.out
 
 
 @pytest.mark.parametrize(

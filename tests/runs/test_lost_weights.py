@@ -82,18 +82,6 @@ def test_a_step_without_its_adapter_is_skipped_with_a_note(adapter: Path, tmp_pa
     assert resumed.out.strip().endswith("checkpoint-2"), resumed.err
 
 
-def test_an_adapters_config_next_to_other_checkpoints_loses_nothing(tmp_path: Path) -> None:
-    """A sharded run keeps the adapter's config in the step."""
-    run = shutil.copytree(FIXTURES / "lora-zero3", tmp_path / "checkpoint-2")
-    assert ckpt("check", run).code == 0
-    done = ckpt("convert", "hf", "full", run, "-o", tmp_path / "out")
-    assert done.code == 3 and "this looks like zero3" in done.err
-    (other := tmp_path / "other").mkdir()
-    shutil.copy(run / "adapter_config.json", other)
-    (other / "adapter.npz").write_bytes(b"of another program")
-    assert ckpt("check", other).code == 3
-
-
 @pytest.mark.parametrize("keeps_optimizer", [True, False])
 def test_a_trainers_step_without_weights(keeps_optimizer: bool, tmp_path: Path) -> None:
     step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "run" / "checkpoint-2")

@@ -88,11 +88,6 @@ def test_a_tag_names_a_step_inside_of_a_checkpoint_folder(run: Path) -> None:
     assert missing.code == 3 and "hint: --tag global_step0" in missing.err
 
 
-def test_a_tag_that_nothing_has_is_answered_with_those_there_are(run: Path) -> None:
-    missing = ckpt("inspect", run, "--tag", "checkpoint-3")
-    assert missing.code == 3 and "hint: --tag checkpoint-2 or --tag checkpoint-1" in missing.err
-
-
 def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
     """Training continued from a conversion in the same folder, and `latest` there still records the old step."""
     shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")

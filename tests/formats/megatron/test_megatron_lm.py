@@ -107,11 +107,6 @@ def test_resume_converts_what_megatron_lm_does_not_load(folder: Path, tmp_path: 
     assert (again.code, again.out.strip()) == (0, moved.out.strip())
 
 
-def test_muon_is_not_written_as_rank_files(fixtures: Path, tmp_path: Path) -> None:
-    result = ckpt("convert", "megatron-dist", "megatron", fixtures / "megatron-lm-muon", "-o", tmp_path / "never")
-    assert result.code == 6 and "Megatron's optimizer 'muon'" in result.err and not (tmp_path / "never").exists()
-
-
 def _written(source: Checkpoint, path: Path, **layout: Any) -> Checkpoint:
     api.plan(source, "megatron-dist", Layout(**layout)).run(path)
     return api.open(path, "megatron-dist")
