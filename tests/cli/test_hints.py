@@ -15,7 +15,6 @@ from ckpt.base.words import FLAGS, in_python, keywords_in
 from ckpt.cli import command_registry
 from ckpt.cli.parser import _options_of
 from tests.support import advice, hints
-from tests.support.commands import ckpt
 from tests.support.keywords import is_message, keyword_of, keywords, messages, rendered
 from tests.support.places import FIXTURES, REPOSITORY
 
@@ -196,17 +195,6 @@ def test_kinds_of_hints_have_reasons() -> None:
     assert all(one.reason and one.phrases for one in advice.KINDS)
     assert advice.kind("pip install torch") == "install"
     assert advice.kind("a hint of no kind") is None
-
-
-def test_an_option_under_two_names_is_refused(tmp_path: Path) -> None:
-    run = FIXTURES / "toy-zero3"
-    for words in (["--tag", "global_step2", "--step", "2"], ["--step=2", "--tag=2"]):
-        refused = ckpt("inspect", run, *words)
-        assert refused.code == 2 and "--tag and --step are one option" in refused.err
-        assert "hint: leave --step out" in refused.err
-    refused = ckpt("verify", run, run, "--step-a", "2", "--tag-a", "2")
-    assert refused.code == 2 and "--tag-a and --step-a are one option" in refused.err
-    assert ckpt("inspect", run, "--step", "2").code == 0
 
 
 def test_a_hint_that_does_not_help_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

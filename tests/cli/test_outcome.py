@@ -93,15 +93,6 @@ def test_several_notes_have_one_line_without_verbose() -> None:
     assert note_lines(notes[:2]) == ["note: one thing"] and note_lines([]) == []
 
 
-def test_quiet_says_what_cannot_be_loaded_alone(fixtures: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))
-    assert run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "good", "-q").err == ""
-    (run / "config.json").unlink()
-    done = run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "bad", "-q")
-    assert done.code == 0 and done.out == f"{tmp_path}/bad\n"
-    assert re.fullmatch("from_pretrained cannot load this folder: config.json is missing.*\n", done.err)
-
-
 def test_last_line_is_proved_by_transformers(fixtures: Path, tmp_path: Path) -> None:
     """The last line's promise or denial is checked against transformers itself."""
     from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
@@ -117,14 +108,6 @@ def test_last_line_is_proved_by_transformers(fixtures: Path, tmp_path: Path) -> 
     assert done.err.splitlines()[-1].startswith("from_pretrained cannot load this folder: config.json is missing. Run")
     with pytest.raises(ValueError, match="model_type"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "bad")
-
-
-def test_hint_of_missing_config_works_when_typed(fixtures: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))
-    config = Path(shutil.move(run / "config.json", tmp_path / "config.json"))
-    words = ("convert", "auto", "hf", run, "-o", tmp_path / "out")
-    assert "--config ORG/NAME --overwrite" in run_ckpt(*words).err
-    assert "can load this folder" in run_ckpt(*words, "--config", config, "--overwrite").err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

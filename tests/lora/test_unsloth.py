@@ -27,7 +27,7 @@ from tests.support.places import FIXTURES
 
 FIXTURE = FIXTURES / "unsloth-moe"
 BASE = FIXTURE / "base"
-GROUPED, RANK_MAJOR = FIXTURE / "grouped_by_expert", FIXTURE / "rank_major"
+GROUPED = FIXTURE / "grouped_by_expert"
 RECORD = ("lora_B_layout", "unsloth_fused_expert_lora")
 AUTO_MAPPING = {"base_model_class": "Qwen3MoeForCausalLM", "parent_library": "transformers", "unsloth_fixed": True}
 UNRECORDED: dict[str, Any] = {**dict.fromkeys(RECORD), "auto_mapping": AUTO_MAPPING}
@@ -127,14 +127,6 @@ def test_unsloths_mark_may_be_in_the_model_card_alone(tag: str, code: int, tmp_p
     assert code == 0 or ("README.md" in outcome.err and "--expert-layout unsloth" in outcome.err)
     served = ckpt("convert", "peft", "peft", adapter, "--server", "vllm", "--config", BASE, "-o", tmp_path / "served")
     assert served.code == code, served.err
-
-
-def test_a_record_that_is_overruled_is_named(tmp_path: Path) -> None:
-    command = ("merge-lora", GROUPED, RANK_MAJOR, "--base", BASE, "--accept-base", "-o", tmp_path / "out", "--dry-run")
-    assert "than recorded" not in ckpt(*command).out
-    outcome = ckpt(*command, "--expert-layout", "unsloth")  # the second adapter's config differs
-    note = "4 adapters for stacked experts read in another layout than recorded"
-    assert outcome.code == 0 and note in outcome.out, outcome.out
 
 
 def test_a_stopped_merge_does_not_go_on_in_another_layout(tmp_path: Path) -> None:

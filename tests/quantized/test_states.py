@@ -197,17 +197,6 @@ def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
         assert raw(group["lr"]) == raw(torch.tensor(1e-2))
 
 
-def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
-    """In FSDP2's full state dict of torchao states, torch saves memory before a collective has filled it."""
-    source = FIXTURES / "quantized-gathered/ao8.pt"
-    for target in ("full", "dcp"):  # readers could not tell it from damage
-        done = ckpt("convert", "full", target, source, "-o", tmp_path / target)
-        assert (done.code, (tmp_path / target).exists()) == (6, False)
-        assert "tensor: up.weight" in done.err
-        for state in ("exp_avg", "exp_avg_sq"):
-            assert f"optimizer state {state} of up.weight: FSDP had not gathered this state before the save" in done.err
-
-
 # -- unknown forms --------------------------------------------------------------------------------
 def bundle(path: Path, change: Any) -> Path:
     """Write bitsandbytes' file with edited states for one parameter."""

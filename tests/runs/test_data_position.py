@@ -122,11 +122,3 @@ def test_an_unreadable_count_is_told(content: bytes | dict[str, Any], tmp_path: 
     torch.save(content, path) if isinstance(content, dict) else path.write_bytes(content)
     (note,) = notes(tmp_path, 4)
     assert "dl_state_dict.bin fits 2 ranks only, and records no number of batches" in note
-
-
-def test_commands_tell_it(tmp_path: Path) -> None:
-    run = FIXTURES / "trl-zero2/outputs/llama-sft"
-    done = ckpt("convert", "zero2", "zero2", run, "--world-size", "1", "-o", tmp_path / "out")
-    assert "2 steps of 2 sequences = 4; HF Trainer goes on there" in done.err
-    done = ckpt("resume", FIXTURES / "trl-fsdp2/outputs/llama-sft", "--world-size", "4")
-    assert "data position" in done.err

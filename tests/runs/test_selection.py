@@ -268,21 +268,6 @@ def test_a_number_is_a_tag_in_python(run: Path) -> None:
     assert ckpt.open(run, tag="1").path == str(run / "checkpoint-1/global_step1")
 
 
-def test_an_unknown_folder_is_described(fixtures: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other/step_5/parts").mkdir(parents=True)
-    (tmp_path / "other/step_5/array.zarr").touch()
-    deep = shutil.copytree(fixtures / "toy-zero1", tmp_path / "deep/a/b/c/run", ignore=lambda *_: {"truth"})
-    expected = {"empty": "an empty folder", "other": "array.zarr, parts/ in the step step_5", "deep": "a/"}
-    for name, found in expected.items():
-        result = run_ckpt("inspect", tmp_path / name)
-        assert result.code == 3 and f"found: {found}\n" in result.err, result.err
-        assert "ckpt formats" not in result.err
-        assert ("such as" in result.err) == (name == "deep")
-    assert run_ckpt("inspect", result.err.strip().rpartition(" ")[2]).code == 0
-    assert str(deep) in result.err
-
-
 @pytest.mark.parametrize("record", ["latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"])
 def test_a_record_names_the_step_whatever_its_format(record: str, fixtures: Path, tmp_path: Path) -> None:
     """Records of slime and SkyRL name DCP steps; a newer step may be unfinished although its files are there."""

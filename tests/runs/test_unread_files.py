@@ -260,17 +260,6 @@ def test_what_cannot_be_looked_into_is_named_and_nothing_waits(fixtures: Path, t
     assert [(one.name, one.kind) for one in found] == [(f"{name}.pt", "other") for name in ("gone", "pipe", "zero")]
 
 
-def test_a_long_list_is_cut(fixtures: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "run"))
-    for number in range(25):
-        (run / f"optimizer_{number:02}.pt").write_bytes(b"x")
-    done = run_ckpt("convert", "auto", "full", run, "-v")
-    assert done.err.count("not read: ") == 21 and "not read: 5 more" in done.err
-    short = run_ckpt("convert", "auto", "full", run, "--overwrite").err
-    assert short.count("not read: ") == 1 and "optimizer_05.pt, 19 more (-v says why)" in short
-    assert "... and 5 more" in run_ckpt("inspect", run).out
-
-
 def test_only_what_looks_like_state_is_opened() -> None:
     opened: list[str] = []
     checked = judged([ListedName(n, 1) for n in ("optimizer.x", "a.txt", "b.safetensors", "c.q")], set(), opened.append)

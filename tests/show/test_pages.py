@@ -208,25 +208,6 @@ def test_the_table_has_a_row_for_each_tensor() -> None:
 
 
 # -- file place --------------------------------------------------------------------------------------------------------
-def test_only_a_page_is_replaced_and_nothing_in_the_checkpoint(tmp_path: Path) -> None:
-    run = shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
-    other = tmp_path / "mine.html"
-    other.write_text("<html>my own page</html>")
-    for words, said in (
-        (("--html", tmp_path / "out.svg"), "a page is an HTML file"),
-        (("--html", other, "--overwrite"), "the file is not a page, and it would be replaced"),
-        (("--html", run / "global_step2" / "out.html"), "a file outside the source"),
-        (("--overwrite",), "--only and --overwrite go with --picture or --html"),
-    ):
-        done = run_ckpt("inspect", run, *words)
-        assert (done.code, said in done.err) == (2, True), done.err
-    page = tmp_path / "new" / "out.html"
-    assert run_ckpt("inspect", run, "--html", page).code == 0
-    first = page.read_bytes()
-    assert run_ckpt("inspect", run, "--html", page).code == 2, "it is there"
-    assert run_ckpt("inspect", run, "--html", page, "--overwrite").code == 0
-    assert page.read_bytes() == first, "the same bytes for the same checkpoint"
-    assert other.read_text() == "<html>my own page</html>"
 
 
 def test_the_page_of_a_comparison_is_of_two_checkpoints(tmp_path: Path) -> None:

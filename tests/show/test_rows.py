@@ -730,19 +730,6 @@ def test_what_is_damaged_is_drawn_and_then_refused(tmp_path: Path, monkeypatch: 
     assert parsed(out.read_text()).row("w").patches[-1][0] == "#ffffff"
 
 
-def test_a_picture_is_replaced_only_when_asked(fixtures: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.svg"
-    drawing = "<svg>mine</svg>"
-    out.write_text(drawing)
-    command = ("inspect", fixtures / "toy-zero2", "--picture", out)
-    refused = run_ckpt(*command)
-    assert (refused.code, out.read_text()) == (2, drawing)
-    assert "--overwrite" in refused.err
-    assert run_ckpt(*command, "--overwrite").code == 0
-    assert out.read_text().startswith("<?xml")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.svg"]
-
-
 @pytest.mark.parametrize(
     ("given", "out"),
     [

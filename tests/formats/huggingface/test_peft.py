@@ -58,15 +58,6 @@ def test_verify_compares_a_runs_adapter_with_the_folder_made_of_it(fixtures: Pat
     assert changed.code == 1 and "1 differ, 27 equal" in changed.out
 
 
-def test_what_of_a_training_run_is_left_out_is_said(fixtures: Path, tmp_path: Path) -> None:
-    for command in (("merge-lora",), ("convert", "zero3", "peft")):
-        told = ckpt(*command, fixtures / "lora-zero3", "-o", tmp_path / command[0], "-v").err
-        assert "not written: optimizer states exp_avg, exp_avg_sq, step (56 tensors, 2.53 kB)" in told
-        assert "not written: hyperparameters of 1 param group" in told
-        assert "not written: training state step 2, ds_config" in told
-    assert "the base model's 21 parameters and buffers (7.16 kB): not trained" in told
-
-
 def test_a_trained_parameter_outside_the_adapter_is_no_silent_loss(fixtures: Path) -> None:
     checkpoint = toolkit.open(fixtures / "lora-zero3")
     group = checkpoint.state.param_groups[0]

@@ -88,13 +88,6 @@ def test_every_bit_is_what_the_ranks_held() -> None:
     )
 
 
-def test_inspect_and_check_know_all_files() -> None:
-    shown = commands.ckpt("inspect", RUN)
-    assert shown.code == 0 and "TP 2 x PP 1 x EP 1 x DP 2 on 4 ranks" in shown.out and "not read" not in shown.out
-    assert "the run started from someone/tiny-llama" in shown.out
-    assert commands.ckpt("check", RUN, "--bytes").code == 0
-
-
 @pytest.mark.parametrize(
     ("layout", "random", "sizes"),
     [({"world_size": 2}, True, (2, 1)), ({"world_size": 3, "tp": 1}, False, (1, 1)), ({"tp": 4}, False, (4, 1))],
@@ -124,12 +117,6 @@ def test_what_is_written_is_a_run_of_megatron_bridge(
     own = sorted(path.name for path in (RUN / STEP / "tokenizer").iterdir())
     assert own == sorted(path.name for path in (out / STEP / "tokenizer").iterdir())
     assert not any((out / name).exists() for name in own)
-
-
-def test_the_user_is_told_what_to_set(tmp_path: Path) -> None:
-    done = commands.ckpt("convert", "auto", "megatron-dist", RUN, "-o", tmp_path / "out", "--tp", "1")
-    assert done.code == 0 and "model.tensor_model_parallel_size=1" in done.err
-    assert "rng_state from 2 ranks" in done.err and "rng.seed" in done.err
 
 
 def test_resume_converts_for_other_ranks_alone(run: Path) -> None:

@@ -308,12 +308,6 @@ def test_resume_completes_a_step_that_megatron_core_would_not_load(fixtures: Pat
     assert commands.ckpt("verify", run, found).code == 0
 
 
-def test_a_plain_step_of_dcp_is_taken_by_its_name(fixtures: Path) -> None:
-    """Only Megatron-LM's iteration folders count as its steps."""
-    done = commands.ckpt("verify", fixtures / "dcp-fsdp2", fixtures / "dcp-fsdp2/step-2", "--tag-a", "step-2")
-    assert done.code == 0 and done.out.startswith("equal: "), done.err
-
-
 @pytest.mark.slow
 def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
     """Only the arguments record the ranks."""

@@ -12,7 +12,6 @@ import torch
 import ckpt
 from ckpt.errors import CorruptError, LossError
 from tests.frameworks.runs import held
-from tests.support import commands
 from tests.support.describing import content
 from tests.support.places import FIXTURES
 
@@ -29,12 +28,6 @@ def test_every_tensor_is_what_the_ranks_held() -> None:
     assert {frozenset(group.fqns) for group in checkpoint.state.param_groups} == {
         frozenset(members) for _, members in known.facts["groups"]
     }
-
-
-def test_it_is_written_as_torch_dist(tmp_path: Path) -> None:
-    done = commands.ckpt("convert", "auto", "megatron-dist", FIXTURE, "-o", tmp_path / "out", "--ep", "2")
-    assert done.code == 0, done.err
-    assert commands.ckpt("verify", FIXTURE, tmp_path / "out").code == 0
 
 
 LAYER = "decoder.layers.0."
