@@ -87,6 +87,7 @@ CHANGES: list[dict[str, Any]] = [
     {"pooler_output_size": 9},
     {"use_absolute_embeddings": True},
     {"layer_scale_init_value": 0.0},
+    {"num_stages": 2},
     {"conv_bias": True},
     {"feat_extract_norm": "layer", "do_stable_layer_norm": True},
     {"mask_time_prob": 0.0},
@@ -164,6 +165,15 @@ def test_a_table_says_what_is_really_saved(tmp_path: Path, model_type: str) -> N
                 continue
             assert found is not None
             assert dict(found.required) == truth, (change, cls.__name__)
+
+
+@pytest.mark.parametrize("change", [{"num_stages": 4}, {"depths": [1, 2]}])
+def test_a_config_without_the_sizes_of_its_stages_has_no_table(change: dict[str, Any]) -> None:
+    """Not even transformers 5.23 can build a model from it."""
+    config = made("convnext", **change)
+    with pytest.raises(IndexError):
+        transformers.ConvNextModel(config)
+    assert encoders.saved({**config.to_dict(), "architectures": ["ConvNextModel"]}) is None
 
 
 @pytest.mark.parametrize("model_type", sorted(ENCODERS))

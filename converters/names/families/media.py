@@ -199,10 +199,18 @@ def _convnext_sizes(config: Config) -> list[int]:
     return _stage_sizes(config, "hidden_sizes", [96, 192, 384, 768])
 
 
+def _convnext_depths(config: Config) -> list[int]:
+    return _stage_sizes(config, "depths", [3, 3, 9, 3])
+
+
+def _convnext_num_stages(config: Config) -> int:
+    return config.size("num_stages", default=4)
+
+
 def _convnext_stages(config: Config) -> Iterator[tuple[str, Shape]]:
-    sizes = _convnext_sizes(config)
+    sizes = _convnext_sizes(config)[: _convnext_num_stages(config)]
     kinds = ("scaled",) if config.number("layer_scale_init_value", 1e-6) > 0 else ()
-    for number, (depth, hidden) in enumerate(zip(_stage_sizes(config, "depths", [3, 3, 9, 3]), sizes, strict=False)):
+    for number, (depth, hidden) in enumerate(zip(_convnext_depths(config), sizes, strict=False)):
         place = f"encoder.stages.{number}."
         for layer in range(depth):
             yield from filled(_CONVNEXT_LAYER, config, {"h": hidden}, kinds, f"{place}layers.{layer}.")
@@ -226,6 +234,9 @@ _CONVNEXT = Encoder(
     {"p": ("patch_size", 4), "c": ("num_channels", 3)},
     dims=lambda config, dims: {"e": _convnext_sizes(config)[0], "h": _convnext_sizes(config)[-1]},
     stages=_convnext_stages,
+    covers=lambda config: (
+        _convnext_num_stages(config) <= min(map(len, (_convnext_sizes(config), _convnext_depths(config))))
+    ),
 )
 
 # -- images with texts -----------------------------------------------------------------------------------------
