@@ -184,10 +184,10 @@ class FormatKeywords(TypedDict, total=False):
     names: Literal["hub", "own", "torchtitan"] | None
     flat_optimizer: bool | None
     strict: bool | None
+    mesh_device: str | None
     step_folder: bool | None
     ep_size: int | None
     fsdp_version: int | None
-    mesh_device: str | None
     server: Literal["vllm", "sglang"] | None
 
 

@@ -54,9 +54,10 @@ OPTIONS = {
     "megatron-deepspeed": _MEGATRON,
     "hf": "converters.names.options:NameOptions converters.names.options:ProofOptions",
     "dcp": "converters.names.options:NameOptions",
+    "torch-checkpointing": "converters.names.options:NameOptions converters.pytorch.ranks_options:MeshOptions",
     "universal": "converters.deepspeed.options:UniversalOptions",
     **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
-    "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
+    "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions converters.pytorch.ranks_options:MeshOptions",
     "peft": "converters.huggingface.peft_options:ServerOptions",
 }
 

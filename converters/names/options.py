@@ -11,17 +11,18 @@ HUB, OWN, TORCHTITAN = "hub", "own", "torchtitan"
 
 @dataclass(frozen=True, slots=True)
 class NameOptions:
-    """Options for names. `names` None uses the format's default. `flat_optimizer` is only for `dcp`."""
+    """Options for names. `names` None uses the format's default. `flat_optimizer` is not for `hf`."""
 
     names: str | None = option(
         "hf: hub (default) writes only names and shapes known to the config's architecture; own keeps all "
-        "other names unchanged (value heads, added modules, custom code). dcp: torchtitan writes torchtitan's "
-        "names and layout.",
+        "other names unchanged (value heads, added modules, custom code). dcp, torch-checkpointing: torchtitan "
+        "writes torchtitan's names and layout.",
         choices=(HUB, OWN, TORCHTITAN),
     )
     flat_optimizer: bool = option(
-        "dcp: write the optimizer in the form of StateDictOptions(flatten_optimizer_state_dict=True): every "
-        "parameter repeats its param group's options (state.FQN.NAME, param_groups.FQN.NAME).",
+        "dcp, torch-checkpointing: write the optimizer in the form of "
+        "StateDictOptions(flatten_optimizer_state_dict=True): every parameter repeats its param group's options "
+        "(state.FQN.NAME, param_groups.FQN.NAME).",
         default=False,
     )
 

@@ -28,6 +28,8 @@ from converters.optimizers.shapes import per_element, plain_shapes
 from converters.quantized.states import Quantized, understood
 
 STATE, GROUPS, MEMBERS, NAMES = "state", "param_groups", "params", "param_names"
+#: In torch_checkpointing's state dict with names.
+VERSION = "_optimizer_state_format_version"
 #: More digits than any parameter's number.
 _LONGEST = 20
 
@@ -121,10 +123,17 @@ def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
     """Accept states without groups if it `is_called_so`."""
     if not isinstance(node, Mapping):
         return False
-    spelled = {key.partition(".")[0] for key in node if isinstance(key, str) and "." in key}
-    if isinstance(node.get(GROUPS), list) or GROUPS in spelled:
+    if isinstance(node.get(GROUPS), list) or GROUPS in _spelled(node):
         return True
-    return is_called_so and (STATE in spelled or STATE in node)
+    return is_called_so and (STATE in _spelled(node) or STATE in node)
+
+
+def is_flat(node: Mapping[str, Any]) -> bool:
+    return not _spelled(node).isdisjoint((STATE, GROUPS))
+
+
+def _spelled(node: Mapping[str, Any]) -> set[str]:
+    return {key.partition(".")[0] for key in node if isinstance(key, str) and "." in key}
 
 
 def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:

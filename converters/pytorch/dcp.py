@@ -17,7 +17,7 @@ from ckpt.base.text import pluralize
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
-from ckpt.containers.dcp.tensors import ChunkedTensor, DataFiles, writer_of
+from ckpt.containers.dcp.tensors import ChunkedTensor, DataFiles, Placed, writer_of
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
@@ -95,8 +95,8 @@ class DistributedCheckpoint(Format):
         )
         folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
         facts = checkpoint.facts_of(TorchFacts)
-        folders[0].add_all(_placed(state.model, facts.model_at))
-        folders[-1].add_all((*_placed(state.optimizer, facts.optimizer_at), *state.rest))
+        folders[0].add_all(placed(state.model, facts.model_at))
+        folders[-1].add_all((*placed(state.optimizer, facts.optimizer_at), *state.rest))
         files = [file for folder in folders if folder.paths for file in folder.files()]
         return Target(
             files=(*beside.files, *files),
@@ -108,7 +108,7 @@ class DistributedCheckpoint(Format):
 DCP = DistributedCheckpoint()
 
 
-def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
+def placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
     """Move entries to their path in the source. torchtitan's model has an empty path."""
     from ckpt.containers.dcp.write import Alias
 
@@ -145,6 +145,8 @@ class StateDictReading:
     spread: list[str] = field(default_factory=list)
     is_pair: bool = False
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Any DTensor of the files.
+    dtensor: Record | None = None
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +272,7 @@ class StateDictReading:
             tensors=tensors,
             files=tuple(self.data.files.values()),
             framework="torch",
-            facts=TorchFacts(is_state_dict=True, model_at=found.model_at, optimizer_at=found.optimizer_at),
+            facts=TorchFacts(True, found.model_at, found.optimizer_at, found.is_flat, self.dtensor),
             world_size=self.data.ranks or None,
             namespace=OWN,
             ties=ties,
@@ -387,15 +389,17 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
     Metadata alone does not show this for a safetensors file.
     """
+    known = [(number, key, found[number]) for number, key, path in metadata.paths() if path[:-1] == ("model",)]
+    held = [(number, key, tensor.placed) for number, key, tensor in known if isinstance(tensor, ChunkedTensor)]
+    same = same_places((key, placed) for _, key, placed in held)
+    return {number: same[key] for number, key, _ in held if key in same}
+
+
+def same_places(tensors: Iterable[tuple[str, Placed]]) -> dict[str, str]:
+    """Map keys to an earlier key with the same chunks."""
     first: dict[tuple[tuple[Box, Extent], ...], str] = {}
-    same: dict[int, str] = {}
-    for number, key, path in metadata.paths():
-        tensor = found[number]
-        if path[0] == "model" and len(path) == 2 and isinstance(tensor, ChunkedTensor) and tensor.placed:
-            owner = first.setdefault(tuple(tensor.placed), key)
-            if owner != key:
-                same[number] = owner
-    return same
+    owners = {key: first.setdefault(tuple(placed), key) for key, placed in tensors if placed}
+    return {key: owner for key, owner in owners.items() if owner != key}
 
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:

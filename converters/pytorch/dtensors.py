@@ -8,6 +8,7 @@ distributed/tensor/_dtensor_spec.py, placement_types.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError
@@ -15,7 +16,8 @@ from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.subclass import wrapper
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.containers.torchfile.write import Bytes, NewTensor
+from ckpt.containers.torchfile.write import Bytes, FromSource, NewTensor
+from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Shape, contiguous_strides
 
@@ -43,7 +45,16 @@ class DTensors:
         self._module = _TENSOR if like is None else like.module
         self._spec = spec if isinstance(spec, Record) else None
         mesh = None if self._spec is None else self._spec.get("mesh")
-        self._mesh = _mesh(mesh if isinstance(mesh, Record) else None, device, num_ranks, rank)
+        old = mesh if isinstance(mesh, Record) else None
+        self._num_ranks, self._rank = num_ranks, rank
+        self.device, self.axes = _kind(old, device), _axes(old)
+        self._mesh = _mesh(old, self.device, self.axes, num_ranks, rank)
+
+    def part_of(self, key: Key, dtype: DType, shape: Shape) -> Record:
+        """Return the rank's part of a source tensor."""
+        box = shard(shape, self._num_ranks, self._rank)
+        fill = (FromSource(key, box),) if box.numel or not prod(shape) else ()
+        return self.make(dtype, shape, NewTensor(dtype, box.sizes, fill))
 
     def make(self, dtype: DType, shape: Shape, local: NewTensor | Record) -> Record:
         state = {"_local_tensor": local, "_spec": self._placed(dtype, Size(shape), contiguous_strides(shape))}
@@ -65,12 +76,19 @@ class DTensors:
         return Record(module, "DTensorSpec", state=_filled(known, old, "placement"))
 
 
-def _mesh(old: Record | None, device: str | None, num_ranks: int, rank: int) -> Record:
+def _kind(old: Record | None, device: str | None) -> str:
+    return device or (old and (old.get("_device_type") or old.get("device_type"))) or "cuda"
+
+
+def _axes(old: Record | None) -> tuple[str, ...] | None:
+    if old is None:
+        return (_AXIS,)
+    names = old.get("_mesh_dim_names") or old.get("mesh_dim_names")
+    return (names[-1],) if names else None
+
+
+def _mesh(old: Record | None, kind: str, axes: tuple[str, ...] | None, num_ranks: int, rank: int) -> Record:
     ranks = tuple(range(num_ranks))
-    kind = device or (old and (old.get("_device_type") or old.get("device_type"))) or "cuda"
-    names = old and (old.get("_mesh_dim_names") or old.get("mesh_dim_names"))
-    axes = None if old is None else (names[-1],) if names else None
-    axes = (_AXIS,) if old is None else axes
     known: dict[str, Callable[[], Any]] = {
         **dict.fromkeys(("_device_type", "device_type"), lambda: kind),
         "_layout": lambda: _layout(None if old is None else old.get("_layout"), num_ranks),
@@ -94,6 +112,11 @@ def _mesh(old: Record | None, device: str | None, num_ranks: int, rank: int) -> 
 
 #: Mesh attributes in earlier versions.
 _EARLIER = frozenset({"device_type", "mesh", "mesh_dim_names", "_flatten_mesh_list", "_dim_group_infos"})
+
+
+def form_note(like: Record | None) -> str | None:
+    """Return a note if the files need a newer torch than the source."""
+    return "device meshes use torch 2.13's pickle format: older versions can't load them" if like is None else None
 
 
 def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ class TorchFacts:
     #: Paths expected by the trainer: `("app", "model")`.
     model_at: Path_ = ("model",)
     optimizer_at: Path_ = ("optimizer",)
+    #: True if the optimizer is flattened, and its loader expects that.
+    is_flat: bool = False
     #: Each torch version pickles DTensors differently.
     dtensor: Record | None = None
     #: Fqns in each flat parameter, in FSDP1 optimizer order.

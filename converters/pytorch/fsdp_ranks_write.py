@@ -35,10 +35,10 @@ from ckpt.runs.trainer_files import model_files
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
 from converters.optimizers.states import check_can_be_read
-from converters.pytorch.dtensors import DTensors, shard
+from converters.pytorch.dtensors import DTensors, form_note, shard
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import slice_length, slice_pieces
-from converters.pytorch.ranks_options import RanksOptions
+from converters.pytorch.ranks_options import MeshOptions, RanksOptions
 from converters.quantized.states import Stored
 from converters.quantized.stored_states import carried_tensor
 
@@ -69,9 +69,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     files: list[TargetFile] = []
     schedule, rng, dropped = _rest(checkpoint, num_ranks)
     for rank in range(num_ranks):
-        dtensors = DTensors(facts.dtensor, options.mesh_device, num_ranks, rank)
+        dtensors = DTensors(facts.dtensor, layout.read(MeshOptions).mesh_device, num_ranks, rank)
         suffix = f"world_size_{num_ranks}_rank_{rank}.pt"
-        model = _rank_model(checkpoint, chosen, dtensors, num_ranks, rank)
+        model = _rank_model(checkpoint, chosen, dtensors)
         files.append(torch_file(f"{folder}model_{suffix}", model))
         if states.groups:
             optimizer = states.flat(num_ranks, rank) if version == 1 else states.sharded(dtensors, num_ranks, rank)
@@ -125,8 +125,8 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
         yield "wrote no optimizer files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:
         yield f"{pluralize(len(states.groups), 'param group')}, like the source; verl's own optimizer has one"
-    if checkpoint.facts_of(TorchFacts).dtensor is None:
-        yield "device meshes use torch 2.13's pickle format: older versions can't load them"
+    if (note := form_note(checkpoint.facts_of(TorchFacts).dtensor)) is not None:
+        yield note
 
 
 def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[str]]:
@@ -147,13 +147,11 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
     return schedule, rng, dropped
 
 
-def _rank_model(
-    checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtensors: DTensors, num_ranks: int, rank: int
-) -> StoredDict:
+def _rank_model(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtensors: DTensors) -> StoredDict:
     """Share one tensor between tied names. Buffers are whole on every rank."""
     state = StoredDict("OrderedDict")
     for fqn, choice in chosen.items():
-        state[fqn] = _part(choice.tensor, choice.dtype, dtensors, num_ranks, rank)
+        state[fqn] = _part(choice.tensor, choice.dtype, dtensors)
     for alias, owner in checkpoint.ties.items():
         if owner in chosen and alias not in chosen:
             state[alias] = state[owner]
@@ -161,12 +159,10 @@ def _rank_model(
     return state
 
 
-def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank: int) -> Record | NewTensor:
+def _part(tensor: Tensor, dtype: DType, dtensors: DTensors) -> Record | NewTensor:
     if not tensor.shape or tensor.role == BUFFER:
         return copy_of(tensor, dtype)
-    box = shard(tensor.shape, num_ranks, rank)
-    fill = (FromSource(tensor.key, box),) if box.numel or not tensor.numel else ()
-    return dtensors.make(dtype, tensor.shape, NewTensor(dtype, box.sizes, fill))
+    return dtensors.part_of(tensor.key, dtype, tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +218,7 @@ class _States:
                 held = {name: state_number(name, value) for name, value in self.scalars.get(fqn, {}).items()}
                 for name, tensor in self.tensors.get(fqn, {}).items():
                     if (stored := self.blocks.get((fqn, name))) is None:
-                        held[name] = _part(tensor, tensor.dtype, dtensors, num_ranks, rank)
+                        held[name] = _part(tensor, tensor.dtype, dtensors)
                         continue
                     box = shard(tensor.shape, num_ranks, rank)
                     held[name] = dtensors.make(tensor.dtype, tensor.shape, carried_tensor((fqn, name), stored, box))

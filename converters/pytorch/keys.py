@@ -26,7 +26,7 @@ from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from ckpt.state.wrapper_prefixes import stripper
-from converters.optimizers.state_dicts import GROUPS, MEMBERS, STATE, is_optimizer, take_apart
+from converters.optimizers.state_dicts import GROUPS, MEMBERS, STATE, is_flat, is_optimizer, take_apart
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
@@ -82,6 +82,7 @@ class Understood:
     notes: list[str] = field(default_factory=list)
     model_at: Path_ = ("model",)
     optimizer_at: Path_ = ("optimizer",)
+    is_flat: bool = False
 
 
 def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Understood:
@@ -109,6 +110,7 @@ def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Un
         _keep_model_optimizers(model, optimizers, found, path)
     if len(optimizers) == 1:
         (found.optimizer_at,) = optimizers
+        found.is_flat = is_flat(optimizers[found.optimizer_at])
     weights, extra = _flat_model(model)
     strip = stripper(weights or trained)
     for fqn, leaf in weights.items():

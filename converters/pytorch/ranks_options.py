@@ -9,7 +9,7 @@ from ckpt.plan.options import option
 
 @dataclass(frozen=True, slots=True)
 class RanksOptions:
-    """Options for rank files. None uses the source's value, or else `cuda` and FSDP2."""
+    """Options for verl's files. None uses the source's value, or else FSDP2."""
 
     fsdp_version: int | None = option(
         "1 or 2: FSDP version to load the files (verl: strategy fsdp is 1, fsdp2 is 2). 1 needs a source from FSDP1 "
@@ -17,6 +17,12 @@ class RanksOptions:
         min=1,
         max=2,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions:
+    """Options for DTensors. None uses the source's value, or else `cuda`."""
+
     mesh_device: str | None = option(
         "Device type of the ranks: cuda, npu or cpu. [default: the source's, or cuda]",
         metavar="TYPE",

@@ -44,6 +44,7 @@ _KNOWN = ("lr_scheduler", "train_state")
 class StateDict:
     model: tuple[tuple[Path_, Any], ...]
     optimizer: tuple[tuple[Path_, Any], ...]
+    entries: Mapping[str, Any]
     rest: tuple[tuple[Path_, Any], ...]
     dropped: tuple[str, ...]
     notes: tuple[str, ...]
@@ -52,17 +53,20 @@ class StateDict:
 def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: bool = False) -> StateDict:
     """Return the output. `dtype` None keeps the training dtype.
 
-    `flat_optimizer` repeats a param group's options under each of its parameters, like torchtitan.
+    `flat_optimizer` repeats a param group's options under each of its parameters, like torchtitan. A source in this
+    form keeps it.
     """
     chosen = kept_in_training(checkpoint, dtype)
     written = {choice.key for choice in chosen.values()}
-    rest, dropped = _rest(checkpoint)
+    entries, rest, dropped = _rest(checkpoint)
+    is_flat = flat_optimizer or checkpoint.facts_of(TorchFacts).is_flat or checkpoint.namespace == TORCHTITAN
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
         what = pluralize(masters, "parameter")
         dropped.append(Note("fp32 masters of {}: {dtype} requests weights in {}", what, dtype))
     return StateDict(
         tuple(_model_entries(checkpoint, chosen)),
-        tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
+        tuple(_optimizer_entries(checkpoint, is_flat)),
+        entries,
         tuple(rest),
         tuple(dropped),
         tuple(_dcp_notes(checkpoint, chosen, dtype)),
@@ -137,8 +141,8 @@ def _state_number(value: Any) -> Any:
     return number(value, FLOAT32 if exact else FLOAT64)
 
 
-def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
-    """Return training state, and notes on unwritable framework objects."""
+def _rest(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[tuple[Path_, Any]], list[str]]:
+    """Return training state, its leaves, and notes on unwritable framework objects."""
     own, state = checkpoint.facts_of(TorchFacts).is_state_dict, checkpoint.state
     entries = replace(state, extra_state=None).entries()
     if not own and state.step is not None and "train_state" not in entries:
@@ -157,4 +161,9 @@ def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
         is_model = path[0] == "model" or (path[0] in MODEL_NAMES and isinstance(value, StoredTensor))
         if is_model or (path[0] == "optimizer" and not own):
             raise LossError("a training state entry uses the name of the model or optimizer", found=path[0])
-    return leaves, [f"training state {', '.join(sorted(objects))}: objects of the framework's"] if objects else []
+    entries = {name: value for name, value in entries.items() if name not in objects}
+    return (
+        entries,
+        leaves,
+        [f"training state {', '.join(sorted(objects))}: objects of the framework's"] if objects else [],
+    )

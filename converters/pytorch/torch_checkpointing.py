@@ -39,13 +39,11 @@ from ckpt.plan.tensors import Box, Extent, Fragment, Shape, whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.steps import RANK_FILE, RANKS_METADATA, STAGED, is_ranks_folder
 from converters.optimizers.ranks import check_same
-from converters.optimizers.state_dicts import GROUPS, MEMBERS, NAMES, STATE
-from converters.pytorch.dcp import StateDictReading
+from converters.optimizers.state_dicts import GROUPS, MEMBERS, NAMES, STATE, VERSION
+from converters.pytorch.dcp import StateDictReading, same_places
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf
 from converters.pytorch.rank_parts import Part, local_box, parts_of, placed
 
-#: In an optimizer's state dict with names.
-_VERSION = "_optimizer_state_format_version"
 _SUFFIXES = {"TorchSerialization": ".pt", "SafetensorsSerialization": ".safetensors"}
 _MAX_COMPARED = 1 << 20
 
@@ -54,7 +52,9 @@ class TorchCheckpointing(Format):
     name = "torch-checkpointing"
     title = "per-rank files of torch_checkpointing"
     namespace = TRANSFORMERS
-    writes = False
+    #: Its loader fits tensors alone: param groups' options and other items stay behind, or a rank finds no file.
+    fits_other_ranks = False
+    takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         if path.name == RANKS_METADATA and path.is_file():
@@ -74,7 +74,9 @@ class TorchCheckpointing(Format):
         return _ItemReading(path).checkpoint(request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise NotImplementedError
+        from converters.pytorch.torch_checkpointing_write import lay_out
+
+        return lay_out(checkpoint, layout)
 
 
 TORCH_CHECKPOINTING = TorchCheckpointing()
@@ -170,7 +172,8 @@ class _ItemReading:
             held = [file for rank in range(world_size) if (file := self._content(item, rank)) is not None]
             for file in held:
                 _check_content(file, item)
-            reading.leaves += _leaves(name, held, item)
+                reading.dtensor = reading.dtensor or _dtensor(file)
+            reading.leaves += _tied(name, _leaves(name, held, item))
             reading.notes += self._copied(item)
         for name, files in self._others(items, world_size).items():
             self._add_other(reading, name, files, world_size)
@@ -239,7 +242,7 @@ class _ItemReading:
         held = [RankFile(str(files[rank]), rank, dict(_paths_and_values(root))) for rank, root in roots.items()]
         shared = None if is_model else _shared(list(roots.values()))
         if is_model or any(is_part(value) for file in held for value in file.content.values()):
-            reading.leaves += _leaves(name, held, None)
+            reading.leaves += _tied(name, _leaves(name, held, None))
         elif shared is _DIFFERENT:
             reading.per_rank[name] = {str(rank): root for rank, root in roots.items()}
         else:
@@ -256,6 +259,11 @@ def _tensors_in(path: str) -> dict[str, StoredTensor]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, StoredTensor) or is_part(value)
+
+
+def _dtensor(file: RankFile) -> Record | None:
+    found = (value for value in file.content.values() if isinstance(value, Record) and value.name == "DTensor")
+    return next(found, None)
 
 
 def _paths_and_values(node: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
@@ -281,7 +289,7 @@ def _named(content: Mapping[Path_, Any]) -> dict[Path_, Path_]:
     members, fqns = ([one for value in lists.values() for one in value] for lists in (numbers, names))
     known = dict(zip(members, fqns, strict=True)) if len(members) == len(fqns) else {}
     found = {}
-    for at in content.keys() - numbers.keys() - {(_VERSION,)}:
+    for at in content.keys() - numbers.keys() - {(VERSION,)}:
         is_state = at[:1] == (STATE,) and len(at) > 2
         found[at] = (STATE, known.get(at[1], at[1]), *at[2:]) if is_state else at
     return {at: (*path[:2], MEMBERS) if at in names else path for at, path in found.items()}
@@ -310,6 +318,15 @@ def _leaves(name: str, held: Iterable[RankFile], item: _DescribedItem | None) ->
                 _dotted(path), [(f, value) for f, value in values if isinstance(value, int | float | str | tuple)]
             )
             yield (name, *path), first
+
+
+def _tied(item: str, leaves: Iterable[tuple[Path_, Any]]) -> list[tuple[Path_, Any]]:
+    """Mark names in a model's torch files that share their bytes."""
+    found = list(leaves)
+    tensors = {leaf.key: leaf for _, leaf in found if isinstance(leaf, Leaf)} if item in MODEL_NAMES else {}
+    for key, owner in same_places((key, leaf.placed) for key, leaf in tensors.items()).items():
+        tensors[key].same_as = owner
+    return found
 
 
 def _check_content(file: RankFile, item: _DescribedItem) -> None:
@@ -350,7 +367,11 @@ def _leaf(name: str, path: Path_, values: list[tuple[RankFile, Any]], places: li
         if name in OPTIMIZER_NAMES or path[:1] == (STATE,):
             check_same(fqn, numbers)
         number = numbers[0][1]
-    return Leaf(fqn, tensor.dtype, tensor.shape, tensor.source, values[0][0].path, tensor.replicas, number)
+    leaf = Leaf(fqn, tensor.dtype, tensor.shape, tensor.source, values[0][0].path, tensor.replicas, number)
+    leaf.placed = [
+        (part.region, part.extent) for _, part in parts if isinstance(part.region, Box) and part.extent.nbytes
+    ]
+    return leaf
 
 
 def _bare(value: StoredTensor, file: RankFile, place: _Place) -> list[Part]:

@@ -239,7 +239,7 @@ def test_every_option_has_an_effect_or_is_refused(fixtures: Path, target: str) -
     takes = {"dtype", *registry.get(target).takes}
     for owner, formats in registry.declared_options().items():
         takes |= {one.name for one in options_of(owner) if not one.is_for_reading} if target in formats else set()
-    values = VALUES | ({"names": "torchtitan"} if target == "dcp" else {})
+    values = VALUES | ({"names": "torchtitan"} if target in ("dcp", "torch-checkpointing") else {})
     found: dict[str, set[str | None]] = {name: set() for name in values}
     for place, bases in SOURCES.items():
         source = ckpt.open(fixtures / place)

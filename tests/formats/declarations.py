@@ -356,6 +356,7 @@ DECLARATIONS = [
         saved_by_torch_checkpointing("step-2"),
         ("model_*.pt", "optimizer_*.pt"),
         reads_head=("metadata.pkl",),
+        is_sharded=True,
     ),
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration(

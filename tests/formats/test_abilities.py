@@ -33,7 +33,7 @@ SAID: dict[str, tuple[Callable[[Format], bool], str]] = {
     ),
     "these ranks only": (
         lambda one: not one.fits_other_ranks,
-        "fsdp-ranks megatron-deepspeed zero1 zero2 zero3",
+        "fsdp-ranks megatron-deepspeed torch-checkpointing zero1 zero2 zero3",
     ),
     "any axes": (lambda one: one.fits_other_axes, "megatron-dist"),
     "ranks are recorded": (lambda one: one.records_ranks, "megatron megatron-dist"),

@@ -39,7 +39,9 @@ def write(folder: Path, **entries: Any) -> None:
 
 
 def config_of(checkpoint: Checkpoint, target: str, dtype: DType | None, out: Path) -> dict[str, Any]:
-    layout = Layout(dtype=dtype, world_size=2 if target.startswith(("zero", "fsdp-ranks")) else None)
+    layout = Layout(
+        dtype=dtype, world_size=2 if target.startswith(("zero", "fsdp-ranks", "torch-checkpointing")) else None
+    )
     ckpt.plan(checkpoint, target, layout).run(out)
     folder = next(out.rglob("huggingface"), out)  # verl's place for them
     assert (folder / "tokenizer.json").read_text() == "{}"

@@ -68,7 +68,6 @@ from ckpt.runs.trainer_files import run_files, trainer_folder
 
 T = TypeVar("T")
 
-_STAYS = "data position: not converted, {} can't be written; `ckpt convert auto dcp` converts it"
 _MODEL_ONLY = Message("{model_only=True} continues from the model, with a new optimizer")
 #: Check larger copies without their tensor data.
 _AFFORDABLE = 4_000_000_000
@@ -408,8 +407,7 @@ def _way(
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
         if (loaders := loader_states(checkpoint, layout.world_size)) is not None and layout.world_size:
-            stays = loaders.on(layout.world_size) is not None
-            say(f"note: {_STAYS.format(wanted) if stays else loaders.note(layout.world_size)}")
+            say(f"note: {loaders.note(layout.world_size)}")
         if (step := trainer_folder(checkpoint)) is not None:
             for note in position_notes(step, files_in(step), checkpoint.world_size, layout.world_size):
                 say(f"note: {note}")
@@ -574,7 +572,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
         return f"it was written by {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     loaders = loader_states(checkpoint, size)
-    if target.writes and size is not None and loaders is not None and loaders.on(size) is not None:
+    if size is not None and loaders is not None and loaders.on(size) is not None:
         return f"its data position is of {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():

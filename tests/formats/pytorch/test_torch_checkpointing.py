@@ -40,25 +40,25 @@ def test_training_state(run: Path) -> None:
         assert len(state.param_groups[0].fqns) == 21
 
 
-def test_any_number_of_ranks_resumes_the_folder(run: Path) -> None:
-    """Its own loader gave 1 and 3 ranks the live weights and states (0.1.1). The data position is of 2 ranks."""
+def test_other_ranks_resume_a_conversion(run: Path) -> None:
+    """Its own loader keeps the new run's lr on other ranks, and found no step_2.pt for a third rank (0.1.1)."""
     for ranks in (1, 2, 3):
         notes: list[str] = []
-        assert ckpt.resume(run, world_size=ranks, say=notes.append) == str(run / "step-3")
+        resumed = ckpt.resume(run, world_size=ranks, say=notes.append)
+        assert (resumed == str(run / "step-3")) == (ranks == 2)
         assert any("not carried from 2 ranks" in note for note in notes) == (ranks != 2)
+        assert api.open(resumed).world_size == ranks
+        assert ckpt.verify(run, resumed).equal
 
 
-def test_a_proved_data_position_is_told_to_need_a_conversion(run: Path) -> None:
+def test_a_proved_data_position_is_converted(run: Path) -> None:
     loaders = api.open(FIXTURES / "torchtitan-loader" / "step-4").state.private["torch"]["dataloader"]
     import torch
 
     for rank in range(2):
         torch.save({f"dp_rank_{rank}": loaders[f"dp_rank_{rank}"]}, run / f"step-3/dataloader_{rank}.pt")
-    notes: list[str] = []
-    assert ckpt.resume(run, world_size=4, say=notes.append) == str(run / "step-3")
-    assert any("data position: not converted, torch-checkpointing can't be written" in note for note in notes)
-    api.convert(run, "dcp", run.parent / "out", world_size=4)
-    converted = api.open(run.parent / "out").state.private["torch"]["dataloader"]
+    resumed = ckpt.resume(run, world_size=4)
+    converted = api.open(resumed).state.private["torch"]["dataloader"]
     assert converted.keys() == {f"dp_rank_{rank}" for rank in range(4)}
 
 
