@@ -18,6 +18,7 @@ import pytest
 
 from ckpt.commands.watch import watcher
 from ckpt.commands.watch.watcher import Watcher, is_waiting, main_stack
+from ckpt.training.heartbeat import Heart
 from tests.support.places import REPOSITORY
 
 #: A rank that sends heartbeats, is in a "collective" or in its own code, and continues on a line from stdin.
@@ -180,6 +181,24 @@ def test_the_end_of_a_run_is_told_from_an_earlier_runs(tmp_path: Path, ranks: li
     with mock.patch.object(Watcher, "look", look):
         watched = watcher.watch(tmp_path, 30, 600, 0.01, lambda _: None)
     assert not watched.had_ended and watcher.watch(tmp_path, 30, 600, 0.01, lambda _: None).had_ended
+
+
+def test_a_beating_rank_is_not_dead_even_if_its_process_is_invisible(tmp_path: Path) -> None:
+    """A container on the host's network has the host's name and its own process numbers."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    heart = Heart(tmp_path, 0, 1, 30, 1.0)
+    heart.facts["pid"] = ended.pid
+    with heart:
+        watched = Watcher(tmp_path, 30, 600)
+        watched.look()
+        assert watched.ranks and watched.findings() == []
+        facts = json.loads(heart.path("json").read_text())
+        later = {"beats": 7, "time": facts["time"] - 61}
+        heart.path("json").write_text(json.dumps(facts | later))
+        watched.look()
+    (finding,) = watched.findings()
+    assert (finding.kind, finding.pid) == ("dead", ended.pid)
 
 
 def test_a_folder_without_heartbeats(tmp_path: Path) -> None:

@@ -185,8 +185,11 @@ def _is_done(seen: RankFacts) -> bool:
 
 
 def _is_gone(facts: dict[str, Any]) -> bool:
-    """Return True if a rank on this machine has ended without a report."""
-    if facts["host"] != socket.gethostname():
+    """Return True if a rank on this machine has ended without a report.
+
+    A beating rank has not: in a container, its process may be invisible here.
+    """
+    if facts["host"] != socket.gethostname() or time.time() - facts["time"] <= 2 * facts["every"]:
         return False
     try:
         state = Path(f"/proc/{facts['pid']}/stat").read_text().rpartition(")")[2].split()
