@@ -49,6 +49,7 @@ from converters.names.megatron.model.splits import (
     known_split,
     sections_of,
 )
+from converters.names.megatron.settings import CHANGES, COMPARED
 
 #: Keeps the writer from assigning optimizer states to wrong parameters.
 OTHER_ORDER = "the model's modules are in a different order than in megatron-core 0.16"
@@ -283,15 +284,14 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
         )
 
 
-_AGREED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_experts",
-    "padded_vocab_size",
-    "untie_embeddings_and_output_weights",
-    "transformer_impl",
-)
+#: Values that compare by content. Objects in a pickle do not.
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
+
+
+def _agreed(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that describe the model: equal on all ranks of a run."""
+    names = COMPARED | CHANGES.keys() | {"transformer_impl"}
+    return {name: value for name, value in args.items() if name in names and isinstance(value, _PLAIN)}
 
 
 def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
@@ -305,10 +305,12 @@ def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path
             expected="the same iteration in every file",
             found=", ".join(said.values()),
         )
+    agreed = _agreed(reading.args)
     for rank, path, content in loaded:
         args = plain_args(content)
         grid = Grid.of_args(args)
-        other = [name for name in _AGREED if args.get(name) != reading.args.get(name)]
+        own = _agreed(args)
+        other = [name for name in sorted(own.keys() | agreed.keys()) if own.get(name) != agreed.get(name)]
         if args and (grid != reading.grid or other):
             raise CorruptError(
                 "ranks from different runs in one folder",

@@ -412,6 +412,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
         4,
         ("different runs", "hidden_size", "41"),
     ),
+    "ranks from runs with other rotary positions": (
+        lambda run: _edit(run, _args("rotary_base", 77), f"*/mp_rank_01_001/{MODEL}"),
+        4,
+        ("different runs", "rotary_base", "77"),
+    ),
     "arguments of another width": (
         lambda run: _edit(run, _args("ffn_hidden_size", 97)),
         4,
