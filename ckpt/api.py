@@ -21,6 +21,7 @@ from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import pluralize, scheme_of
 from ckpt.base.type_checks import check_types, takes
 from ckpt.base.words import Keyword, Message, joined
+from ckpt.containers.weights import missing_index
 from ckpt.move.files import check_destination, is_filled, is_inside_folder
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
@@ -1025,6 +1026,15 @@ def prove_names(path: Path) -> None:
             hint=Message(
                 "copy the model's config.json into it, or convert again with {config=ORG/NAME} {overwrite=True}; "
                 "{names=own} pushes it without"
+            ),
+        )
+    if missing := missing_index(Path(file.path) for file in checkpoint.files):
+        raise LossError(
+            f"from_pretrained cannot load this folder: {missing.name} is missing",
+            path=missing.parent,
+            hint=Message(
+                "copy it into the folder, or write it with `ckpt convert hf hf {}`; {names=own} pushes without it",
+                shlex.quote(str(path)),
             ),
         )
     config = checkpoint.config

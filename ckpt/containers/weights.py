@@ -79,6 +79,11 @@ def index_of(shard: str) -> str | None:
     return f"{found['stem']}{found['suffix']}.index.json" if found else None
 
 
+def missing_index(files: Iterable[Path]) -> Path | None:
+    found = ((path, index_of(path.name)) for path in files)
+    return next((path.with_name(index) for path, index in found if index and not path.with_name(index).exists()), None)
+
+
 def check_shard_set(names: Iterable[str], folder: Path) -> None:
     """Raise IncompleteError if shards without an index have gaps in their numbers."""
     found = [match for name in names if (match := SHARD.fullmatch(name))]

@@ -236,6 +236,16 @@ def test_names_that_are_not_those_of_the_config(
     assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
 
 
+def test_shards_without_an_index_are_refused(server: HubServer, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    refused = ckpt("push", folder, "--repo-id", REPO)
+    assert refused.code == 6 and REPO not in server.repos
+    assert "from_pretrained cannot load this folder: model.safetensors.index.json is missing" in refused.err
+    pushed = ckpt("push", folder, "--repo-id", REPO, "--names", "own")
+    assert pushed.code == 0, pushed.err
+    assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
+
+
 def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, folder: Path, tmp_path: Path) -> None:
     """Loaders would pick PEFT's adapter and ignore the model, so the repository stays unchanged."""
     server.repos[REPO] = Repo(private=False)
