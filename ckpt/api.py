@@ -22,8 +22,8 @@ from ckpt.base.text import pluralize, scheme_of
 from ckpt.base.type_checks import check_types, takes
 from ckpt.base.words import Keyword, Message, joined
 from ckpt.containers.weights import missing_index
-from ckpt.move.files import check_destination, is_filled, is_inside_folder
-from ckpt.move.listing import listed_once
+from ckpt.move.files import check_destination, is_inside_folder
+from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -172,20 +172,22 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
             )
 
 
-def _check_replaceable(destination: Path) -> None:
+@listed_once()
+def _check_replaceable(destination: Path, format: str) -> None:
     """Raise UsageError if `--overwrite` would delete a folder without a checkpoint, such as a home folder."""
-    if not is_filled(destination):
+    names = names_in(destination) if destination.is_dir() else []
+    if not names:
         return
-    for one in registry.all_formats():
+    for name in (format, *registry.names()):
         try:
-            if one.find(destination, None) is not None:
+            if registry.get(name).find(destination, None) is not None:
                 return
         except CkptError:
             return  # a damaged checkpoint counts too
     raise UsageError(
         Message("the destination is not a checkpoint, and {overwrite=True} would delete its files"),
         path=destination,
-        found=", ".join(sorted(entry.name for entry in destination.iterdir())[:4]),
+        found=", ".join(names[:4]),
         hint=Message("give another folder with {output}, or remove this one first"),
     )
 
@@ -337,7 +339,7 @@ class Conversion(Returned):
             upload(self.plan, self.views, place, hashing=manifest, **what)
             return 0
         if overwrite and (group is None or group.rank == 0):
-            _check_replaceable(place)
+            _check_replaceable(place, self.format)
         try:
             what |= {"phase": phase, "group": group, "resources": self.resources, "say": say}
             if verify:

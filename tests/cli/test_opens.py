@@ -64,6 +64,7 @@ def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
     commands = {
         ("inspect", run): once,
         ("convert", "zero3", "hf", run, str(tmp_path / "outputs" / "hf")): once,
+        ("convert", "zero3", "hf", run, str(tmp_path / "outputs" / "hf"), "--overwrite"): once,
         ("convert", "zero3", "zero3", run, str(tmp_path / "outputs" / "zero3"), "--world-size", "2"): once,
         ("verify", run, other): both,
         ("check", run): once,
@@ -79,6 +80,7 @@ def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
     found = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("[")]
     for (command, opens), (code, opened, listed_again, families) in zip(commands.items(), found, strict=True):
         again = {".zero3.ckpt-staging": 2} if command[2:3] == ("zero3",) else {}  # before and after writing
+        again |= {"hf": 2} if "--overwrite" in command else {}  # again before it is replaced
         assert (command[0], opened, listed_again) == (command[0], opens, again), command
         assert (code or 0) == (command[0] == "verify"), command
         if command[:3] == ("convert", "zero3", "hf"):  # a folder next to the step, `truth`, asks no other format
