@@ -11,10 +11,12 @@ from pathlib import Path
 from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
 from ckpt.base.words import joined
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
-from ckpt.runs.steps import ANY_STEP, LEROBOTS_STATE, TRAINER_STATE, TRAINER_STEP, has_trainer_state
+from ckpt.runs.steps import ANY_STEP, LATEST, LEROBOTS_STATE, TRAINER_STATE, TRAINER_STEP, has_trainer_state
 from ckpt.runs.unread_files import holds_tensors, may_hold_tensors
 
 #: From HF Trainer, Accelerate, Megatron-LM and LeRobot.
@@ -23,6 +25,7 @@ OPTIMIZER_FILE = re.compile(
 )
 _MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
 _OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$|^training_state$")
+_FULL_OPTIMIZER = "optimizer.bin"
 _MAX_SHOWN = 8  # names per message
 _MAX_FOLDERS = 50  # folders searched for the model
 
@@ -69,12 +72,32 @@ def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
 
 
 def lost_optimizer(path: Path) -> str:
-    """Return a sentence for a step of HF Trainer with a schedule and no optimizer, whatever its engine, or ""."""
-    names = names_in(path) if path.is_dir() and TRAINER_STEP.fullmatch(path.name) else []
-    if TRAINER_STATE not in names or "scheduler.pt" not in names:
+    """Return a sentence for a step of HF Trainer or Accelerate with a schedule and no optimizer, or ""."""
+    names = names_in(path) if path.is_dir() and ANY_STEP.fullmatch(path.name) else []
+    if any("optim" in name or ANY_STEP.fullmatch(name) for name in names):
         return ""
-    is_there = any("optim" in name or ANY_STEP.fullmatch(name) for name in names)
-    return "" if is_there else "optimizer.pt is missing: HF Trainer saves scheduler.pt only with an optimizer"
+    if "scheduler.bin" in names and LATEST not in names:  # DeepSpeed's engine holds its optimizer
+        return "the optimizer is missing: Accelerate saves scheduler.bin with one"
+    if not TRAINER_STEP.fullmatch(path.name) or TRAINER_STATE not in names or "scheduler.pt" not in names:
+        return ""
+    return "optimizer.pt is missing: HF Trainer saves scheduler.pt only with an optimizer"
+
+
+def lost_model_of_fsdp(step: Path) -> str:
+    """Return the name of Accelerate's model file if a step has only its optimizer.
+
+    FSDP's optimizer has the parameters' names. Others count parameters, and their model may be an adapter.
+    """
+    names = names_in(step) if step.is_dir() else []
+    if _FULL_OPTIMIZER not in names or any(name.startswith("pytorch_model") for name in names):
+        return ""
+    try:
+        root = torchfile.read(confined(step, _FULL_OPTIMIZER)).root
+    except CkptError:  # reported with its file
+        return ""
+    states = root.get("state") if isinstance(root, dict) else None
+    is_named = isinstance(states, dict) and any(isinstance(key, str) for key in states)
+    return "pytorch_model_fsdp.bin" if is_named else ""
 
 
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:

@@ -9,15 +9,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError
+from ckpt.base.errors import CkptError, CorruptError
 from ckpt.base.sizes import show_size
+from ckpt.containers.safetensors import read_header
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import read_json, read_object
-from ckpt.move.listing import files_in, names_in
+from ckpt.move.listing import files_in, folders_in, names_in
 from ckpt.plan.dtypes import DType
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.sentence_modules import settings
+from ckpt.runs.steps import is_step
 
 CONFIG = "config.json"
 QUANTIZATION_ENTRY = "quantization_config"
@@ -45,6 +47,36 @@ def find_config(folders: Iterable[Path]) -> Path | None:
         if os.path.lexists(folder / CONFIG):  # it may be no file
             return confined(folder, CONFIG)
     return None
+
+
+def hooks_folders(step: Path) -> list[Path]:
+    """Return folders with a model of diffusers in a step, written by a training script's save hook."""
+    inside = folders_in(step) if is_step(step) else []
+    return [one for one in inside if is_of_diffusers(one)]
+
+
+def is_of_diffusers(folder: Path) -> bool:
+    try:
+        config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    except CkptError:  # reported with its file
+        return False
+    return isinstance(config, dict) and "_class_name" in config
+
+
+def hooks_folder(step: Path, names: Iterable[str]) -> Path | None:
+    """Return the only folder of a hook's model with these names. A moving average's config has more entries."""
+    wanted = set(names)
+    found = [one for one in hooks_folders(step) if not one.name.endswith("_ema") and _names_in(one) == wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Return the names in a folder's safetensors files. ZeRO-3 leaves tensors without elements there."""
+    files = [name for name in names_in(folder) if name.endswith(".safetensors")]
+    try:
+        return {entry.name for name in files for entry in read_header(confined(folder, name)).entries}
+    except CkptError:
+        return set()
 
 
 def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:

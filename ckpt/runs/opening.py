@@ -33,7 +33,7 @@ from ckpt.runs.emptiness import empty_parameters, missing_states
 from ckpt.runs.foreign_checkpoints import foreign
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_optimizer, lost_weights, with_hint
 from ckpt.runs.mixed_saves import different_steps
-from ckpt.runs.model_files import CONFIG, read_config
+from ckpt.runs.model_files import CONFIG, hooks_folder, read_config
 from ckpt.runs.models import check_one_is_selected, how_to_choose, models_of
 from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
@@ -351,6 +351,10 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
     folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
     distinct = tuple(dict.fromkeys(folders))
     config = checkpoint.config or read_config(distinct)
+    for step in () if config else map(Path, checkpoint.folders):
+        if folder := hooks_folder(step, (fqn for fqn, _ in checkpoint.tensors)):
+            distinct = (*distinct, folder)
+            config = read_config([folder])
     namespace = checkpoint.namespace
     if namespace == OWN and config and config.get("model_type"):
         namespace = TRANSFORMERS

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, IncompleteError, SeveralRunsError
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import folders_in
-from ckpt.runs.model_files import CONFIG
+from ckpt.runs.model_files import CONFIG, is_of_diffusers
 from ckpt.runs.sentence_modules import check_has_model
 from ckpt.runs.steps import has_record, is_step, run_at
 from ckpt.runs.unread_files import may_hold_tensors
@@ -53,8 +53,7 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
 
 def _check_has_weights(folder: Path) -> None:
     """Raise IncompleteError if a folder has only the config of a diffusers model."""
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
-    if isinstance(config, dict) and "_class_name" in config and not may_hold_tensors(folder):
+    if is_of_diffusers(folder) and not may_hold_tensors(folder):
         raise IncompleteError("the model's weights are missing", path=folder, expected=f"weights next to {CONFIG}")
 
 

@@ -32,6 +32,7 @@ from ckpt.runs.model_files import (
     corrected_config,
     dump_config,
     find_config,
+    hooks_folders,
     with_quantization,
 )
 from ckpt.runs.omitted_content import run_files_left_out
@@ -125,7 +126,7 @@ def run_companions(
     files = [*(file for file in files if file.name not in found), *_files(found)]
     files += [file for file in own if file.name not in found]
     notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
-    notes += positions
+    notes += [*positions, *_of_a_hook(home)]
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
 
@@ -169,6 +170,11 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
                 if any(os.path.lexists(folder / name) for name in _OF_A_STEP):
                     return folder
     return None
+
+
+def _of_a_hook(step: Path) -> Iterator[str]:
+    if names := [f"{folder.name}/" for folder in hooks_folders(step)]:
+        yield f"the script's load hook needs {', '.join(names)} from {step}: copy {'it' if len(names) == 1 else 'them'}"
 
 
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:

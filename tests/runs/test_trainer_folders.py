@@ -135,6 +135,110 @@ def test_a_broken_step_of_a_lora_of_diffusers(
     check_says(said, step, step.parent)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_of_diffusers_under_deepspeed_has_its_hooks_config(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path, stage: int
+) -> None:
+    run, live = copied(f"diffusers-zero{stage}"), live_states(fixtures / f"diffusers-zero{stage}" / "truth")
+    step = run / "checkpoint-2"
+    for place in (run, step):
+        assert ckpt("check", place).code == 0 and api.open(place).path == str(step / "pytorch_model")
+    done = ckpt("convert", "auto", "hf", run, "--dtype", "fp32", "-o", tmp_path / "hf")
+    assert done.code == 0 and "not compared with UNet2DModel" in done.err, done.err
+    assert (tmp_path / "hf" / "config.json").read_bytes() == (step / "unet" / "config.json").read_bytes()
+    found = load_file(tmp_path / "hf" / WEIGHTS)
+    assert found.keys() == live["weight"].keys()
+    assert all(torch.equal(found[fqn], one) for fqn, one in live["weight"].items())
+    done = ckpt("convert", "auto", f"zero{stage}", run, "--world-size", 3, "-v", "-o", tmp_path / "zero")
+    assert done.code == 0 and f"the script's load hook needs unet/{', unet_ema/' if stage == 2 else ''}" in done.err
+    assert ckpt("verify", run, tmp_path / "zero").code == 0
+    assert_states(tmp_path / "zero", live, tmp_path / "full")
+    assert resume(run, say=lambda _: None) == str(step)
+    assert Path(resume(run, world_size=3, say=lambda _: None)).is_relative_to(tmp_path / f".{run.name}.ckpt-resume")
+
+
+def live_states(truth: Path, step: str = "live") -> dict[str, dict[str, torch.Tensor]]:
+    by_role: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(truth / f"{step}.safetensors").items():
+        role, _, fqn = name.partition("/")
+        by_role.setdefault(role, {})[fqn] = tensor
+    return by_role
+
+
+def assert_states(place: Path, live: dict[str, dict[str, torch.Tensor]], output: Path) -> None:
+    """Assert that the optimizer states in `place` are the live engine's."""
+    api.convert(place, "full", output)
+    states = torch.load(output / "optimizer.bin", weights_only=True)["state"]
+    for role in ("exp_avg", "exp_avg_sq"):
+        assert states.keys() == live[role].keys()
+        assert all(torch.equal(states[fqn][role], one) for fqn, one in live[role].items())
+
+
+def test_models_of_a_hook_next_to_deepspeed(copied: Callable[[str], Path], fixtures: Path, tmp_path: Path) -> None:
+    step, live = copied("diffusers-zero2") / "checkpoint-2", live_states(fixtures / "diffusers-zero2" / "truth")
+    for name, tensors in (("unet", live["weight"]), ("unet_ema", live["ema"])):
+        api.convert(step / name, "hf", tmp_path / name, strict=False)
+        found = load_file(tmp_path / name / WEIGHTS)
+        assert all(torch.equal(found[fqn], one.to(found[fqn].dtype)) for fqn, one in tensors.items())
+    placeholders = copied("diffusers-zero3") / "checkpoint-2" / "unet"
+    for command in (["check"], ["resume"], ["inspect"]):
+        refused = ckpt(*command, placeholders)
+        assert refused.code == 4 and "ZeRO-3 placeholders; the weights are in" in refused.out + refused.err
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-full"])
+def test_a_lora_of_diffusers_under_fsdp(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path, kind: str
+) -> None:
+    """Accelerate saves the base model with the adapter's layers, and the hook the adapter alone."""
+    run, live = copied(f"diffusers-{kind}"), live_states(fixtures / f"diffusers-{kind}" / "truth")
+    checked = ckpt("check", run)
+    assert checked.code == 0 and "pytorch_lora_weights.safetensors: not read: more weights" in checked.out
+    for world_size in (None, 3):
+        assert resume(run, world_size=world_size, say=lambda _: None) == str(run / "checkpoint-2")
+    api.convert(run, "dcp", tmp_path / "dcp", world_size=3)
+    assert ckpt("verify", run, tmp_path / "dcp").code == 0
+    assert_states(tmp_path / "dcp", live, tmp_path / "full")
+    stored = torch.load(tmp_path / "full" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert stored.keys() == live["weight"].keys()
+    assert all(torch.equal(stored[fqn], one) for fqn, one in live["weight"].items())
+    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "hf")
+    assert done.code == 0 and "from_pretrained cannot load this folder: config.json is missing" in done.err
+
+
+SHARD = "pytorch_model/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("fixture", "file", "act", "said", "resumes"),
+    [
+        ("zero2", f"unet_ema/{WEIGHTS}", halve, f"unet_ema/{WEIGHTS}: the file is shorter", 0),
+        ("zero2", f"unet_ema/{WEIGHTS}", Path.unlink, f"unet_ema/{WEIGHTS}: the model's weights are missing", 0),
+        ("zero2", "unet_ema/config.json", Path.unlink, "unet_ema/config.json: missing", 0),
+        ("zero3", f"unet/{WEIGHTS}", Path.unlink, f"unet/{WEIGHTS}: the model's weights are missing", 0),
+        ("zero3", SHARD, Path.unlink, "optim_states files are missing", 4),
+        ("zero3", SHARD, halve, f"{SHARD}: the file is truncated", 4),
+        ("zero2", "pytorch_model/mp_rank_00_model_states.pt", Path.unlink, "only optimizer states", 6),
+        ("zero2", "pytorch_model", shutil.rmtree, "`latest` names a missing step folder", 4),
+        ("zero2", "pytorch_model/more.pt", stray, "more.pt: not read", 0),
+        ("fsdp2", "pytorch_model_fsdp_0", shutil.rmtree, "only optimizer states", 6),
+        ("fsdp2", "optimizer_0", shutil.rmtree, "the optimizer is missing", 6),
+        ("fsdp2", "optimizer_0/__1_0.distcp", halve, "optimizer_0/__1_0.distcp: the file ends before", 4),
+        ("fsdp2", "more.pt", stray, "more.pt: not read", 0),
+        ("fsdp2-full", "pytorch_model_fsdp.bin", Path.unlink, "pytorch_model_fsdp.bin: missing", 6),
+        ("fsdp2-full", "optimizer.bin", Path.unlink, "the optimizer is missing", 6),
+        ("fsdp2-full", "optimizer.bin", halve, "optimizer.bin: the file is truncated", 4),
+    ],
+)
+def test_a_broken_step_of_diffusers_on_two_ranks(
+    copied: Callable[[str], Path], fixture: str, file: str, act: Callable[[Path], object], said: str, resumes: int
+) -> None:
+    run = copied(f"diffusers-{fixture}")
+    act(run / "checkpoint-2" / file)
+    check_says(said, run)
+    assert ckpt("resume", run).code == resumes
+
+
 def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str], Path]) -> None:
     run = copied("diffusers")
     shutil.rmtree(run / "checkpoint-2" / "unet_ema")
@@ -146,6 +250,26 @@ def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str],
     (run / "model_index.json").unlink()
     assert "only optimizer states" in ckpt("resume", run).err
     assert ckpt("check", run).code == 4
+
+
+@pytest.mark.parametrize(
+    ("fixture", "place", "step"),
+    [
+        ("composer", "", "ep2-ba4"),
+        ("composer-fsdp2", "", "ep1-ba2"),
+        ("olmo-core", "", "step2"),
+        ("lightning-plain", "checkpoints", "last"),
+        ("torch-checkpointing", "", "step-3"),
+    ],
+)
+def test_weights_and_states_are_the_live_trainers(
+    copied: Callable[[str], Path], fixtures: Path, tmp_path: Path, fixture: str, place: str, step: str
+) -> None:
+    live = live_states(fixtures / fixture / "truth", step)
+    assert_states(copied(fixture) / place, live, tmp_path / "full")
+    stored = torch.load(tmp_path / "full" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert stored.keys() >= live["weight"].keys()
+    assert all(torch.equal(stored[fqn], one) for fqn, one in live["weight"].items())
 
 
 def test_steps_of_composer_are_found_converted_and_resumed(
@@ -175,12 +299,6 @@ def test_composers_sharded_step_has_its_optimizer(
     assert {f"{role}/{fqn}" for fqn, role in checkpoint.tensors} == live.keys()
     api.convert(run, "dcp", tmp_path / "dcp", world_size=3)
     assert ckpt("verify", run, tmp_path / "dcp").code == 0
-    api.convert(run, "full", tmp_path / "full")
-    stored = torch.load(tmp_path / "full" / "pytorch_model_fsdp.bin", weights_only=True)
-    states = torch.load(tmp_path / "full" / "optimizer.bin", weights_only=True)["state"]
-    for fqn, one in stored.items():
-        found = {"weight": one, **{role: states[fqn][role] for role in ("exp_avg", "exp_avg_sq")}}
-        assert all(torch.equal(live[f"{role}/{fqn}"], tensor) for role, tensor in found.items())
     (run / "ep1-ba2" / "__1_0.distcp").unlink()
     assert ckpt("check", run).code == 4
 

@@ -57,7 +57,7 @@ from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
 from ckpt.runs.emptiness import empty_parameters, missing_states
-from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lost_optimizer
+from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lost_model_of_fsdp, lost_optimizer
 from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
@@ -678,3 +678,5 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")
     if checkpoint is not None and not has_optimizer(checkpoint) and (lost := lost_optimizer(place)):
         yield Problem(INCOMPLETE, "optimizer", lost)
+    if checkpoint is not None and not has_optimizer(checkpoint) and (name := lost_model_of_fsdp(place)):
+        yield Problem(INCOMPLETE, name, "missing; optimizer.bin is from FSDP, which saves its model with it")

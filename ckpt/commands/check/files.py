@@ -29,7 +29,10 @@ from ckpt.move.listing import names_in, once
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
 from ckpt.runs.file_table import TORCH_SUFFIXES
+from ckpt.runs.model_files import CONFIG, is_of_diffusers
 from ckpt.runs.search import PIPELINE
+from ckpt.runs.steps import is_step
+from ckpt.runs.unread_files import may_hold_tensors
 
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
 HALF = "half a checkpoint"
@@ -46,6 +49,8 @@ _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends b
 _RNG = re.compile(r"rng_state_(\d+)\.pth")
 #: The end of a name of LeRobot's processor config.
 _PROCESSOR = "processor.json"
+#: diffusers 0.42, `utils/constants.py`.
+_OF_DIFFUSERS = "diffusion_pytorch_model"
 _MAX_FILES = 200_000
 _BLOCK = 1 << 22
 
@@ -164,6 +169,11 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
     for name in sorted(names):
         parts = [one for one in _named_by_config(folder / name) if not (folder / one).exists()]
         yield from ((INCOMPLETE, one, f"missing, {name} names it") for one in parts)
+    weights = [name for name in names if name.startswith(_OF_DIFFUSERS)]
+    if weights and CONFIG not in names and is_step(folder.parent):
+        yield INCOMPLETE, CONFIG, f"missing, diffusers can't load {min(weights)} without it"
+    if not weights and is_step(folder.parent) and is_of_diffusers(folder) and not may_hold_tensors(folder):
+        yield INCOMPLETE, f"{_OF_DIFFUSERS}.safetensors", f"the model's weights are missing, {CONFIG} is there"
     ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
         yield INCOMPLETE, f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
