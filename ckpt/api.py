@@ -307,6 +307,7 @@ class Conversion(Returned):
             group: The processes that each write their share.
             say: Called with each note.
         """
+        from ckpt.move.finite import naming_overflow
         from ckpt.move.run import execute
 
         place = Path(destination) if scheme_of(destination) is None else placeholder_files.place(str(destination))
@@ -336,7 +337,8 @@ class Conversion(Returned):
             if group is not None and group.size > 1:
                 raise UsageError(f"only one process can write to a store, and there are {group.size}", path=place)
             phase("move", self.plan.moved_bytes)
-            upload(self.plan, self.views, place, hashing=manifest, **what)
+            with naming_overflow(self.plan):
+                upload(self.plan, self.views, place, hashing=manifest, **what)
             return 0
         if overwrite and (group is None or group.rank == 0):
             _check_replaceable(place, self.format)
@@ -344,7 +346,8 @@ class Conversion(Returned):
             what |= {"phase": phase, "group": group, "resources": self.resources, "say": say}
             if verify:
                 what["verify"] = partial(self._check_written, phase)
-            return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
+            with naming_overflow(self.plan):
+                return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
         except (CorruptError, NotFoundError) as error:
             try:
                 for file in self.plan.checkpoint.files:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import NotFoundError, SourceGoneError
-from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.casts import cast_bits, storage_dtype, too_large
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
 from ckpt.move.source import GAP, read_into, remote_object, truncated
@@ -203,7 +203,13 @@ def gather(spans: Spans, sources: OpenFiles) -> NDArray:
 
 
 def cast(bits: NDArray, source: DType, target: DType) -> NDArray:
-    return bits if source == target else cast_bits(bits.reshape(-1), source, target).reshape(bits.shape)
+    """Raise LossError if a finite number becomes infinite."""
+    if source == target:
+        return bits
+    try:
+        return cast_bits(bits.reshape(-1), source, target, over="raise").reshape(bits.shape)
+    except FloatingPointError:
+        raise too_large(target) from None
 
 
 def descriptor_of(sources: OpenFiles, path: str) -> int:

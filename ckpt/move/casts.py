@@ -6,12 +6,17 @@ It becomes quiet only if it needs this bit, or in the processor's own conversion
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt.base.errors import LossError
+from ckpt.base.words import Message
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 
 FLOATS = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
+Overflow = Literal["ignore", "raise"]
 
 #: Every other dtype is only bytes.
 _NUMPY: dict[DType, np.dtype] = {FLOAT64: np.dtype("<f8"), FLOAT32: np.dtype("<f4"), FLOAT16: np.dtype("<f2")}
@@ -28,37 +33,48 @@ _RAW: dict[int, np.dtype] = {
 _CACHE_SIZED = 1 << 18
 
 
+_HINTS = {FLOAT16: Message("use {dtype=bf16} or {dtype=fp32}"), BFLOAT16: Message("use {dtype=fp32}")}
+
+
 def storage_dtype(dtype: DType) -> np.dtype:
     return _RAW[dtype.itemsize]
 
 
-def cast_bits(bits: NDArray, source: DType, target: DType) -> NDArray:
-    """Convert the 1-d array `bits` to raw bits in `target`. Return itself for the same dtype."""
+def cast_bits(bits: NDArray, source: DType, target: DType, over: Overflow = "ignore") -> NDArray:
+    """Convert the 1-d array `bits` to raw bits in `target`. Return itself for the same dtype.
+
+    With `over="raise"`, raise FloatingPointError if a finite number becomes infinite.
+    """
     if source == target:
         return bits
     result = np.empty(bits.shape, storage_dtype(target))
     for start in range(0, bits.size, _CACHE_SIZED):
         step = slice(start, start + _CACHE_SIZED)
-        result[step] = _step(bits[step], source, target)
+        result[step] = _step(bits[step], source, target, over)
     return result
 
 
-def _step(bits: NDArray, source: DType, target: DType) -> NDArray:
+def _step(bits: NDArray, source: DType, target: DType, over: Overflow) -> NDArray:
     wide: NDArray
     if source == BFLOAT16:
         wide = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
         wide = bits.view(_NUMPY[source])
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    with np.errstate(over=over, under="ignore", invalid="ignore"):
         if source == FLOAT64 and target in (FLOAT16, BFLOAT16):
             wide = wide.astype(np.float32)  # torch also rounds twice
         if target == BFLOAT16:
-            return _round_to_bfloat16(wide.astype(np.float32, copy=False))
+            return _round_to_bfloat16(wide.astype(np.float32, copy=False), over)
         narrow: NDArray = wide.astype(_NUMPY[target]).view(storage_dtype(target))
         return narrow
 
 
-def _round_to_bfloat16(values: NDArray) -> NDArray:
+def too_large(dtype: DType, **facts: Any) -> LossError:
+    hint = _HINTS.get(dtype, Message("leave {dtype} out"))
+    return LossError(f"a number is too large for {dtype}", hint=hint, **facts)
+
+
+def _round_to_bfloat16(values: NDArray, over: Overflow) -> NDArray:
     bits = values.view(np.uint32)
     # Adding half the last kept bit, plus that bit itself, carries exactly if round-half-to-even goes up.
     rounded = bits >> np.uint32(16)
@@ -71,4 +87,13 @@ def _round_to_bfloat16(values: NDArray) -> NDArray:
         nan = np.isnan(values)
         upper = (bits[nan] >> np.uint32(16)).astype(np.uint16)
         result[nan] = np.where(upper & np.uint16(0x007F), upper, upper | np.uint16(0x0040))
+    if over == "raise" and _is_overflow(values, result):
+        raise FloatingPointError("overflow encountered in a cast to bfloat16")
     return result
+
+
+def _is_overflow(values: NDArray, result: NDArray) -> bool:
+    """Return True if a finite number became infinite in bfloat16."""
+    if result.max(initial=0) < 0xFF80 and result.view(np.int16).max(initial=0) < 0x7F80:
+        return False  # NaN and infinities are the largest integers of either sign
+    return bool((np.isfinite(values) & (result & np.uint16(0x7FFF) == 0x7F80)).any())

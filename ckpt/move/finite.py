@@ -1,19 +1,26 @@
-"""Reads of numbers that must be finite."""
+"""Reads of numbers that must be finite, also after a cast."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import LossError
-from ckpt.base.words import Message
-from ckpt.move.casts import cast_bits
+from ckpt.base.text import pluralize
+from ckpt.move.casts import cast_bits, too_large
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_box
 from ckpt.move.values import check_finite
-from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.dtypes import FLOAT32, FLOAT64, DType
+from ckpt.plan.planner import Plan
 from ckpt.plan.precision import Choice
-from ckpt.plan.tensors import Box
+from ckpt.plan.tensors import Box, Tensor, flat_boxes
+
+_STEP = 1 << 20  # elements searched at a time
 
 
 def finite_values(choice: Choice, box: Box, computed: Computed, path: str) -> NDArray:
@@ -35,11 +42,43 @@ def as_finite_values(bits: NDArray, choice: Choice, box: Box, computed: Computed
         check_finite({tensor.key: tensor}, computed, path)
         at = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
         index = [int(offset) + int(i) for offset, i in zip(box.offsets, at, strict=True)]
-        raise LossError(
-            f"a number is too large for {choice.dtype}",
-            path=path,
-            fqn=tensor.fqn,
-            found=f"a {tensor.dtype} number at {index}",
-            hint=Message("give {dtype=bf16}, or leave {dtype} out"),
-        )
+        raise too_large(choice.dtype, path=path, fqn=tensor.fqn, found=f"a {tensor.dtype} number at {index}")
     return values
+
+
+@contextlib.contextmanager
+def naming_overflow(plan: Plan) -> Iterator[None]:
+    """Name the tensor in the error about a number too large for its new dtype."""
+    try:
+        yield
+    except LossError as error:
+        found = _first_overflow(plan) if error.fqn is None else None
+        if found is None:
+            raise
+        raise found from None
+
+
+def _first_overflow(plan: Plan) -> LossError | None:
+    checkpoint = plan.checkpoint
+    slots = (slot for file in plan.target.files for slot in file.slots)
+    for key, dtype in dict.fromkeys((slot.key, slot.extent.dtype) for slot in slots):
+        tensor = checkpoint.tensors[key]
+        places = [] if dtype == tensor.dtype else [*_overflows(tensor, dtype, checkpoint.computed)]
+        if places:
+            index = [int(i) for i in np.unravel_index(places[0], tensor.shape)]
+            count = f"{len(places)} of {pluralize(tensor.numel, f'{tensor.dtype} number')}"
+            found = f"{count} would be infinite, the first at {index}"
+            return too_large(dtype, path=checkpoint.path, fqn=tensor.fqn, found=found)
+    return None
+
+
+def _overflows(tensor: Tensor, dtype: DType, computed: Computed) -> Iterator[int]:
+    """Yield the positions of finite numbers that become infinite."""
+    for start, stop in pairwise([*range(0, tensor.numel, _STEP), tensor.numel]):
+        at = start
+        for box in flat_boxes(tensor.shape, start, stop):
+            bits = read_box(tensor, box, computed).reshape(-1)
+            values = cast_bits(bits, tensor.dtype, FLOAT64).view(np.float64)
+            after = cast_bits(cast_bits(bits, tensor.dtype, dtype), dtype, FLOAT64).view(np.float64)
+            yield from (at + np.flatnonzero(np.isfinite(values) & np.isinf(after))).tolist()
+            at += box.numel

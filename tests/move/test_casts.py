@@ -14,6 +14,9 @@ from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.plan.dtypes import ALL, BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 
 PAIRS = [(source, target) for source in FLOATS for target in FLOATS if source != target]
+#: Casts that make the largest numbers infinite.
+NARROWING = [(FLOAT64, FLOAT32), *((wide, narrow) for wide in (FLOAT64, FLOAT32) for narrow in (FLOAT16, BFLOAT16))]
+NARROWING.append((BFLOAT16, FLOAT16))
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Bits in the exponent and in the fraction.
 _LAYOUT = {FLOAT64: (11, 52), FLOAT32: (8, 23), FLOAT16: (5, 10), BFLOAT16: (8, 7)}
@@ -29,6 +32,12 @@ def is_nan(bits: NDArray, dtype: DType) -> NDArray:
     exponent, fraction = _LAYOUT[dtype]
     magnitude = bits & bits.dtype.type((1 << (exponent + fraction)) - 1)
     return magnitude > bits.dtype.type(((1 << exponent) - 1) << fraction)
+
+
+def is_infinite(bits: NDArray, dtype: DType) -> NDArray:
+    exponent, fraction = _LAYOUT[dtype]
+    magnitude = bits & bits.dtype.type((1 << (exponent + fraction)) - 1)
+    return magnitude == bits.dtype.type(((1 << exponent) - 1) << fraction)
 
 
 def sign(bits: NDArray) -> NDArray:
@@ -132,3 +141,17 @@ def test_any_length_in_steps_of_any_length(monkeypatch: pytest.MonkeyPatch, size
 
 def test_raw_bits_are_as_large_as_the_elements() -> None:
     assert all(storage_dtype(dtype).itemsize == dtype.itemsize for dtype in ALL)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_an_overflow_is_raised_for_finite_numbers_only(source: DType, target: DType) -> None:
+    bits = np.arange(1 << 16, dtype="<u2") if source.itemsize == 2 else edges(source, target)
+    with np.errstate(over="ignore"):
+        infinite = is_infinite(cast_bits(bits, source, target), target) & ~is_infinite(bits, source)
+    assert infinite.any() == ((source, target) in NARROWING)
+    finite = cast_bits(bits[~infinite], source, target, over="raise")
+    assert (finite == cast_bits(bits[~infinite], source, target)).all()
+    for place in np.flatnonzero(infinite)[:: max(1, infinite.sum() // 100)].tolist():
+        for block in (bits[place : place + 1], np.append(np.zeros(99, bits.dtype), bits[place])):
+            with pytest.raises(FloatingPointError, match="overflow"):
+                cast_bits(block, source, target, over="raise")

@@ -26,7 +26,7 @@ from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 from ckpt.views import files as views
 from ckpt.views.files import Views
-from tests.support.moving import copies, expected_after, make_case, open_files
+from tests.support.moving import content_for, copies, expected_after, make_case, open_files
 from tests.support.places import FIXTURES
 
 TOY = FIXTURES / "toy-zero3"
@@ -36,7 +36,7 @@ FILLER = 0xAB
 @given(copies(), st.randoms(use_true_random=False), st.integers(0, 400), st.integers(1, 300))
 def test_the_part_of_a_copy_that_a_range_takes(copy: Copy, random: Any, start: int, size: int) -> None:
     """For extents with any strides and dtypes, the range equals numpy's result, and no element outside is read."""
-    source = np.frombuffer(random.randbytes(copy.source.end), np.uint8)
+    source = np.frombuffer(content_for(copy, random.randbytes(copy.source.end)), np.uint8)
     window = views._Window(start, size)
     for part in views._copies_in(copy, window):
         assert window.touches(part.target)
