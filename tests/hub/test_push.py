@@ -236,6 +236,22 @@ def test_names_that_are_not_those_of_the_config(
     assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
 
 
+def test_files_that_appear_during_a_push_are_not_pushed(server: HubServer, folder: Path) -> None:
+    """A trainer may write its optimizer into the folder after the check for training state."""
+    before, said = contents(folder), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith("pushing "):
+            for name in ("optimizer.pt", ".env"):
+                (folder / name).write_text("secret")
+
+    done = pushing.push(folder, REPO, say=say)
+    tree = server.tree(REPO)
+    assert tree.pop("README.md") and tree == before and done.num_files == len(tree) + 1
+    assert "note: not pushed, new since the push began: optimizer.pt" in said
+
+
 def test_shards_without_an_index_are_refused(server: HubServer, folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     refused = ckpt("push", folder, "--repo-id", REPO)

@@ -138,7 +138,8 @@ def push(
 
     if not progress:
         disable_progress_bars()
-    files, hidden = _local_files(folder, say)
+    files = _local_files(folder, say)
+    found = {*files}
     sources = [SourceFile.stat(str(path)) for path in files.values()]
     if MANIFEST in files:
         _check_manifest(folder, say)
@@ -165,7 +166,7 @@ def push(
             extra[CARD] = card().encode()
         seen_by = "private" if api.repo_info(to.repo_id).private else "public"
         say(f"pushing {pluralize(len(files), 'file')} to {api.endpoint}/{to.repo_id} ({seen_by})")
-        commit = _upload(api, folder, files, hidden, message, to)
+        commit = _upload(api, folder, files, message, to)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         for name, content in extra.items():
             api.upload_file(
@@ -180,18 +181,18 @@ def push(
         _verify(files, extra, remote, to)
         for source in sources:
             source.check_unchanged()
+        if new := sorted(_local_files(folder, lambda _: None).keys() - found):
+            say(f"note: not pushed, new since the push began: {', '.join(new[:_MAX_NAMES])}")
     num_bytes = sum(path.stat().st_size for path in files.values()) + sum(map(len, extra.values()))
     url = pull_request.url if pull_request else commit.commit_url
     return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
 
 
-def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
-    """Stream files in a store, without local copies."""
+def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], message: str, to: Push) -> Any:
+    """Upload only `files`: a trainer may still write into the folder. Stream files in a store, without local copies."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
     if not is_standin(str(folder)):
-        left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
-        left += [f"{name}/*" for name in left]
-        return api.upload_folder(folder_path=folder, ignore_patterns=left, **where)
+        return api.upload_folder(folder_path=folder, allow_patterns=[*map(glob.escape, files)], **where)
     from huggingface_hub import CommitOperationAdd
 
     with ExitStack() as opened:
@@ -307,11 +308,11 @@ def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, 
 
 
 def files_to_push(folder: Path) -> list[str]:
-    return list(_local_files(folder, lambda _: None)[0])
+    return list(_local_files(folder, lambda _: None))
 
 
-def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
-    """Return files to push by name, and hidden files and folders. Raise UnsafeError if a symlink leads out."""
+def _local_files(folder: Path, say: Callable[[str], None]) -> dict[str, Path]:
+    """Return files to push by name. Raise UnsafeError if a symlink leads out."""
     if not folder.is_dir():
         raise NotFoundError("folder not found", path=folder, hint="give the folder written by convert")
     files: dict[str, Path] = {}
@@ -331,7 +332,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
         say(f"note: hidden files are not pushed: {', '.join(hidden)}; `hf upload` takes one by its name")
     if others:
         say(f"note: not pushed, not regular files: {', '.join(others)}")
-    return files, hidden
+    return files
 
 
 def _names_in(folder: Path) -> list[str]:
