@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.tensors import Box
 
-#: Names used by torchtitan's runs.
-TORCHTITAN = "torchtitan"
+#: Names used by runs of these trainers.
+TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
+OF_RUNS = frozenset({TORCHTITAN, OLMO_CORE})
 #: Namespaces with equal tensors: nothing is cut or padded between them.
 OF_THE_MODEL = frozenset({OWN, HUB, TRANSFORMERS})
 

@@ -25,7 +25,7 @@ class TensorKindsProtocol(Protocol):
     def float32(self, checkpoint: Checkpoint, dtype: DType) -> frozenset[str]: ...
 
 
-class TorchtitanProtocol(Protocol):
+class RunNamesProtocol(Protocol):
     def namespace_of(self, checkpoint: Checkpoint) -> str | None: ...
 
 

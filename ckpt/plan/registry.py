@@ -71,6 +71,7 @@ NAMESPACES = {
     "transformers": "converters.names.hub.module_prefix:NAMESPACE",
     "megatron": "converters.names.megatron.namespace:NAMESPACE",
     "torchtitan": "converters.names.torchtitan:NAMESPACE",
+    "olmo-core": "converters.names.olmo_core:NAMESPACE",
     "gguf": "converters.gguf.names:NAMESPACE",
 }
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ties: protocols.TiesProtocol = lazy_module("converters.names.transformers.ties")
 tensor_kinds: protocols.TensorKindsProtocol = lazy_module("converters.names.transformers.tensor_kinds")
-torchtitan: protocols.TorchtitanProtocol = lazy_module("converters.names.torchtitan_models")
+run_names: protocols.RunNamesProtocol = lazy_module("converters.names.run_names")
 layer_names: protocols.LayerNamesProtocol = lazy_module("converters.deepspeed.layer_names")
 proof: protocols.ProofProtocol = lazy_module("converters.names.hub.proof")
 expected: protocols.ExpectedProtocol = lazy_module("converters.names.hub.expected_tensors")

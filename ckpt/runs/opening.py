@@ -360,7 +360,7 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
         namespace = TRANSFORMERS
     given = Inputs((str(path),), None if request.config is None else str(request.config))
     found = replace(checkpoint, folders=tuple(map(str, distinct)), given=given, config=config, namespace=namespace)
-    if namespace == TRANSFORMERS and (own := services.torchtitan.namespace_of(found)):
+    if namespace == TRANSFORMERS and (own := services.run_names.namespace_of(found)):
         found = replace(found, namespace=own)
     return with_computing_dtype(found)
 

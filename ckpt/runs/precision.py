@@ -19,7 +19,7 @@ from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, ComputesIn
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from ckpt.plan.namespace import OF_RUNS, OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
 from ckpt.runs.file_table import TRAINING_ARGS
 from ckpt.runs.model_files import CONFIG
@@ -37,7 +37,7 @@ def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     if recorded is not None and recorded.dtype == FLOAT32:
         is_run = bool(checkpoint.optimizer_states) or checkpoint.state.step is not None
-        is_mixed = is_run and not recorded.record and checkpoint.namespace in (*OF_THE_MODEL, TORCHTITAN)
+        is_mixed = is_run and not recorded.record and checkpoint.namespace in (*OF_THE_MODEL, *OF_RUNS)
         recorded = ComputesIn(None) if is_mixed else None
     return replace(checkpoint, computes_in=recorded)
 

@@ -8,7 +8,7 @@ from ckpt.base.errors import NotFoundError
 from ckpt.base.words import Message
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
-from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
+from ckpt.plan.namespace import OF_RUNS, OF_THE_MODEL, in_words
 
 
 def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
@@ -24,7 +24,7 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
         return checkpoint
     if namespace == checkpoint.namespace:
         return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
-    if checkpoint.namespace == TORCHTITAN and namespace == TRANSFORMERS:
+    if checkpoint.namespace in OF_RUNS and namespace == TRANSFORMERS:
         return checkpoint  # a run keeps its framework's names
     if not {checkpoint.namespace, namespace} <= OF_THE_MODEL:
         checkpoint = _with_known_names(checkpoint, namespace)

@@ -21,7 +21,7 @@ from converters.names.families import tables as families
 from converters.names.families.config import Config
 from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
-from converters.names.torchtitan_models import PERMUTED
+from converters.names.run_names import PERMUTED
 from converters.names.torchtitan_run import check_run
 
 #: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert.

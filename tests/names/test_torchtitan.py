@@ -1,4 +1,4 @@
-"""`converters/names/torchtitan.py`, `torchtitan_models.py`: torchtitan's checkpoints match its own adapters."""
+"""`converters/names/torchtitan.py`, `run_names.py`: torchtitan's checkpoints match its own adapters."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import converters.names.hub.classes
 import converters.names.hub.expected_tensors
 import converters.names.hub.proof
 import converters.names.parameters
-import converters.names.torchtitan_models
+import converters.names.run_names
 import converters.names.transformers.modules
 import converters.names.transformers.relation
 import converters.names.transformers.tensor_kinds
@@ -31,7 +31,7 @@ from ckpt.plan import protocols, services
 
 TIES: protocols.TiesProtocol = converters.names.transformers.ties
 TENSOR_KINDS: protocols.TensorKindsProtocol = converters.names.transformers.tensor_kinds
-TORCHTITAN: protocols.TorchtitanProtocol = converters.names.torchtitan_models
+RUN_NAMES: protocols.RunNamesProtocol = converters.names.run_names
 LAYER_NAMES: protocols.LayerNamesProtocol = converters.deepspeed.layer_names
 PROOF: protocols.ProofProtocol = converters.names.hub.proof
 EXPECTED: protocols.ExpectedProtocol = converters.names.hub.expected_tensors

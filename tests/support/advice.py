@@ -49,7 +49,7 @@ KINDS = (
             r"\bhave the script that trained it save\b|\btrain with(?:out)?\b|\bparallel-size\b",
             r"\bload the file with \w+, only if you trust\b|\bon a little-endian machine\b",
             r"\bsave with Megatron-LM\b|\bHub's config\.json of the model\b",
-            r"\bconvert it with GPT-NeoX's\b",
+            r"\bconvert it with GPT-NeoX's\b|\bolmo_core\.nn\.hf\.save_hf_model\b",
             r"\bmodel\.to_empty\(|\bmpirun -x\b|\bcall ckpt\.resume after\b",
         ),
     ),

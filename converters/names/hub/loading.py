@@ -32,7 +32,9 @@ def unproved(config: Mapping[str, Any], shapes: Mapping[str, Shape], why: str = 
         why = f"the names were not compared with LeRobot's class for {config['type']!r}"
         return LoadCheck(None, "PreTrainedPolicy.from_pretrained", why)
     if _OLMO_CORE in str((config.get("model") or {}).get("_CLASS_", "")):
-        hint = "olmo_core.nn.hf.save_hf_model writes transformers' names and config"
+        hint = Message(
+            "{config=DIR} takes a config.json of olmo2 or olmo3; olmo_core.nn.hf.save_hf_model writes model and config"
+        )
         return LoadCheck(False, why="the names and the config are OLMo-core's", hint=hint)
     if not names_architecture(config):
         why = "config.json has no model_type and no architectures"
