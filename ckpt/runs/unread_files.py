@@ -22,7 +22,7 @@ from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.file_table import TENSOR_SUFFIXES, TRAINING_STATE, FileKind, fits, is_of
 from ckpt.runs.sentence_modules import weights_files
-from ckpt.runs.steps import ANY_STEP, RECORDS, is_step, link_target, run_at
+from ckpt.runs.steps import ANY_STEP, LATEST, RECORDS, TRAINER_STEP, is_step, link_target, recorded_step, run_at
 
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
@@ -61,6 +61,7 @@ _OF_TENSORS = (".safetensors", ".distcp")
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
 _MAX_SHOWN = 20
+_MAX_DEPTH = 3  # of folders in an unread folder
 _MAX_NAMED = 6
 _OPTIMIZER = "the run's optimizer, next to weights only"
 
@@ -113,25 +114,37 @@ def list_unread(checkpoint: Checkpoint) -> tuple[UnreadFile, ...]:
 
 
 def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[UnreadFile]:
-    """Yield folders with tensor files, except steps and `known` ones."""
+    """Yield folders with tensor files, except `known` ones, the steps of a run and DeepSpeed's folder in a step."""
     modules = {path.parent.name for path in weights_files(root)}
+    is_trainers = TRAINER_STEP.fullmatch(root.name) is not None
     for name in (entry.name for entry in entries if entry.size is None):
-        if name in known or name.startswith(".") or is_step(link_target(root / name)):
+        if name in known or name.startswith("."):
+            continue
+        if is_step(link_target(root / name)) and (not is_trainers or recorded_step(root / LATEST) == name):
             continue
         if name in modules:
             yield UnreadFile(f"{name}/", OTHER, "a module of sentence-transformers")
-            continue
-        if (root / name / ADAPTER_CONFIG).is_file():
-            yield UnreadFile(f"{name}/", OTHER, "another adapter")
-            continue
-        listed = list(_listed(root, name))
-        if any(_WEIGHTS.fullmatch(_base(one.name)) for one in listed):
-            yield UnreadFile(f"{name}/", OTHER, "a folder with a model's weights")
-            continue
-        found = judged(listed, (), partial(_ends_in, root))
-        if states := [one.name for one in found if one.kind == STATE]:
-            more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
-            yield UnreadFile(f"{name}/", OTHER, f"a folder with tensor files{more}")
+        else:
+            yield from _with_tensors(root, name)
+
+
+def _with_tensors(root: Path, folder: str, depth: int = 0) -> Iterator[UnreadFile]:
+    """Yield `folder` if it has tensor files, else its subfolders with tensor files."""
+    if (root / folder / ADAPTER_CONFIG).is_file():
+        yield UnreadFile(f"{folder}/", OTHER, "another adapter")
+        return
+    listed = list(_listed(root, folder))
+    if any(_WEIGHTS.fullmatch(_base(one.name)) for one in listed):
+        yield UnreadFile(f"{folder}/", OTHER, "a folder with a model's weights")
+        return
+    found = judged(listed, (), partial(_ends_in, root))
+    if states := [one.name for one in found if one.kind == STATE]:
+        more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
+        yield UnreadFile(f"{folder}/", OTHER, f"a folder with tensor files{more}")
+        return
+    for one in listed if depth < _MAX_DEPTH else ():
+        if one.size is None and not _base(one.name).startswith(".") and not (root / one.name).is_symlink():
+            yield from _with_tensors(root, one.name, depth + 1)
 
 
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[UnreadFile]:
