@@ -45,6 +45,7 @@ from ckpt.runs.steps import (
     enclosing_folders,
     is_step,
     link_target,
+    lost_step_number,
     lost_trainer_state,
     recorded_step,
     run_at,
@@ -167,7 +168,10 @@ def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
     steps = different_steps(checkpoint)
     place = Path(checkpoint.path)
     lost = lost_trainer_state(place.parent) if has_optimizer(checkpoint) else lost_optimizer(place)
-    notes = [note for note in (told, steps, lost, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
+    number = lost_step_number(place) or lost_step_number(place.parent)
+    notes = [
+        note for note in (told, steps, lost, number, rank_copies_note(checkpoint.tensors.values()), *empty) if note
+    ]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
 
 

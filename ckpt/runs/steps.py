@@ -19,6 +19,7 @@ from ckpt.move.source import read_file
 
 #: transformers/trainer_callback.py, `TrainerState`
 TRAINER_STATE = "trainer_state.json"
+_SCHEDULE = "scheduler.pt"
 #: The last saved step's tag, and the last universal checkpoint's.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Last step's number from Megatron-LM and verl. Megatron-LM's may say `release` instead.
@@ -292,6 +293,13 @@ def lost_trainer_state(step: Path) -> str:
     missing = [one for one in (_OLMOS_RECORD, _OLMOS_LAST) if not (step / one).exists()]
     why = {_OLMOS_RECORD: "OLMo-core begins at step 0 without it", _OLMOS_LAST: "OLMo-core finds no step without it"}
     return "; ".join(f"{one} is missing: {why[one]}" for one in missing)
+
+
+def lost_step_number(step: Path) -> str:
+    """Return a sentence if a step of HF Trainer with a schedule has no trainer state, or ""."""
+    if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists() or not (step / _SCHEDULE).is_file():
+        return ""
+    return f"{TRAINER_STATE}, with the step's number, is missing: HF Trainer does not resume without it"
 
 
 def enclosing_folders(path: Path) -> list[Path]:
