@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from ckpt.base.errors import IncompleteError
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan import services
 from ckpt.plan.checkpoint import HUB, Checkpoint
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.sentence_modules import module_faults
 from ckpt.runs.steps import TRAINER_STATE, missing_last_of_lightning, one_with_state, trainer_state, trainer_step
+
+#: Folder, names and key of the records of OLMo-core's trainer and of Accelerate (`save_accelerator_state`).
+_RECORDS_OF_RANKS = (
+    ("train", re.compile(r"rank\d+\.pt"), "global_step"),
+    (".", re.compile(r"random_states_\d+\.pkl"), "step"),
+)
 
 
 def check_ended(step: Path) -> None:
@@ -27,6 +38,28 @@ def check_ended(step: Path) -> None:
     trainer_step(step)
     for path in trainer_state(step):
         check_carried(path, path.parent)
+    check_ranks(step)
+
+
+def check_ranks(step: Path) -> None:
+    """Raise CorruptError if the ranks' files in a step's folder record different steps."""
+    for folder, pattern, key in _RECORDS_OF_RANKS:
+        place = step / folder
+        names = [name for name in names_in(place) if pattern.fullmatch(name)] if place.is_dir() else []
+        numbers: dict[int, str] = {}
+        for name in names:
+            with suppress(CkptError):  # a damaged file is reported by other checks
+                root = torchfile.read(confined(place, name)).root
+                if isinstance(root, Mapping) and type(number := root.get(key)) is int:
+                    numbers.setdefault(number, name)
+        if len(numbers) > 1:
+            first, other, *_ = numbers.items()
+            raise CorruptError(
+                "the folder mixes ranks from different steps",
+                path=place / other[1],
+                expected=f"{key} {first[0]}, as in {first[1]}",
+                found=f"{key} {other[0]}",
+            )
 
 
 def content_faults(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bool | None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 
 _SHOWN = 16
+#: Counts of steps that ranks share, and items with nothing else. A data loader's `step` is each rank's own.
+_COUNTS = ("last_epoch", "global_step", "global_steps")
+_ITEMS = (*_COUNTS, "step", "iteration")
 
 
 def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> None:
@@ -41,6 +44,25 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
         expected=f"{name} {common}, found in {len(most)} of {pluralize(len(said), 'file')}",
         found="; ".join(listed(*pair) for pair in values),
     )
+
+
+def check_same_counts(name: str, ranks: Sequence[tuple[RankFile, Any]]) -> None:
+    """Raise CorruptError unless every rank counts the same steps, also in a schedule."""
+    counted: dict[str, list[tuple[RankFile, int]]] = {}
+    for file, value in ranks:
+        for at, number in _counts(name, value):
+            counted.setdefault(at, []).append((file, number))
+    for at, said in counted.items():
+        check_same(at, said)
+
+
+def _counts(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if isinstance(inner, Mapping) or key in _COUNTS:
+                yield from _counts(f"{name}.{key}", inner)
+    elif type(value) is int and (name in _ITEMS or "." in name):
+        yield name, value
 
 
 def check_same_options(ranks: Sequence[tuple[RankFile, Sequence[ParamGroup]]]) -> None:

@@ -51,7 +51,7 @@ from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of
 from ckpt.runs.steps import TRACKER
 from ckpt.state.wrapper_prefixes import clean_names
-from converters.optimizers.ranks import check_same, check_same_options, different_numbers
+from converters.optimizers.ranks import check_same_counts, check_same_options, different_numbers
 from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
@@ -374,10 +374,7 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
 
 def _read_extras(reading: Reading, files: Sequence[RankFile]) -> None:
     """Add one scheduler for all, and each rank's random state."""
-    schedulers = [(file, file.content.get("lr_scheduler")) for file in files]
-    check_same(
-        "last_epoch of the lr_scheduler", [(f, s.get("last_epoch")) for f, s in schedulers if isinstance(s, Mapping)]
-    )
+    check_same_counts("lr_scheduler", [(file, file.content.get("lr_scheduler")) for file in files])
     for file in files:
         for name, value in file.content.items():
             if name == "rng" and value is not None:

@@ -38,7 +38,7 @@ from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layou
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.steps import RANK_FILE, RANKS_METADATA, STAGED, is_ranks_folder
-from converters.optimizers.ranks import check_same
+from converters.optimizers.ranks import check_same, check_same_counts
 from converters.optimizers.state_dicts import GROUPS, MEMBERS, NAMES, STATE, VERSION
 from converters.pytorch.dcp import StateDictReading, same_places
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf
@@ -244,6 +244,7 @@ class _ItemReading:
         if is_model or any(is_part(value) for file in held for value in file.content.values()):
             reading.leaves += _tied(name, _leaves(name, held, None))
         elif shared is _DIFFERENT:
+            check_same_counts(name, [(file, roots[file.rank]) for file in held])
             reading.per_rank[name] = {str(rank): root for rank, root in roots.items()}
         else:
             reading.leaves.append(((name,), _with_number(shared, name)))

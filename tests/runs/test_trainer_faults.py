@@ -405,6 +405,75 @@ def test_hf_trainers_lost_optimizer_is_named(copied: Callable[[str], Path], tmp_
     assert lost not in said("check", run).out
 
 
+@pytest.mark.parametrize("name", ["trainer-plain", "trl-fsdp2/outputs/llama-sft"])
+def test_hf_trainers_only_step_without_its_record(fixtures: Path, tmp_path: Path, name: str) -> None:
+    lost = "trainer_state.json, with the step's number, is missing: HF Trainer does not resume without it"
+    step = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(fixtures / name / "checkpoint-2", step)
+    assert all(lost not in said(command, step.parent).err + said(command, step).out for command in ("check", "resume"))
+    (step / "trainer_state.json").unlink()
+    for place in (step, step.parent):
+        checked = said("check", place)
+        assert lost in checked.out and WHOLE not in checked.out and "step 2" not in checked.out, checked.out
+        assert f"note: {lost}" in said("resume", place).err
+    (step / "scheduler.pt").unlink()  # other trainers write no such record
+    assert lost not in said("check", step).out
+
+
+@pytest.mark.parametrize("place", ["other", "other/deep", "checkpoint-1", "global_step1"])
+def test_a_folder_with_weights_in_hf_trainers_step(copied: Callable[[str], Path], tmp_path: Path, place: str) -> None:
+    step = copied("trainer-plain") / "checkpoint-2"
+    (step / "other" / "empty").mkdir(parents=True)
+    assert ": not read" not in said("check", step).out
+    (step / place).mkdir(parents=True, exist_ok=True)
+    save_file({"weight": torch.zeros(2)}, step / place / "model.safetensors")
+    for folder in (step, step.parent):
+        assert f"{place}: not read: a folder with a model's weights" in said("check", folder).out
+        assert f"not read: {place}/: a folder with a model's weights" in said("resume", folder).err
+        done = said("convert", "auto", "hf", folder, "-o", tmp_path / "hf", "--overwrite")
+        assert f"not read: {place}/: a folder with a model's weights" in done.err
+
+
+def count_on(*keys: str) -> Callable[[Any], Any]:
+    def act(root: Any) -> Any:
+        for key in keys[:-1]:
+            root = root[key]
+        root[keys[-1]] += 7
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("fixture", "file", "act"),
+    [
+        ("olmo-core", "step2/train/rank1.pt", count_on("global_step")),
+        (
+            "verl-fsdp2",
+            "global_step_3/actor/extra_state_world_size_2_rank_1.pt",
+            count_on("lr_scheduler", "last_epoch"),
+        ),
+        ("torch-checkpointing", "step-3/lr_scheduler_1.pt", count_on("last_epoch")),
+        ("torch-checkpointing", "step-3/step_1.pt", None),
+        ("accelerate-loader", "step_4/random_states_1.pkl", count_on("step")),
+    ],
+    ids=["olmo-core", "verl", "torch_checkpointing schedule", "torch_checkpointing step", "accelerate"],
+)
+def test_one_ranks_file_of_another_step(
+    copied: Callable[[str], Path], fixture: str, file: str, act: Callable[[Any], Any] | None
+) -> None:
+    mixed = "the folder mixes ranks from different steps"
+    run = copied(fixture)
+    step = run / Path(file).parts[0]
+    assert mixed not in said("check", step).out and mixed not in said("resume", step).err
+    if act is None:
+        torch.save(2, run / file)
+    else:
+        change(run / file, act)
+    checked, resumed = said("check", step), said("resume", step)
+    assert checked.code == 4 and mixed in checked.out and Path(file).name in checked.out, checked.out
+    assert resumed.code == 4 and mixed in resumed.err and WHOLE not in checked.out
+
+
 def test_a_record_above_a_single_step_is_checked(copied: Callable[[str], Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert ckpt("convert", "zero2", "universal", copied("toy-zero2"), "-o", run).code == 0

@@ -64,7 +64,7 @@ from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
-from ckpt.runs.step_checks import content_faults
+from ckpt.runs.step_checks import check_ranks, content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
@@ -73,6 +73,7 @@ from ckpt.runs.steps import (
     TRAINER_STATE,
     TRAINER_STEP,
     link_target,
+    lost_step_number,
     lost_trainer_state,
     missing_last_of_lightning,
     missing_last_of_megatron,
@@ -668,6 +669,10 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
     """Yield a problem if the trainer's last file is missing, HF Trainer's only if other steps have it."""
     if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
+    try:
+        check_ranks(place)
+    except CorruptError as error:
+        yield problem_of(error, place)
     if name := missing_last_of_lightning(place):
         yield Problem(INCOMPLETE, name, "missing; Lightning writes it after the shards, and loads no folder without it")
     for name in missing_trainer_state(place):
@@ -676,6 +681,8 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
         yield Problem(LACKING, "trainer state", lost)
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")
+    elif lost := lost_step_number(place):
+        yield Problem(LACKING, "trainer state", lost)
     if checkpoint is not None and not has_optimizer(checkpoint) and (lost := lost_optimizer(place)):
         yield Problem(INCOMPLETE, "optimizer", lost)
     if checkpoint is not None and not has_optimizer(checkpoint) and (name := lost_model_of_fsdp(place)):

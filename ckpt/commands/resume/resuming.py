@@ -50,7 +50,7 @@ from ckpt.runs.file_table import TENSOR_SUFFIXES
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, check_holds_model
 from ckpt.runs.models import models_of, name_of, save_around, sibling_models
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
-from ckpt.runs.step_checks import content_faults
+from ckpt.runs.step_checks import check_ranks, content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
@@ -526,7 +526,7 @@ def _check_content(checkpoint: Checkpoint) -> None:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError for a missing part of a tensor, or a damaged file next to the checkpoint.
+    """Raise CorruptError for a missing part of a tensor, or a damaged file or other step's file next to the checkpoint.
 
     torch's DCP keeps the values in memory for a missing part.
     """
@@ -535,6 +535,8 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     place = Path(checkpoint.path)
     for file in (*run_files(checkpoint), *trainer_state(place), *trainer_state(place.parent)):
         check_carried(file, file.parent)
+    for folder in (place, place.parent):
+        check_ranks(folder)
     for tensor in checkpoint.tensors.values():
         check_source(tensor)
 
