@@ -129,6 +129,22 @@ def test_the_merge_is_in_the_bases_dtype(model: str, dtype: torch.dtype, tmp_pat
     tables[TABLE][f"{str(dtype).removeprefix('torch.')} base"][model] = f"{equal}/{total} ({changed})"
 
 
+def test_a_number_too_large_for_the_dtype_is_refused(tmp_path: Path) -> None:
+    base = save_base("llama", torch.float32, tmp_path / "base")
+    saved = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"]})
+    fqn = next(name for name in weights(base) if "q_proj" in name)
+    stored = weights(base)
+    stored[fqn][1, 2] = -1e30
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    command = ("merge-lora", saved, "--base", base, "-o", tmp_path / "out", "--dtype")
+    refused = ckpt(*command, "fp16")
+    assert (
+        refused.code == 6 and f"too large for float16\n  file: {base}\n  tensor: {fqn}\n  found: 1e+30" in refused.err
+    )
+    assert not (tmp_path / "out").exists()
+    assert ckpt(*command, "bf16").code == 0
+
+
 def test_an_adapter_saved_in_bf16_is_merged_in_fp32_as_peft_loads_it(bases: dict[str, Path], tmp_path: Path) -> None:
     saved = save_adapter(bases["llama"], tmp_path / "adapter", {"target_modules": "all-linear"})
     file = saved / "adapter_model.safetensors"

@@ -20,6 +20,7 @@ from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief, pluralize
 from ckpt.base.words import Message, Note, joined
+from ckpt.move.casts import too_large
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import is_standin
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
@@ -87,18 +88,25 @@ class Factor:
 
     def rounded(self, dtype: DType) -> Factor:
         def load() -> torch.Tensor:
-            import torch
-
-            return self.load().to(getattr(torch, dtype.name))
+            return _cast_tensor(self.load(), dtype, self.of, self.fqn)
 
         return self if self.choice and self.choice.dtype == dtype else replace(self, load=load, choice=None)
 
 
 def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None, rows: slice | None = None) -> torch.Tensor:
+    tensor = LazyTensor(choice.tensor, of.computed, sources)[... if rows is None else rows]
+    return _cast_tensor(tensor, choice.dtype, of, choice.tensor.fqn) if choice.is_cast else tensor
+
+
+def _cast_tensor(tensor: torch.Tensor, dtype: DType, of: Checkpoint, fqn: str) -> torch.Tensor:
+    """Raise LossError if a finite number becomes infinite."""
     import torch
 
-    tensor = LazyTensor(choice.tensor, of.computed, sources)[... if rows is None else rows]
-    return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
+    found = tensor.to(getattr(torch, dtype.name))
+    if found.isinf().any() and (found.isinf() & tensor.isfinite()).any():
+        largest = tensor[tensor.isfinite()].abs().max().item()
+        raise too_large(dtype, path=of.path, fqn=fqn, found=f"{largest:.4g}")
+    return found
 
 
 class AdapterFiles:
