@@ -197,11 +197,3 @@ def test_masters_tell_where_no_name_does(fixtures: Path, tmp_path: Path, name: s
     assert (result.code, result.out) == (4, "")
     assert "a parameter's master does not match its stored weight" in result.err
     assert not (tmp_path / "out").exists()
-
-
-def test_masters_of_megatron_and_universal_are_their_weights(fixtures: Path, tmp_path: Path) -> None:
-    assert ckpt("convert", "zero2", "universal", fixtures / "toy-zero2", "-o", tmp_path / "u", "--check").code == 0
-    assert ckpt("convert", "universal", "zero1", tmp_path / "u", "-o", tmp_path / "z", "--check").code == 0
-    assert (
-        ckpt("convert", "auto", "dcp", fixtures / "megatron-dist-flattened", "-o", tmp_path / "d", "--check").code == 0
-    )

@@ -87,15 +87,6 @@ def test_no_command_makes_a_checkpoint_from_optimizer_states_alone(kind: str, tm
     assert "half a checkpoint" in checked.out and "every part of every tensor" not in checked.out
 
 
-@pytest.mark.parametrize("inner", ["", "global_step2"])
-def test_zero3_without_its_optimizer_files_is_incomplete(inner: str, tmp_path: Path) -> None:
-    place = _without("toy-zero3", "*optim_states.pt")(tmp_path / "source") / inner
-    for command in ("inspect", "resume", "check"):
-        done = ckpt(command, place)
-        assert done.code == CorruptError.exit_code
-        assert "ZeRO-3 keeps the weights in them" in done.out + done.err
-
-
 def test_the_hint_names_the_model_of_the_same_save(tmp_path: Path) -> None:
     save({"model": {"w": torch.ones(2)}}, tmp_path / "model")
     save({"optimizer": OPTIMIZER}, tmp_path / "optimizer")
@@ -123,25 +114,6 @@ def test_deepspeeds_hint_names_the_model_file_of_the_step(tmp_path: Path) -> Non
     done = ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out")
     assert done.code == HalfError.exit_code and f"the model is in {model}: give that file" in done.err
     assert ckpt("convert", "auto", "hf", model, "-o", tmp_path / "out").code == 0
-
-
-@pytest.mark.parametrize(
-    ("fixture", "lost"),
-    [
-        ("toy-zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        ("autotp-zero2", "mp_rank_00_model_states.pt"),
-        ("autotp-zero2", "mp_rank_01_model_states.pt"),
-        ("neox-zero1", "mp_rank_01_model_states.pt"),
-    ],
-)
-def test_a_step_that_lacks_some_of_its_model_files_is_incomplete(fixture: str, lost: str, tmp_path: Path) -> None:
-    """A partial copy keeps some model files. Only a step without any is half."""
-    place = _without(fixture, lost)(tmp_path / "source")
-    done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
-    assert done.code == CorruptError.exit_code, done.err
-    assert "has only optimizer states" not in done.err
-    checked = ckpt("check", place)
-    assert checked.code == CorruptError.exit_code and "incomplete" in checked.out and lost in checked.out
 
 
 def test_a_half_step_is_passed_over_with_a_note(tmp_path: Path) -> None:
@@ -283,15 +255,3 @@ def test_an_optimizer_of_another_model_is_not_paired(names: tuple[str, str], tmp
         done = ckpt(*command)
         assert done.code == CorruptError.exit_code, done
         assert "the optimizer folder belongs to another model" in done.out + done.err
-
-
-@pytest.mark.parametrize(
-    ("gone", "state"), [(["optimizer.pt"], "incomplete"), (["optimizer.pt", "scheduler.pt"], "whole")]
-)
-def test_check_names_an_optimizer_that_was_lost(gone: list[str], state: str, tmp_path: Path) -> None:
-    """HF Trainer writes both files, or with save_only_model neither."""
-    step = Path(shutil.copytree(FIXTURES / "trainer-plain/checkpoint-2", tmp_path / "checkpoint-2"))
-    for name in gone:
-        (step / name).unlink()
-    result = ckpt("check", step)
-    assert f": {state} (hf" in result.out and result.code == (4 if state == "incomplete" else 0)
