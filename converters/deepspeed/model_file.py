@@ -45,7 +45,7 @@ def _match(model: RankFile, tensors: Mapping[str, StoredTensor]) -> StateDictNam
     if model.content.get("param_shapes") is None:  # without ZeRO nothing is recorded
         return match(tensors, dict.fromkeys(buffer_names(model)))
     shapes: dict[str, Shape | None] = {fqn: shape for group in param_shapes(model) for fqn, shape in group.items()}
-    shapes |= shape_dict(model.content.get("frozen_param_shapes") or {}, model, "frozen_param_shapes")
+    shapes |= frozen_shapes(model)
     shapes |= {alias: shapes.get(owner) for alias, owner in ties(model).items()}
     return match(tensors, shapes | dict.fromkeys(buffer_names(model)))
 
@@ -111,6 +111,10 @@ def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
     return shapes
 
 
+def frozen_shapes(model: RankFile) -> dict[str, Shape]:
+    return shape_dict(model.content.get("frozen_param_shapes") or {}, model, "frozen_param_shapes")
+
+
 def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
     """Return a dict per group, or per sub-group in stage 3, in flattening order."""
     recorded = model.need("param_shapes")
@@ -159,8 +163,7 @@ def check_left_out(model: RankFile, fqn: str) -> None:
 
 def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tensor]:
     """Yield frozen parameters: whole in a shared file, or one slot per rank file."""
-    shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
-    for fqn, shape in shapes.items():
+    for fqn, shape in frozen_shapes(models[0]).items():
         if fqn in ties:
             continue
         parts = [_fragment(model, fqn) for model in models]

@@ -15,7 +15,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.base.text import pluralize
 from ckpt.containers.sources import RankFile, structure
-from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Extent, Shape
 from converters.optimizers.state_dicts import GROUPS, groups_of
@@ -144,6 +144,32 @@ def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, s
             found=f"{pluralize(size, 'element')}",
         )
     return starts
+
+
+def check_places(inners: Sequence[RankFile], group: int, shapes: Mapping[str, Shape], names: Sequence[str]) -> None:
+    """Compare the parameters' places with each rank's own record. `names` are the ranks' names for `shapes`.
+
+    stage_1_and_2.py, `_create_param_mapping`. DeepSpeed before 0.7 has no record.
+    """
+    partition = partition_size(list(inners), group)
+    starts = parameter_starts(shapes, inners[0], group, partition * len(inners))
+    sizes = {name: (starts[fqn], prod(shape)) for name, (fqn, shape) in zip(names, shapes.items(), strict=True)}
+    for index, inner in enumerate(inners):
+        recorded = inner.content.get("param_slice_mappings")
+        mapping = recorded[group] if isinstance(recorded, Sequence) and group < len(recorded) else None
+        for name, record in mapping.items() if isinstance(mapping, Mapping) else ():
+            if name not in sizes or not isinstance(record, Record):
+                continue
+            start, numel = sizes[name]
+            first, last = (min(max(at - index * partition, 0), partition) for at in (start, start + numel))
+            if (record.get("start"), record.get("numel")) != (first, last - first):
+                raise CorruptError(
+                    "a parameter's place in the flat buffer contradicts the rank's own record",
+                    **inner.where,
+                    fqn=name,
+                    expected=f"{record.get('numel')} elements from {record.get('start')}, in param_slice_mappings",
+                    found=f"{last - first} elements from {first}, by the order and shapes in param_shapes",
+                )
 
 
 def flat_extent(stored: Any, inner: RankFile) -> Extent:

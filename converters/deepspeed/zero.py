@@ -54,6 +54,7 @@ from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slo
 from converters.deepspeed.rank_files import (
     base_groups,
     check_lengths,
+    check_places,
     expect_groups,
     flat_extent,
     in_group_order,
@@ -269,7 +270,10 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
             own = before_dealing(list(shapes), count) if dealt else list(shapes)
             reading.own_order |= sharing.in_order(own) != tuple(own)
             order += own
-            parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes, natives))
+            sharers = [inners[rank] for rank in ranks]
+            parts.append(_read_flat_group(reading, number, sharers, ranks, shapes, natives))
+            if not dealt:  # DeepSpeed records places from before the reordering
+                check_places(sharers, number, shapes, list(recorded))
         reading.tensors |= {t.key: t for t in sharing.together(parts, [range(num_ranks)] * len(parts))}
         group = ParamGroup(sharing.in_order(order), options[number] if number < len(options) else {})
         reading.states.groups += (group,)
@@ -314,8 +318,9 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
         raise NotFoundError(
             "parameter groups partitioned over different numbers of ranks are not supported", path=inners[0].path
         )
+    frozen = model_file.frozen_shapes(file)
     for model in models[1:]:
-        if model_file.param_shapes(model) != sub_groups:
+        if (model_file.param_shapes(model), model_file.frozen_shapes(model)) != (sub_groups, frozen):
             raise CorruptError("ranks describe different models", **model.where, expected=f"as {file.path}")
     sharing = sharing_under_stage3(models, inners)
     reading.ties = model_file.ties(file) | routers(file, module)

@@ -21,6 +21,7 @@ from converters.deepspeed.pipeline.folder import Folder
 from converters.deepspeed.pipeline.layers import Layers, is_neox, is_recomputed, is_tied
 from converters.deepspeed.rank_files import (
     base_groups,
+    check_places,
     expect_groups,
     flat_extent,
     inner_file,
@@ -384,9 +385,10 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
                 held = _LayerPart(file.rank, tp, split, extents[0].dtype, shape, source)
                 reading.held.setdefault((fqn, role), []).append(held)
         states.add_to(reading.states, fqns, file)
-        _check_parameter_order(
-            reading, before_dealing(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes
-        )
+        dealt = is_dealt(file, inners[0])
+        if not dealt:  # DeepSpeed records places from before the reordering
+            check_places(inners, number, shapes, list(shapes))
+        _check_parameter_order(reading, before_dealing(list(shapes), len(inners)) if dealt else shapes)
         if fqns:
             chosen = options[number] if number < len(options) else {}
             same = repr(sorted(chosen.items()))

@@ -696,3 +696,35 @@ def test_the_last_rank_has_the_padding_of_its_states(
     checked = ckpt("check", tmp_path / "run")
     assert checked.code == code, checked.out
     assert ("exp_avg does not match the rank part's size" in checked.out) == bool(code), checked.out
+
+
+# -- records that contradict each other --------------------------------------------------------------------------------
+def _reversed(model: dict[str, Any]) -> None:
+    model["param_shapes"] = [OrderedDict(reversed(group.items())) for group in model["param_shapes"]]
+
+
+def _smaller(model: dict[str, Any]) -> None:
+    model["param_shapes"][0]["embed.weight"] = torch.Size([259, 6])
+
+
+@pytest.mark.parametrize("change", [_reversed, _smaller])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_lie_where_each_rank_recorded_them(
+    stage: int, change: Callable[[dict[str, Any]], None], fixtures: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(fixtures / f"toy-zero{stage}", tmp_path / "run"))
+    edit(run / "global_step2" / MODEL_NAME, change)
+    with pytest.raises(CorruptError, match="contradicts the rank's own record") as caught:
+        api.open(run)
+    assert "param_slice_mappings" in str(caught.value.expected)
+
+
+def test_ranks_that_record_other_frozen_parameters_are_of_another_model(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero3", tmp_path / "run"))
+
+    def other(model: dict[str, Any]) -> None:
+        model["frozen_param_shapes"]["frozen.weight"] = torch.Size([5, 7])
+
+    edit(run / "global_step2" / RANK_MODEL_NAME.format(1), other)
+    with pytest.raises(CorruptError, match="ranks describe different models"):
+        api.open(run)
