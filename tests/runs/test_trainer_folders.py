@@ -252,6 +252,22 @@ def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str],
     assert ckpt("check", run).code == 4
 
 
+@pytest.mark.parametrize("target", ["dcp", "full"])
+@pytest.mark.parametrize(
+    ("fixture", "place", "said"),
+    [
+        ("diffusers", "checkpoint-2/unet", "not written: files of the run optimizer.bin, scheduler.bin"),
+        ("lerobot", "", "not read: ../training_state/: next to the checkpoint: a folder with tensor files, an opt"),
+    ],
+)
+def test_an_optimizer_that_no_format_reads_is_named(
+    fixtures: Path, tmp_path: Path, fixture: str, place: str, said: str, target: str
+) -> None:
+    done = ckpt("convert", "auto", target, fixtures / fixture / place, "-o", tmp_path / "out")
+    assert done.code == 0 and said in done.err, done.err
+    assert not api.open(tmp_path / "out").optimizer_states
+
+
 @pytest.mark.parametrize(
     ("fixture", "place", "step"),
     [
