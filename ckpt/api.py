@@ -268,8 +268,8 @@ class Conversion(Returned):
         """Open a target file without writing it: its bytes are computed on reading.
 
         The file is read-only and seekable. Each thread opens its own. Replicas are not compared (`ckpt.verify` does).
-        Raises NotFoundError if the target has no such file. Reading raises CorruptError if the source was replaced, or
-        StorageError.
+        Raises NotFoundError if the target has no such file. Reading raises CorruptError if the source was replaced,
+        LossError for a number too large for its new dtype, or StorageError.
         """
         return self.views.open(name)
 
