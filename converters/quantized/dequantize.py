@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
+from ckpt.move.casts import too_large
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
-from ckpt.plan.dtypes import BY_NAME, DType
+from ckpt.plan.dtypes import BY_NAME, FLOAT16, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
 from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
@@ -17,13 +21,14 @@ from converters.quantized.parts import QuantizedWeights, quantized_weights
 
 _PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
 _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
+_FLOAT16_INFINITY = 0x7C00
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     """Replace quantized weights by plain weights, and remove `quantization_config`.
 
     `dtype` None uses the model config's. Raise UsageError for unsupported methods, CorruptError if a weight is
-    incomplete.
+    incomplete. Reading raises LossError for a number too large for float16.
     """
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     stored = StoredWeights(checkpoint, tensors, dtype or model_dtype(checkpoint.config))
@@ -39,7 +44,10 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     plain: dict[Key, Tensor] = {}
     for weight in weights:
         plain[weight.fqn, WEIGHT] = _tensor(weight)
-        computed |= {_path(weight, number): block.content for number, block in enumerate(weight.blocks)}
+        for number, block in enumerate(weight.blocks):
+            is_narrow = weight.dtype == FLOAT16  # the others have the range of fp32, in which scales are multiplied
+            content = partial(_finite_content, checkpoint, weight, block) if is_narrow else block.content
+            computed[_path(weight, number)] = content
     return replace(
         checkpoint,
         tensors={**kept, **plain},
@@ -113,6 +121,16 @@ def _fragment(weight: Weight, number: int, block: WeightBlock) -> Fragment:
     sizes = block.region.sizes if isinstance(block.region, Box) else (block.region.numel,)
     extent = Extent.contiguous(_path(weight, number), 0, weight.dtype, sizes)
     return Fragment(block.region, extent._replace(strides=(1, sizes[0])) if block.transposed else extent)
+
+
+def _finite_content(checkpoint: Checkpoint, weight: Weight, block: WeightBlock) -> memoryview:
+    content = block.content()
+    sizes = np.frombuffer(content, np.uint16) & np.uint16(0x7FFF)
+    count = int(np.count_nonzero(sizes == _FLOAT16_INFINITY))
+    if count:
+        found = f"{pluralize(count, 'number')} of the dequantized weight would be infinite"
+        raise too_large(weight.dtype, path=checkpoint.path, fqn=weight.fqn, found=found)
+    return content
 
 
 def _path(weight: Weight, number: int) -> str:

@@ -142,11 +142,31 @@ def test_every_byte_with_every_finite_exponent_of_mxfp4(dtype: str, tmp_path: Pa
         "x.w_blocks": values.reshape(1, 1, 16, 16).expand(2, 255, 16, 16).contiguous(),
         "x.w_scales": values[None, :255, None].expand(2, 255, 16).contiguous(),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    plain = api.dequantized(api.open(tmp_path), CASTABLE[dtype])
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=getattr(torch, CASTABLE[dtype].name))
-    assert same(plain["x.w"][...], expected)
+    fits = 141 if dtype == "fp16" else 255  # exponents: larger ones make infinite numbers
+    assert torch.isfinite(expected[..., :fits]).all() == (dtype == "fp16")
+    save_file({name: tensor[:, :fits].contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    plain = api.dequantized(api.open(tmp_path), CASTABLE[dtype])
+    assert same(plain["x.w"][...], expected[..., :fits])
     assert same(plain["x.w"][1, 3:200, 5:77], expected[1, 3:200, 5:77])
+
+
+def test_numbers_of_mxfp4_beyond_fp16(tmp_path: Path) -> None:
+    blocks, scales = torch.full((1, 2, 1, 16), 0x77, dtype=torch.uint8), torch.full((1, 2, 1), 140, dtype=torch.uint8)
+    source, out = tmp_path / "source", tmp_path / "out"
+    for exponent, code in ((140, 0), (141, LossError.exit_code)):
+        shutil.rmtree(source, ignore_errors=True)
+        source.mkdir()
+        scales[0, 1] = exponent
+        save_file({"x.w_blocks": blocks, "x.w_scales": scales}, source / "model.safetensors")
+        (source / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+        result = ckpt("convert", "hf", "hf", source, "-o", out, "--dequantize", "--dtype", "fp16", "--overwrite")
+        assert result.code == code, result.err
+        assert ("too large for float16" in result.err) == bool(code)
+    assert "tensor: x.w\n" in result.err
+    assert "found: 32 numbers of the dequantized weight would be infinite\n" in result.err
+    assert "hint: use --dtype bf16 or --dtype fp32" in result.err
+    assert not weights(out)["x.w"].isinf().any()
 
 
 def test_to_megatron(quantized: Callable[[str, str], Path], fp8: Path, tmp_path: Path) -> None:
