@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from train import launch, models, truth
 from train.config import Config
@@ -33,7 +33,8 @@ def load(job: dict[str, Any]) -> None:
     config = Config(**job)
     assert config.resume
     engine = NativeEngine(models.build_model(config), config)
-    model, optimizer = get_state_dict(engine.model, engine.optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=config.keys == "flat")
+    model, optimizer = get_state_dict(engine.model, engine.optimizer, options=options)
     state = {"model": model, "optimizer": optimizer}
     # The planner's flattening of FSDP1's tensors drops tensors without a part on this rank.
     planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
@@ -42,7 +43,9 @@ def load(job: dict[str, Any]) -> None:
     else:
         for name, folder in folders.items():
             dcp.load({name: state[name]}, checkpoint_id=Path(config.resume) / folder, planner=planner)
-    set_state_dict(engine.model, engine.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    set_state_dict(
+        engine.model, engine.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"], options=options
+    )
     tensors, facts = engine.gather()
     if dist.get_rank() == 0:
         truth.write(Path(config.output), "truth", config, 0, tensors, facts)
