@@ -15,8 +15,7 @@ from ckpt.plan.dtypes import ALL, BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 
 PAIRS = [(source, target) for source in FLOATS for target in FLOATS if source != target]
 #: Casts that make the largest numbers infinite.
-NARROWING = [(FLOAT64, FLOAT32), *((wide, narrow) for wide in (FLOAT64, FLOAT32) for narrow in (FLOAT16, BFLOAT16))]
-NARROWING.append((BFLOAT16, FLOAT16))
+NARROWING = [(FLOAT64, FLOAT32), (FLOAT64, BFLOAT16), *((wide, FLOAT16) for wide in (FLOAT64, FLOAT32, BFLOAT16))]
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Bits in the exponent and in the fraction.
 _LAYOUT = {FLOAT64: (11, 52), FLOAT32: (8, 23), FLOAT16: (5, 10), BFLOAT16: (8, 7)}
@@ -147,7 +146,8 @@ def test_raw_bits_are_as_large_as_the_elements() -> None:
 def test_an_overflow_is_raised_for_finite_numbers_only(source: DType, target: DType) -> None:
     bits = np.arange(1 << 16, dtype="<u2") if source.itemsize == 2 else edges(source, target)
     with np.errstate(over="ignore"):
-        infinite = is_infinite(cast_bits(bits, source, target), target) & ~is_infinite(bits, source)
+        range_of = FLOAT32 if target == BFLOAT16 else target  # torch rounds float32's largest numbers to infinity
+        infinite = is_infinite(cast_bits(bits, source, range_of), range_of) & ~is_infinite(bits, source)
     assert infinite.any() == ((source, target) in NARROWING)
     finite = cast_bits(bits[~infinite], source, target, over="raise")
     assert (finite == cast_bits(bits[~infinite], source, target)).all()
