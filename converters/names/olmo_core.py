@@ -44,10 +44,10 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     Raise CorruptError if the run's settings describe another model than the config, LossError for a tensor without a
     place.
     """
-    check_run(checkpoint)
+    notes = check_run(checkpoint)
     relation = _relation(checkpoint, checkpoint.shapes).inverse()
     check_complete(relation, checkpoint.shapes)
-    return replace(translate(checkpoint, relation, HUB), ties={})
+    return replace(translate(checkpoint, relation, HUB), ties={}, notes=(*checkpoint.notes, *notes))
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:

@@ -93,6 +93,13 @@ def test_a_config_of_another_model_is_refused(run: Path, entries: Any, error: ty
     [
         lambda model: model.update(block_overrides={"0": model["block"]}),
         lambda model: model["block"]["sequence_mixer"]["rope"].update(scaling={"factor": 8}),
+        lambda model: model["block"]["sequence_mixer"]["rope"].update(no_global_rope=True),
+        lambda model: model["block"]["sequence_mixer"]["rope"].update(name="complex"),
+        lambda model: model["block"]["sequence_mixer"].update(clip_qkv=8.0),
+        lambda model: model["block"]["sequence_mixer"].update(a_new_setting=1),
+        lambda model: model["block"].update(attention_residual_alpha=0.5),
+        lambda model: model.update(embed_scale=4.0),
+        lambda model: model.update(name="normalized"),
     ],
 )
 def test_settings_without_a_counterpart_are_named(run: Path, change: Any) -> None:
@@ -102,6 +109,21 @@ def test_settings_without_a_counterpart_are_named(run: Path, change: Any) -> Non
     with pytest.raises(UsageError, match="can't be compared") as raised:
         ckpt.plan(with_config(run), "hf")
     assert raised.value.hint and "save_hf_model" in raised.value.hint
+
+
+@pytest.mark.parametrize("owner", ["sequence_mixer.qk_norm", "lm_head.layer_norm"])
+def test_the_epsilon_of_every_norm_is_compared(run: Path, owner: str) -> None:
+    settings = json.loads((run / "step2/config.json").read_text())
+    module, norm = owner.split(".")
+    ({**settings["model"], **settings["model"]["block"]})[module][norm]["eps"] = 1e-3
+    (run / "step2/config.json").write_text(json.dumps(settings))
+    with pytest.raises(CorruptError, match=r"rms_norm_eps 0\.001"):
+        ckpt.plan(with_config(run), "hf")
+
+
+def test_a_run_without_settings_says_so(run: Path) -> None:
+    (run / "step2/config.json").unlink()
+    assert any("not compared" in note for note in ckpt.plan(with_config(run), "hf").plan.target.notes)
 
 
 def test_a_strange_tensor_has_no_place(run: Path) -> None:
