@@ -167,6 +167,22 @@ def test_ranks_without_a_heartbeat_are_named_also_if_all_others_are_done(
             ranks[0].communicate("go on\n", timeout=60)
 
 
+def test_ranks_have_time_for_their_first_beat_after_a_restart(tmp_path: Path) -> None:
+    now = 0.0
+    seen = Watcher(tmp_path, silent=30, stuck=600, clock=lambda: now)
+    for started, num_ranks in ((1.0, 2), (2.0, 1)):  # hours later, rank 0 beats first
+        now += 9999
+        for rank in range(num_ranks):
+            Heart(tmp_path, rank, 2, 5.0, started)._beat()
+        seen.look()
+        assert not seen.findings()
+    now += 29
+    seen.ranks[0].beat = now
+    assert not seen.findings()
+    now += 2
+    assert [(one.kind, one.rank, one.seconds) for one in seen.findings()] == [("missing", 1, 31.0)]
+
+
 def test_the_end_of_a_run_is_told_from_an_earlier_runs(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
     start(ranks, tmp_path, "waits")
     looks: list[None] = []

@@ -72,6 +72,8 @@ class Watcher:
         self.folder, self.silent, self.stuck, self.clock = run / FOLDER, silent, stuck, clock
         self.ranks: dict[int, RankFacts] = {}
         self.begin = clock()
+        #: The start that all ranks share, and when this watcher first saw it.
+        self._start, self._seen = 0.0, self.begin
         #: True if the run ended before the watch. A new start may not beat yet.
         self.had_ended = False
 
@@ -90,6 +92,8 @@ class Watcher:
                 self.ranks[facts["rank"]] = RankFacts(facts, now, known.moved if same else now)
         # An earlier start may have left files from more ranks.
         newest = max((seen.facts["started"] for seen in self.ranks.values()), default=0.0)
+        if newest != self._start:
+            self._start, self._seen = newest, now
         self.ranks = {rank: seen for rank, seen in self.ranks.items() if seen.facts["started"] == newest}
 
     @property
@@ -115,10 +119,10 @@ class Watcher:
         if frozen := [seen for seen in running if now - seen.beat > max(self.silent, 2 * seen.facts["every"])]:
             # A rank waiting in C code, with the interpreter locked, still answers a signal.
             return [self._finding(FROZEN, seen, now - seen.beat, dump) for seen, dump in self._suspects(frozen, 3.0)]
-        if self.missing and now - self.begin > self.silent:  # ranks start together
+        if self.missing and now - self._seen > self.silent:  # ranks start together
             nowhere = {"host": "", "pid": 0, "step": 0, "phase": ""}
-            missing = [RankFacts({**nowhere, "rank": rank}, self.begin, now) for rank in self.missing]
-            return [self._finding(MISSING, one, now - self.begin) for one in missing]
+            missing = [RankFacts({**nowhere, "rank": rank}, self._seen, now) for rank in self.missing]
+            return [self._finding(MISSING, one, now - self._seen) for one in missing]
         if running and all(now - seen.moved > self.stuck for seen in running):
             return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
         return []
