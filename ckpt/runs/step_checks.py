@@ -18,11 +18,9 @@ from ckpt.runs.model_files import CONFIG
 from ckpt.runs.sentence_modules import module_faults
 from ckpt.runs.steps import TRAINER_STATE, missing_last_of_lightning, one_with_state, trainer_state, trainer_step
 
-#: Folder, names and key of the records of OLMo-core's trainer and of Accelerate (`save_accelerator_state`).
-_RECORDS_OF_RANKS = (
-    ("train", re.compile(r"rank\d+\.pt"), "global_step"),
-    (".", re.compile(r"random_states_\d+\.pkl"), "step"),
-)
+#: Folder, names and key of the records of OLMo-core's trainer. Accelerate's `step` in `random_states_N.pkl` is no step
+#: of the run: each rank counts batches since its own data loader ended (`Accelerator._do_sync`).
+_RECORDS_OF_RANKS = (("train", re.compile(r"rank\d+\.pt"), "global_step"),)
 
 
 def check_ended(step: Path) -> None:
