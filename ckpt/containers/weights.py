@@ -79,9 +79,23 @@ def index_of(shard: str) -> str | None:
     return f"{found['stem']}{found['suffix']}.index.json" if found else None
 
 
+def variants_index(shard: str) -> str | None:
+    """Return the index's name if the stem ends in a variant: `model.fp16-00001-of-00002.safetensors`.
+
+    transformers/modeling_utils.py and diffusers/utils/hub_utils.py, `_add_variant`.
+    """
+    found = SHARD.fullmatch(shard)
+    stem, _, variant = found["stem"].rpartition(".") if found else ("", "", "")
+    return f"{stem}{found['suffix']}.index.{variant}.json" if found and stem else None
+
+
 def missing_index(files: Iterable[Path]) -> Path | None:
-    found = ((path, index_of(path.name)) for path in files)
-    return next((path.with_name(index) for path, index in found if index and not path.with_name(index).exists()), None)
+    """Return the path of the index that a shard lacks."""
+    for path in files:
+        known = [name for name in (index_of(path.name), variants_index(path.name)) if name]
+        if known and not any(path.with_name(name).exists() for name in known):
+            return path.with_name(known[0])
+    return None
 
 
 def check_shard_set(names: Iterable[str], folder: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt import api
 from ckpt.commands.check.checking import check
-from ckpt.errors import IncompleteError
+from ckpt.errors import IncompleteError, LossError
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
@@ -68,6 +69,25 @@ def test_all_shards_without_an_index_are_whole_and_the_index_is_named(name: str,
         assert told in done.out + done.err or "-q" in command, (command, done)
     assert "every part of every tensor is there" not in ckpt("check", place).out
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == count
+
+
+def test_shards_of_a_variant_are_whole(tmp_path: Path) -> None:
+    """`save_pretrained(variant="fp16")` writes `model.safetensors.index.fp16.json`."""
+    place = tmp_path / "model"
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, vocab_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(config).save_pretrained(place, variant="fp16", max_shard_size="4KB")
+    index = place / "model.safetensors.index.fp16.json"
+    assert index.is_file()
+    api.prove_names(place)
+    for command in commands(place, tmp_path / "out")[:3]:
+        done = ckpt(*command)
+        assert done.code == 0 and "index" not in done.out + done.err, (command, done)
+    index.unlink()
+    with pytest.raises(LossError, match="index"):
+        api.prove_names(place)
+    assert "the index is missing" in ckpt("check", place).out
 
 
 def test_a_step_of_hf_trainer_without_the_index_is_incomplete(tmp_path: Path) -> None:
