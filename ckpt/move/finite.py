@@ -63,22 +63,25 @@ def _first_overflow(plan: Plan) -> LossError | None:
     slots = (slot for file in plan.target.files for slot in file.slots)
     for key, dtype in dict.fromkeys((slot.key, slot.extent.dtype) for slot in slots):
         tensor = checkpoint.tensors[key]
-        places = [] if dtype == tensor.dtype else [*_overflows(tensor, dtype, checkpoint.computed)]
-        if places:
-            index = [int(i) for i in np.unravel_index(places[0], tensor.shape)]
-            count = f"{len(places)} of {pluralize(tensor.numel, f'{tensor.dtype} number')}"
+        first, num = None, 0
+        for places in () if dtype == tensor.dtype else _overflows(tensor, dtype, checkpoint.computed):
+            first, num = (int(places[0]) if first is None else first), num + len(places)
+        if first is not None:
+            index = [int(i) for i in np.unravel_index(first, tensor.shape)]
+            count = f"{num} of {pluralize(tensor.numel, f'{tensor.dtype} number')}"
             found = f"{count} would be infinite, the first at {index}"
             return too_large(dtype, path=checkpoint.path, fqn=tensor.fqn, found=found)
     return None
 
 
-def _overflows(tensor: Tensor, dtype: DType, computed: Computed) -> Iterator[int]:
-    """Yield the positions of finite numbers that become infinite."""
+def _overflows(tensor: Tensor, dtype: DType, computed: Computed) -> Iterator[NDArray]:
+    """Yield the positions of finite numbers that become infinite, in order. Callers keep none: a mask may have many."""
     for start, stop in pairwise([*range(0, tensor.numel, _STEP), tensor.numel]):
         at = start
         for box in flat_boxes(tensor.shape, start, stop):
             bits = read_box(tensor, box, computed).reshape(-1)
             values = cast_bits(bits, tensor.dtype, FLOAT64).view(np.float64)
             after = cast_bits(cast_bits(bits, tensor.dtype, dtype), dtype, FLOAT64).view(np.float64)
-            yield from (at + np.flatnonzero(np.isfinite(values) & np.isinf(after))).tolist()
+            if (places := at + np.flatnonzero(np.isfinite(values) & np.isinf(after))).size:
+                yield places
             at += box.numel
