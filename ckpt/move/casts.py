@@ -70,8 +70,8 @@ def _step(bits: NDArray, source: DType, target: DType, over: Overflow) -> NDArra
         return narrow
 
 
-def too_large(dtype: DType, **facts: Any) -> LossError:
-    hint = _HINTS.get(dtype, Message("leave {dtype} out"))
+def too_large(dtype: DType, hint: str | None = None, **facts: Any) -> LossError:
+    hint = hint or _HINTS.get(dtype, Message("leave {dtype} out"))
     return LossError(f"a number is too large for {dtype}", hint=hint, **facts)
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from ckpt.base.errors import LossError, NotFoundError, UsageError, shown
 from ckpt.base.text import pluralize
+from ckpt.move.casts import too_large
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
-from ckpt.plan.dtypes import DType
+from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
 from ckpt.runs.opening import AUTO, open_checkpoint, rank_copies_note, warn_of_skipped
@@ -35,7 +36,7 @@ def load_into(
     the parameter is narrower. Only one tensor is in memory at a time. Return missing names; they keep their values.
 
     Raise UsageError for a sharded model or one without memory (meta), LossError if names, shapes or kinds of dtype do
-    not match, and the errors of `ckpt.open`.
+    not match or a number is too large for its parameter, and the errors of `ckpt.open`.
 
     Args:
         model: The torch module to fill.
@@ -76,8 +77,19 @@ def load_into(
         warnings.warn(f"{shown(checkpoint.path)}: {note}", stacklevel=2)
     with torch.no_grad():
         for fqn, stored in filled.items():
-            wanted[fqn].copy_(LazyTensor(stored, named.computed)[...])
+            value = LazyTensor(stored, named.computed)[...]
+            wanted[fqn].copy_(
+                value if value.dtype == wanted[fqn].dtype else _rounded(value, wanted[fqn], checkpoint, fqn)
+            )
     return missing
+
+
+def _rounded(value: torch.Tensor, target: torch.Tensor, of: Checkpoint, fqn: str) -> torch.Tensor:
+    found = value.to(target.dtype)
+    if found.isinf().any() and (found.isinf() & value.isfinite()).any():
+        dtype = BY_NAME[str(found.dtype).removeprefix("torch.")]
+        raise too_large(dtype, "load it into a wider dtype of torch", path=of.path, fqn=fqn)
+    return found
 
 
 def _check_plain(wanted: Mapping[str, torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ from ckpt.compare.sample import sample_digest
 from ckpt.containers.dcp.write import SourceTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
-from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
+from ckpt.move.casts import FLOATS, cast_bits, storage_dtype, too_large
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import read_box_into
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint, Key
@@ -384,5 +384,9 @@ class _RankReading:
                 raise CorruptError("a file was changed while it was read", path=self._keys.checkpoint.path)
         if not is_direct:
             bits = raw.view(storage_dtype(tensor.dtype))
-            bits = bits if requested == tensor.dtype else cast_bits(bits, tensor.dtype, requested)
+            try:
+                bits = cast_bits(bits, tensor.dtype, requested, over="raise")
+            except FloatingPointError:
+                hint = "load it into a wider dtype of torch"
+                raise too_large(requested, hint, path=self._keys.checkpoint.path, fqn=tensor.fqn) from None
             target.copy_(torch.from_numpy(bits.view(np.uint8)).view(target.dtype).reshape(box.sizes))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt
@@ -121,3 +122,14 @@ def test_an_untied_model_that_is_filled_from_a_tied_checkpoint_says_so(tmp_path:
         dcp.load({"model": wanted, "optimizer": asked}, storage_reader=reader, no_dist=True)
     given = asked["state"]
     assert torch.equal(given["lm_head.weight"]["exp_avg"], given["model.embed_tokens.weight"]["exp_avg"])
+
+
+def test_a_number_too_large_for_the_parameter_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.tensor([[1.0, 1e30], [float("inf"), 0.0]])}, tmp_path / "model.safetensors")
+    ckpt.load_into(torch.nn.Linear(2, 2, bias=False).bfloat16(), tmp_path)
+    narrow = torch.nn.Linear(2, 2, bias=False).half()
+    with pytest.raises(LossError, match="too large for float16"):
+        ckpt.load_into(narrow, tmp_path)
+    assert not narrow.weight.isinf().any()
+    with pytest.raises(dcp.api.CheckpointException, match="too large for float16"):
+        dcp.load({"weight": torch.zeros(2, 2).half()}, storage_reader=ckpt.StorageReader(tmp_path), no_dist=True)
