@@ -151,6 +151,7 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
     start(ranks, tmp_path / "again", "waits")
     ranks[2].communicate("go on\n", timeout=60)
     assert watch(tmp_path / "again") == (0, f"{tmp_path / 'again'}: all done, 1 rank, before this watch\n")
+    assert json.loads(watch(tmp_path / "again", "--json")[1])["had_ended"] is True
 
 
 def test_ranks_without_a_heartbeat_are_named_also_if_all_others_are_done(

@@ -40,7 +40,8 @@ def watch(
 
     watched = watcher.watch(run, silent, stuck, every, report)
     if as_json:
-        _say(json.dumps({"run": str(run), "ranks": len(watched.ranks), "findings": [asdict(one) for one in wrong]}))
+        facts = {"run": str(run), "ranks": len(watched.ranks), "had_ended": watched.had_ended}
+        _say(json.dumps({**facts, "findings": [asdict(one) for one in wrong]}))
     else:
         done = f"{run}: all done, {pluralize(len(watched.ranks), 'rank')}"
         done += ", before this watch" if watched.had_ended else ""
