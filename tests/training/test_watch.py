@@ -181,7 +181,8 @@ def test_ranks_have_time_for_their_first_beat_after_a_restart(tmp_path: Path) ->
     seen.ranks[0].beat = now
     assert not seen.findings()
     now += 2
-    assert [(one.kind, one.rank, one.seconds) for one in seen.findings()] == [("missing", 1, 31.0)]
+    (tmp_path / "heartbeats" / "rank-1.stack").write_text("the earlier start's")
+    assert [(one.kind, one.rank, one.seconds, one.stack) for one in seen.findings()] == [("missing", 1, 31.0, "")]
 
 
 def test_the_end_of_a_run_is_told_from_an_earlier_runs(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:

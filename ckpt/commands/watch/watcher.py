@@ -120,9 +120,8 @@ class Watcher:
             # A rank waiting in C code, with the interpreter locked, still answers a signal.
             return [self._finding(FROZEN, seen, now - seen.beat, dump) for seen, dump in self._suspects(frozen, 3.0)]
         if self.missing and now - self._seen > self.silent:  # ranks start together
-            nowhere = {"host": "", "pid": 0, "step": 0, "phase": ""}
-            missing = [RankFacts({**nowhere, "rank": rank}, self._seen, now) for rank in self.missing]
-            return [self._finding(MISSING, one, now - self._seen) for one in missing]
+            seconds = round(now - self._seen, 1)
+            return [Finding(MISSING, rank, "", 0, 0, "", seconds, "", "") for rank in self.missing]
         if running and all(now - seen.moved > self.stuck for seen in running):
             return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
         return []
