@@ -185,6 +185,19 @@ def test_ranks_have_time_for_their_first_beat_after_a_restart(tmp_path: Path) ->
     assert [(one.kind, one.rank, one.seconds, one.stack) for one in seen.findings()] == [("missing", 1, 31.0, "")]
 
 
+def test_a_strange_heartbeat_is_none(tmp_path: Path) -> None:
+    seen = Watcher(tmp_path, silent=30, stuck=600, clock=lambda: 0.0)
+    Heart(tmp_path, 0, 2, 5.0, 1.0)._beat()
+    facts = json.loads((tmp_path / "heartbeats" / "rank-0.json").read_text()) | {"rank": 1}
+    for strange in ("[]", "1", '{"rank": 1}', *(json.dumps(facts | {name: None}) for name in facts)):
+        (tmp_path / "heartbeats" / "rank-1.json").write_text(strange)
+        seen.look()
+        assert seen.missing == [1], strange
+    (tmp_path / "heartbeats" / "rank-1.json").write_text(json.dumps(facts))
+    seen.look()
+    assert seen.missing == []
+
+
 def test_the_end_of_a_run_is_told_from_an_earlier_runs(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
     start(ranks, tmp_path, "waits")
     looks: list[None] = []

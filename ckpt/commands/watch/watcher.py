@@ -58,6 +58,13 @@ class Finding:
         )
 
 
+#: Entries of a heartbeat.
+_KINDS: dict[str, Any] = dict.fromkeys(("rank", "world_size", "pid", "beats", "step"), int) | dict.fromkeys(
+    ("every", "started", "since", "time"), (int, float)
+)
+_KINDS |= dict.fromkeys(("host", "thread", "phase"), str)
+
+
 @dataclass
 class RankFacts:
     facts: dict[str, Any]
@@ -80,9 +87,8 @@ class Watcher:
     def look(self) -> None:
         now = self.clock()
         for file in self.folder.glob("rank-*.json"):
-            try:
-                facts = json.loads(file.read_text())
-            except (OSError, ValueError):  # a file system without atomic replacement
+            facts = _facts(file)
+            if facts is None:
                 continue
             known = self.ranks.get(facts["rank"])
             if known is None or known.facts["started"] < facts["started"]:
@@ -181,6 +187,16 @@ def main_stack(dump: str, thread: str) -> str:
 def is_waiting(stack: str) -> bool:
     innermost = re.findall(r" in (\S+)$", stack, re.MULTILINE)[:_INNERMOST]
     return any(word in _WAITING for name in innermost for word in name.split("_"))
+
+
+def _facts(file: Path) -> dict[str, Any] | None:
+    """Return a heartbeat, or None for a half or foreign file."""
+    try:
+        facts = json.loads(file.read_text())
+    except (OSError, ValueError):  # a file system without atomic replacement
+        return None
+    known = isinstance(facts, dict) and all(isinstance(facts.get(name), kind) for name, kind in _KINDS.items())
+    return facts if known else None
 
 
 def _is_done(seen: RankFacts) -> bool:
