@@ -167,8 +167,8 @@ def check_places(inners: Sequence[RankFile], group: int, shapes: Mapping[str, Sh
                     "a parameter's place in the flat buffer contradicts the rank's own record",
                     **inner.where,
                     fqn=name,
-                    expected=f"{record.get('numel')} elements from {record.get('start')}, in param_slice_mappings",
-                    found=f"{last - first} elements from {first}, by the order and shapes in param_shapes",
+                    expected=f"elements {record.get('start')} + {record.get('numel')}, in param_slice_mappings",
+                    found=f"elements {first} + {last - first}, by the order and shapes in param_shapes",
                 )
 
 

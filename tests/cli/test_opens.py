@@ -57,7 +57,7 @@ def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
         str(fixtures / name) for name in ("trl-lora-zero3/outputs/qwen3-lora", "trl-zero3/outputs/qwen3-sft")
     )
     once, both = {"toy-zero3/latest": 1}, {"toy-zero3/latest": 1, "toy-zero2/latest": 1}
-    merged = {f"{base[len(str(fixtures)) + 1 :]}/checkpoint-2/latest": 1}
+    merged = {f"{one[len(str(fixtures)) + 1 :]}/checkpoint-2/latest": 1 for one in (base, adapter)}
     merged[f"{adapter[len(str(fixtures)) + 1 :]}/checkpoint-2/adapter_model.safetensors"] = (
         2  # its header and its factors
     )
