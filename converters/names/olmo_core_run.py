@@ -95,15 +95,15 @@ def _attention(model: Mapping[str, Any]) -> Mapping[str, Any]:
 def _not_compared(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "block_overrides", model.get("block_overrides")
     yield "RoPE scaling", _nested(_attention(model), "rope").get("scaling")
-    yield from _unknown(model)
+    yield from _settings_without_counterpart(model)
 
 
-def _unknown(values: Mapping[str, Any], module: str = "") -> Iterator[tuple[str, Any]]:
+def _settings_without_counterpart(values: Mapping[str, Any], module: str = "") -> Iterator[tuple[str, Any]]:
     """Yield settings, also new ones, that may change what the model computes."""
     for name, value in values.items():
         at = f"{module}.{name}" if module else name
         if isinstance(value, Mapping):
-            yield from _unknown(value, name)
+            yield from _settings_without_counterpart(value, name)
         elif name not in _KNOWN and value not in (None, False) and value not in _known_values(module, name):
             yield f"{at} {value!r}", True
 
