@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,14 +202,14 @@ def gather(spans: Spans, sources: OpenFiles) -> NDArray:
     return cast(raw.view(storage_dtype(spans.source_dtype)), spans.source_dtype, spans.target_dtype)
 
 
-def cast(bits: NDArray, source: DType, target: DType) -> NDArray:
-    """Raise LossError if a finite number becomes infinite."""
+def cast(bits: NDArray, source: DType, target: DType, hint: str | None = None, **facts: Any) -> NDArray:
+    """Raise LossError with `facts` if a finite number becomes infinite."""
     if source == target:
         return bits
     try:
         return cast_bits(bits.reshape(-1), source, target, over="raise").reshape(bits.shape)
     except FloatingPointError:
-        raise too_large(target) from None
+        raise too_large(target, hint, **facts) from None
 
 
 def descriptor_of(sources: OpenFiles, path: str) -> int:

@@ -197,6 +197,12 @@ class OpenCheckpoint(Checkpoint):
         return f"<{shown(self.path)}: {', '.join(facts)}; {pluralize(len(self), 'tensor')}{states}>"
 
 
+def becomes_infinite(tensor: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Return True if a finite number of `tensor` is infinite in `rounded`."""
+    infinite = rounded.isinf()
+    return bool(infinite.any() and (infinite & tensor.isfinite()).any())
+
+
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:
     """Return the box, and the dims removed by integers."""
     if index.count(...) > 1 or len([i for i in index if i is not ...]) > len(shape):

@@ -17,7 +17,7 @@ from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
 from ckpt.runs.opening import AUTO, open_checkpoint, rank_copies_note, warn_of_skipped
 from ckpt.state.naming import to_namespace
-from ckpt.views.lazy import LazyTensor
+from ckpt.views.lazy import LazyTensor, becomes_infinite
 from ckpt.views.without_torch import needs_torch
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def load_into(
 
 def _rounded(value: torch.Tensor, target: torch.Tensor, of: Checkpoint, fqn: str) -> torch.Tensor:
     found = value.to(target.dtype)
-    if found.isinf().any() and (found.isinf() & value.isfinite()).any():
+    if becomes_infinite(value, found):
         dtype = BY_NAME[str(found.dtype).removeprefix("torch.")]
         raise too_large(dtype, "load it into a wider dtype of torch", path=of.path, fqn=fqn)
     return found

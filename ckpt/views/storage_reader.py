@@ -30,7 +30,8 @@ from ckpt.compare.sample import sample_digest
 from ckpt.containers.dcp.write import SourceTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
-from ckpt.move.casts import FLOATS, cast_bits, storage_dtype, too_large
+from ckpt.move.blocks import cast
+from ckpt.move.casts import FLOATS, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import read_box_into
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint, Key
@@ -383,10 +384,6 @@ class _RankReading:
                     check_replicas(tensor, reader)
                 raise CorruptError("a file was changed while it was read", path=self._keys.checkpoint.path)
         if not is_direct:
-            bits = raw.view(storage_dtype(tensor.dtype))
-            try:
-                bits = cast_bits(bits, tensor.dtype, requested, over="raise")
-            except FloatingPointError:
-                hint = "load it into a wider dtype of torch"
-                raise too_large(requested, hint, path=self._keys.checkpoint.path, fqn=tensor.fqn) from None
+            bits, place = raw.view(storage_dtype(tensor.dtype)), {"path": self._keys.checkpoint.path, "fqn": tensor.fqn}
+            bits = cast(bits, tensor.dtype, requested, "load it into a wider dtype of torch", **place)
             target.copy_(torch.from_numpy(bits.view(np.uint8)).view(target.dtype).reshape(box.sizes))

@@ -14,7 +14,6 @@ from ckpt.plan.checkpoint import HUB, Checkpoint, Layout
 from ckpt.plan.namespace import OLMO_CORE, Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from converters.names.families import tables as families
-from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
 from converters.names.olmo_core_run import check_run
 from converters.names.run_names import OLMOS
@@ -57,7 +56,7 @@ def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def _relation(checkpoint: Checkpoint, present: Collection[str]) -> Relation:
-    saved = _saved(checkpoint)
+    saved = families.saved_of(checkpoint, "OLMo-core's names", OLMOS)
     names = {name: _spelled(name) for name in saved.required}
     links = tuple(Link.rename(name, names[name], shape) for name, shape in saved.required.items())
     own = {names[name]: shape for name, shape in saved.required.items()}
@@ -66,19 +65,6 @@ def _relation(checkpoint: Checkpoint, present: Collection[str]) -> Relation:
         copies = {_HEAD: _EMBEDDINGS}
         own[_HEAD] = own[_EMBEDDINGS]
     return Relation(links, dict(saved.required), own, b_copies=copies)
-
-
-def _saved(checkpoint: Checkpoint) -> Saved:
-    config = checkpoint.config or {}
-    saved = families.saved(config) if config.get("model_type") in OLMOS else None
-    if saved is None:
-        raise UsageError(
-            "there is no mapping between OLMo-core's names and the Hub's for this architecture",
-            path=checkpoint.path,
-            expected="a causal model: " + ", ".join(OLMOS),
-            found=f"model_type {config.get('model_type')!r}",
-        )
-    return saved
 
 
 def _spelled(name: str) -> str:

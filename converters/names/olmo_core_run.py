@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, UsageError
+from ckpt.base.errors import UsageError
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.families.config import Config
+from converters.names.families.config import Config, nested, of_another_model
 
 _MAX_BYTES = 1 << 24
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -64,13 +64,7 @@ def check_run(checkpoint: Checkpoint) -> list[str]:
             raise UsageError(f"OLMo-core's {name} can't be compared with a config", path=path, hint=_HINT)
     for name, theirs, ours in _pairs(model, config):
         if theirs != ours:
-            raise CorruptError(
-                "the config belongs to another model than the run trained",
-                path=path,
-                expected=f"{name} {theirs}, recorded by the run",
-                found=f"{name} {ours}",
-                hint="does the config belong to this checkpoint?",
-            )
+            raise of_another_model(path, f"{name} {theirs}", f"{name} {ours}")
     return []
 
 
@@ -79,22 +73,17 @@ def _settings(path: Path) -> Mapping[str, Any]:
         found = json.loads(read_file(path, _MAX_BYTES)) if path.is_file() else {}
     except ValueError:
         return {}
-    return _nested(found, "model") if isinstance(found, Mapping) else {}
-
-
-def _nested(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, Mapping) else {}
+    return nested(found, "model") if isinstance(found, Mapping) else {}
 
 
 def _attention(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    block = _nested(model, "block")
-    return _nested(block, "sequence_mixer") or _nested(block, "attention")
+    block = nested(model, "block")
+    return nested(block, "sequence_mixer") or nested(block, "attention")
 
 
 def _not_compared(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "block_overrides", model.get("block_overrides")
-    yield "RoPE scaling", _nested(_attention(model), "rope").get("scaling")
+    yield "RoPE scaling", nested(_attention(model), "rope").get("scaling")
     yield from _settings_without_counterpart(model)
 
 
@@ -114,19 +103,19 @@ def _known_values(module: str, name: str) -> tuple[Any, ...]:
 
 def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yield each setting: its name, the run's value and the config's."""
-    block, attention = _nested(model, "block"), _attention(model)
-    rope, heads = _nested(attention, "rope"), attention.get("n_heads")
+    block, attention = nested(model, "block"), _attention(model)
+    rope, heads = nested(attention, "rope"), attention.get("n_heads")
     own_heads = config.get("num_attention_heads")
     yield "hidden_size", model.get("d_model"), config.get("hidden_size")
     yield "vocab_size", model.get("vocab_size"), config.get("vocab_size")
     yield "num_hidden_layers", model.get("n_layers"), config.get("num_hidden_layers")
     yield "num_attention_heads", heads, own_heads
     yield "num_key_value_heads", attention.get("n_kv_heads") or heads, config.get("num_key_value_heads") or own_heads
-    yield "hidden_act", _nested(block, "feed_forward").get("activation", "silu"), config.get("hidden_act") or "silu"
+    yield "hidden_act", nested(block, "feed_forward").get("activation", "silu"), config.get("hidden_act") or "silu"
     norms = [
-        _nested(block, "layer_norm"),
-        _nested(attention, "qk_norm"),
-        _nested(_nested(model, "lm_head"), "layer_norm"),
+        nested(block, "layer_norm"),
+        nested(attention, "qk_norm"),
+        nested(nested(model, "lm_head"), "layer_norm"),
     ]
     for norm in filter(None, norms):
         yield "rms_norm_eps", norm.get("eps") or _NORM_EPS, config.get("rms_norm_eps")
@@ -136,7 +125,7 @@ def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any,
         yield "rope_theta", rope.get("theta"), own.get("rope_theta")
         yield "rope_type", "default", own.get("rope_type", "default")
     yield "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0
-    windows = _windows(_nested(attention, "sliding_window"), model.get("n_layers"))
+    windows = _windows(nested(attention, "sliding_window"), model.get("n_layers"))
     yield "attention windows", windows, _own_windows(config)
 
 

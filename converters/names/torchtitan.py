@@ -61,7 +61,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
     Raise UsageError for an unknown architecture, LossError for a tensor without a place.
     """
-    found, saved = checkpoint.shapes, _saved(checkpoint)
+    found, saved = checkpoint.shapes, families.saved_of(checkpoint, "torchtitan's names", PERMUTED)
     check_run(checkpoint)
     has_bias = any(name.endswith("e_score_correction_bias") for name in saved.required)
     left = set() if has_bias else {name for name in found if _BALANCE.fullmatch(name)}
@@ -79,24 +79,11 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """Raise the same errors as `to_hub`."""
-    saved = _saved(checkpoint)
+    saved = families.saved_of(checkpoint, "torchtitan's names", PERMUTED)
     relation = _relation(checkpoint, saved, ())
     check_complete(relation, checkpoint.shapes)
     ties = dict.fromkeys(saved.optional.keys() & {"lm_head.weight"}, "tok_embeddings.weight")
     return replace(translate(checkpoint, relation, TORCHTITAN), ties=ties)
-
-
-def _saved(checkpoint: Checkpoint) -> Saved:
-    config = checkpoint.config or {}
-    saved = families.saved(config) if config.get("model_type") in PERMUTED else None
-    if saved is None:
-        raise UsageError(
-            "there is no mapping between torchtitan's names and the Hub's for this architecture",
-            path=checkpoint.path,
-            expected="a causal model: " + ", ".join(PERMUTED),
-            found=f"model_type {config.get('model_type')!r}",
-        )
-    return saved
 
 
 def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) -> Relation:

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.families.config import Config
+from converters.names.families.config import Config, nested, of_another_model
 
 _SPEC, _MAX_BYTES = "model_spec", 1 << 24
 #: Kinds of scaled positions, with transformers' names for the kind and its numbers.
@@ -58,13 +57,7 @@ def check_run(checkpoint: Checkpoint) -> None:
         first = first or (path, *different)
     if first is not None:
         path, name, theirs, ours = first
-        raise CorruptError(
-            "the config belongs to another model than the run trained",
-            path=path,
-            expected=f"{name} {theirs}, recorded by the run",
-            found=f"{name} {ours}",
-            hint="does the config belong to this checkpoint?",
-        )
+        raise of_another_model(path, f"{name} {theirs}", f"{name} {ours}")
 
 
 def _differences(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -79,7 +72,7 @@ def _settings(step: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """
     for folder in dict.fromkeys((*step.absolute().parents[:2], *step.resolve().parents[:2])):
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            model = _nested(_nested(_object(path), _SPEC), "model")
+            model = nested(nested(_object(path), _SPEC), "model")
             if model:
                 yield path, model
 
@@ -95,11 +88,6 @@ def _object(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _nested(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
 def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yield settings with a meaning in both: config.json's name, the run's value and the config's."""
     layers = model.get("layers")
@@ -108,8 +96,8 @@ def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any,
     yield "vocab_size", model.get("vocab_size"), config.get("vocab_size")
     yield "num_hidden_layers", len(layers) or None, config.get("num_hidden_layers")
     for layer in layers:
-        attention = _nested(layer, "attention")
-        projections = _nested(attention, "qkv_linear")
+        attention = nested(layer, "attention")
+        projections = nested(attention, "qkv_linear")
         heads, ours = attention.get("n_heads"), config.get("num_attention_heads")
         yield "num_attention_heads", heads, ours
         if "kv_lora_rank" not in attention:
@@ -117,8 +105,8 @@ def _pairs(model: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any,
             yield "num_key_value_heads", groups, config.get("num_key_value_heads") or ours
             yield "head_dim", attention.get("head_dim") or projections.get("head_dim"), _head_size(config)
         yield from ((name, attention.get(name), config.get(name)) for name in _OF_LATENT if attention.get(name))
-        yield "rms_norm_eps", _nested(layer, "attention_norm").get("eps"), config.get("rms_norm_eps")
-        yield from _of_rope(_nested(attention, "rope"), config.rope)
+        yield "rms_norm_eps", nested(layer, "attention_norm").get("eps"), config.get("rms_norm_eps")
+        yield from _of_rope(nested(attention, "rope"), config.rope)
 
 
 def _head_size(config: Config) -> Any:

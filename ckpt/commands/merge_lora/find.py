@@ -35,7 +35,7 @@ from ckpt.state.naming import to_namespace
 from ckpt.state.same_model import difference
 from ckpt.stores import placeholder_files
 from ckpt.stores.places import local
-from ckpt.views.lazy import LazyTensor
+from ckpt.views.lazy import LazyTensor, becomes_infinite
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ def _cast_tensor(tensor: torch.Tensor, dtype: DType, of: Checkpoint, fqn: str) -
     import torch
 
     found = tensor.to(getattr(torch, dtype.name))
-    if found.isinf().any() and (found.isinf() & tensor.isfinite()).any():
+    if becomes_infinite(tensor, found):
         largest = tensor[tensor.isfinite()].abs().max().item()
         raise too_large(dtype, path=of.path, fqn=fqn, found=f"{largest:.4g}")
     return found

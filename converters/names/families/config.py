@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
@@ -19,6 +20,25 @@ _ORIGINAL = "original_max_position_embeddings"
 _ROPE_OF_LENGTH = ("llama3", "yarn", "longrope")
 #: Current names of older kinds. Sections for images are no scaling.
 _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+
+
+def of_another_model(
+    path: Path | str, expected: str, found: str, hint: str = "does the config belong to this checkpoint?"
+) -> CorruptError:
+    """Return the error for a config that contradicts the run's record, given in `expected`."""
+    return CorruptError(
+        "the config belongs to another model than the run trained",
+        path=path,
+        expected=f"{expected}, recorded by the run",
+        found=found,
+        hint=hint,
+    )
+
+
+def nested(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object in a JSON object, or an empty one."""
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.base.errors import CorruptError
+from ckpt.base.errors import CorruptError, UsageError
+from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.config import Config, architectures
 from converters.names.families.rows import DENSE, SPARSE, Family, Saved
 
@@ -1076,6 +1077,20 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
         return None
     named = architectures(config)
     return family.saved(config, named[0] if named else family.stem + family.causal)
+
+
+def saved_of(checkpoint: Checkpoint, names: str, model_types: Collection[str]) -> Saved:
+    """Return the tensors saved by the config's class. Raise UsageError unless it is a causal model of `model_types`."""
+    config = checkpoint.config or {}
+    found = saved(config) if config.get("model_type") in model_types else None
+    if found is None:
+        raise UsageError(
+            f"there is no mapping between {names} and the Hub's for this architecture",
+            path=checkpoint.path,
+            expected="a causal model: " + ", ".join(model_types),
+            found=f"model_type {config.get('model_type')!r}",
+        )
+    return found
 
 
 def knows_class(cls: str) -> bool:

@@ -17,7 +17,7 @@ from ckpt.base.errors import CkptError, CorruptError
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message, Note
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.families.config import NO_SIZE
+from converters.names.families.config import NO_SIZE, of_another_model
 from converters.names.families.rows import Sizes
 from converters.names.megatron import rotary_settings
 from converters.names.megatron.facts import MegatronFacts
@@ -107,10 +107,10 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
         if name in _CONSTANT and expected.get(name) in (None, _CONSTANT[name]):
             unexpressed[name] = theirs
         else:
-            raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+            raise of_another_model(checkpoint.path, f"{name} {theirs}", f"{name} {ours}")
     check_aliases(recorded, checkpoint.path)
     for name, theirs, ours in rotary_settings.differences(recorded.get("rope_scaling"), sizes.config.rope):
-        raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+        raise of_another_model(checkpoint.path, f"{name} {theirs}", f"{name} {ours}")
     if not checkpoint.is_adapter:
         _check_predicted(checkpoint, recorded)
     if not accepted.intersection(_PARALLEL):
@@ -132,8 +132,8 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
         ]
     rows = recorded.get("vocab_size")
     if type(rows) is int and rows > sizes.dims["v"]:
-        raise _another(
-            checkpoint,
+        raise of_another_model(
+            checkpoint.path,
             f"vocabulary size {rows}",
             f"vocabulary size {sizes.dims['v']}: tokens would be left out",
             f"if the config lacks tokens, set its vocab_size to {rows}",
@@ -177,8 +177,8 @@ def _check_residual(checkpoint: Checkpoint, recorded: Mapping[str, Any], expecte
     if theirs == ours or not _is_complete(expected) or (known and all(one is None for one in known)):
         return
     name = next((name for name in _PARALLEL if name in recorded), None)
-    raise _another(
-        checkpoint,
+    raise of_another_model(
+        checkpoint.path,
         f"{name} {recorded[name]}" if name else f"no {_PARALLEL[0]}",
         f"{_PARALLEL[1]} {ours}",
     )
@@ -436,15 +436,3 @@ def _positions(args: Mapping[str, Any]) -> Any:
     """Return the kind of positions. Older versions have a separate option for rotary positions."""
     kind = args.get("position_embedding_type")
     return "rope" if kind == "learned_absolute" and args.get("use_rotary_position_embeddings") else kind
-
-
-def _another(
-    checkpoint: Checkpoint, expected: str, found: str, hint: str = "does the config belong to this checkpoint?"
-) -> CorruptError:
-    return CorruptError(
-        "the config belongs to another model than the run trained",
-        path=checkpoint.path,
-        expected=f"{expected}, recorded by the run",
-        found=found,
-        hint=hint,
-    )
