@@ -1,13 +1,62 @@
-"""Damage to files, and a conversion that must refuse the damaged run."""
+"""Damage to files, and calls and conversions that must refuse the damaged run."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
+
+from ckpt.errors import CkptError
 from tests.support.commands import Result, snapshot
 from tests.support.commands import ckpt as run_ckpt
+from tests.support.model_files import rewriting
+
+Damage = Callable[[Path], object]
+
+
+class Fault(NamedTuple):
+    """Damage to a folder, and the error that must follow, with words of its message or hint."""
+
+    damage: Damage
+    error: type[CkptError]
+    words: str
+
+    def check(self, folder: Path, use: Callable[[], object]) -> CkptError:
+        """Damage the folder, and return the error that `use` raises."""
+        self.damage(folder)
+        with pytest.raises(self.error) as caught:
+            use()
+        assert self.words in f"{caught.value.what} {caught.value.hint}"
+        return caught.value
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    found = sorted(folder.glob(pattern))
+    assert found, f"no {pattern} in {folder}"
+    return found
+
+
+def removed(*patterns: str) -> Damage:
+    return lambda folder: [path.unlink() for pattern in patterns for path in _matching(folder, pattern)]
+
+
+def copied(name: str, place: str) -> Damage:
+    return lambda folder: shutil.copy(folder / name, folder / place)
+
+
+def edited(pattern: str, edit: Callable[[Any], object]) -> Damage:
+    """Return damage that edits the content of all torch files that match."""
+
+    def damage(folder: Path) -> None:
+        for path in _matching(folder, pattern):
+            with rewriting(path) as content:
+                edit(content)
+
+    return damage
 
 
 def refused(source: Path, code: int, *words: str, format: str = "auto", options: tuple[str, ...] = ()) -> str:

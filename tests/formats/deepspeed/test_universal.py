@@ -18,7 +18,9 @@ from ckpt.state.skipped_states import listed
 from converters.deepspeed.universal import UNIVERSAL
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
 from tests.support.commands import ckpt, contents
+from tests.support.damage import Fault, copied, removed
 from tests.support.describing import content
+from tests.support.places import FIXTURES
 from tests.support.universal import ds_to_universal
 
 STAGES = {"toy-zero1": 1, "toy-zero2": 2, "toy-zero3": 3, "lora-zero3": 3, "moe-zero3": 3, "trainer-zero2": 2}
@@ -147,35 +149,35 @@ def test_a_steps_own_folder_as_deepspeeds_converter_writes_it(fixtures: Path, tm
     assert_same(read(out), checkpoint)
 
 
-def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
-    folder = write(source(fixtures, "toy-zero2"), tmp_path / "out")
-    parameter = folder / "zero" / "embed.weight"
+STATE = "parameter's optimizer state is missing"
+FAULTS = {
+    "no master": Fault(removed("zero/embed.weight/fp32.pt"), CorruptError, "parameter's master is missing"),
+    "no moment": Fault(removed("zero/embed.weight/exp_avg.pt"), CorruptError, STATE),
+    "no step": Fault(removed("zero/embed.weight/step.pt"), CorruptError, STATE),
+    "no model file": Fault(removed("mp_rank_00_model_states.pt"), HalfError, "has only optimizer states"),
+    "another's master": Fault(
+        copied("zero/down.bias/fp32.pt", "zero/embed.weight/fp32.pt"), CorruptError, "tensor's size differs"
+    ),
+}
 
-    def damaged(*names: str) -> Path:
-        copy = tmp_path / "damaged"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(folder, copy)
-        for name in names:
-            (copy / name).unlink()
-        return copy
 
-    with pytest.raises(CorruptError, match="parameter's master is missing"):
-        read(damaged("zero/embed.weight/fp32.pt"))
-    with pytest.raises(CorruptError, match="parameter's optimizer state is missing"):
-        read(damaged("zero/embed.weight/exp_avg.pt"))
-    with pytest.raises(CorruptError, match="parameter's optimizer state is missing"):
-        read(damaged("zero/embed.weight/step.pt"))
-    with pytest.raises(HalfError, match="has only optimizer states"):
-        read(damaged("mp_rank_00_model_states.pt"))
-    copy = damaged()
-    shutil.copy(copy / "zero" / "down.bias" / "fp32.pt", copy / "zero" / "embed.weight" / "fp32.pt")
-    with pytest.raises(CorruptError, match="tensor's size differs"):
-        read(copy)
-    (folder.parent / "latest_universal").write_text("elsewhere")
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(source(FIXTURES, "toy-zero2"), tmp_path_factory.mktemp("universal") / "out")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_is_named(universal: Path, tmp_path: Path, fault: str) -> None:
+    copy = Path(shutil.copytree(universal, tmp_path / "damaged"))
+    FAULTS[fault].check(copy, lambda: read(copy))
+
+
+def test_latest_without_its_step(universal: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(universal.parent, tmp_path / "out"))
+    (out / "latest_universal").write_text("elsewhere")
     with pytest.raises(CorruptError, match="names a missing step folder"):
-        UNIVERSAL.find(folder.parent, None)
-    assert UNIVERSAL.find(folder.parent, folder.name) == folder
-    assert parameter.is_dir() and UNIVERSAL.find(folder, None) == folder
+        UNIVERSAL.find(out, None)
+    assert UNIVERSAL.find(out, universal.name) == UNIVERSAL.find(out / universal.name, None) == out / universal.name
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import json
 import shutil
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from converters.gguf.sentencepiece import read_pieces
 from converters.gguf.types import BY_NUMBER, TYPES
 from tests.support.commands import ckpt as command
 from tests.support.engines import raw
+from tests.support.model_files import merge_json
 from tests.support.places import FIXTURES
 
 GGUF = FIXTURES / "gguf"
@@ -67,6 +68,13 @@ def small(
     return path
 
 
+def changed(name: str, folder: Path, **entries: Any) -> Path:
+    """Return a copy of a model with other entries in its config."""
+    shutil.copytree(GGUF / name, folder)
+    merge_json(folder / "config.json", entries)
+    return folder
+
+
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -95,16 +103,6 @@ def test_two_quantized_files_are_compared_by_their_own_values(tmp_path: Path) ->
     one.write_bytes(data)
     assert not ckpt.verify(one, GGUF / "llama-q8_0.gguf").equal
     assert ckpt.verify(GGUF / "llama-q8_0.gguf", GGUF / "llama-q8_0.gguf").equal
-
-
-def test_a_config_is_needed_for_other_names() -> None:
-    with pytest.raises(NotFoundError, match=r"config\.json"):
-        ckpt.plan(GGUF / "llama-bf16.gguf", "hf")
-
-
-def test_a_config_of_another_architecture_is_refused() -> None:
-    with pytest.raises(CorruptError, match="another architecture"):
-        ckpt.plan(GGUF / "llama-bf16.gguf", "hf", config=GGUF / "gpt_oss")
 
 
 def test_other_types_are_named(tmp_path: Path) -> None:
@@ -191,29 +189,39 @@ def test_no_damaged_header_is_read(tmp_path: Path) -> None:
             continue
 
 
-@pytest.mark.parametrize(
-    ("dims", "number", "values", "what"),
-    [
-        ((33,), 8, bytes(34), "whole blocks"),
-        ((1 << 40,), 0, bytes(4), "shorter"),
-        ((1,), 99, bytes(4), "unknown type"),
-        ((1,) * 9, 0, bytes(4), "too many dims"),
-        ((1,), 0, bytes(4 + 64), "longer"),
-    ],
-)
-def test_faults_are_named(dims: tuple[int, ...], number: int, values: bytes, what: str, tmp_path: Path) -> None:
-    with pytest.raises(CkptError, match=what):
-        ckpt.open(small(tmp_path / "a.gguf", [("x.weight", dims, number, values)]))
+def one(path: Path, dims: tuple[int, ...], number: int, size: int, times: int = 1) -> object:
+    """Open a file whose tensor has these dims, type number and size in bytes."""
+    return ckpt.open(small(path / "a.gguf", [("x.weight", dims, number, bytes(size))] * times))
 
 
-def test_a_name_may_not_appear_twice(tmp_path: Path) -> None:
-    with pytest.raises(CorruptError, match="twice"):
-        ckpt.open(small(tmp_path / "a.gguf", [("x.weight", (1,), 0, bytes(4))] * 2))
+def to_hf(path: Path, config: str | None, **entries: Any) -> object:
+    """Plan llama's file with the config of a model, or none."""
+    return ckpt.plan(GGUF / "llama-bf16.gguf", "hf", config=config and changed(config, path / "model", **entries))
 
 
-def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LossError, match="big-endian"):
-        ckpt.open(small(tmp_path / "a.gguf", [], version=3 << 24))
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+TWO_TYPES: Any = {"quantize": "q8_0", "dtype": "bf16"}
+REFUSED: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
+    "dims that are no whole blocks": (lambda path: one(path, (33,), 8, 34), CkptError, "whole blocks"),
+    "data shorter than its dims": (lambda path: one(path, (1 << 40,), 0, 4), CkptError, "shorter"),
+    "data longer than its dims": (lambda path: one(path, (1,), 0, 4 + 64), CkptError, "longer"),
+    "unknown type": (lambda path: one(path, (1,), 99, 4), CkptError, "unknown type"),
+    "nine dims": (lambda path: one(path, (1,) * 9, 0, 4), CkptError, "too many dims"),
+    "a name twice": (lambda path: one(path, (1,), 0, 4, times=2), CorruptError, "twice"),
+    "big-endian": (lambda path: ckpt.open(small(path / "a.gguf", [], version=3 << 24)), LossError, "big-endian"),
+    "no config for hf": (lambda path: to_hf(path, None), NotFoundError, r"config\.json"),
+    "another architecture's config": (lambda path: to_hf(path, "gpt_oss"), CorruptError, "another architecture"),
+    "another epsilon": (lambda path: to_hf(path, "llama", rms_norm_eps=1e-5), CorruptError, "the config"),
+    "another theta": (lambda path: to_hf(path, "llama", rope_parameters=ROPE), CorruptError, "the config"),
+    "dtype and quantize": (lambda _: ckpt.plan(GGUF / "llama", "gguf", **TWO_TYPES), UsageError, "two types"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_damaged_files_and_contradictions_are_refused(case: str, tmp_path: Path) -> None:
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        call(tmp_path)
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
@@ -331,13 +339,6 @@ def test_all_weights_must_be_finite_with_quantize(kind: str, tmp_path: Path) -> 
         assert [one.name for one in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_tokenizer_is_needed(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="gguf is not installed")
-    shutil.copytree(GGUF / "llama", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(NotFoundError, match="tokenizer"):
-        ckpt.plan(tmp_path / "model", "gguf")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
@@ -365,54 +366,52 @@ def test_an_unknown_tokenizer_is_refused(old: str, new: str, what: str | None, t
         ckpt.plan(tmp_path / "model", "gguf")
 
 
-def test_more_tokens_than_the_model_has_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="gguf is not installed")
-    model = changed("llama", tmp_path / "model")
+def too_many_tokens(model: Path) -> None:
     piece = b"\x0a\x03abc\x15" + struct.pack("<f", -2.5)
     (model / "tokenizer.model").write_bytes(b"\x0a" + bytes([len(piece)]) + piece)
     (model / "added_tokens.json").write_text('{"<pad>": 5000}')
-    with pytest.raises(LossError, match="more tokens"):
-        ckpt.plan(model, "gguf")
 
 
-def changed(name: str, folder: Path, **entries: Any) -> Path:
-    """Return a copy of a model with other entries in its config."""
-    shutil.copytree(GGUF / name, folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
-    return folder
+def without_tokenizer(model: Path) -> None:
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
+LONGROPE = {"rope_type": "longrope", "factor": 4.0}
+PARTIAL = {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}
+NO_KEY = r"key for|computes with another"
 
 
 @pytest.mark.parametrize(
-    ("name", "entries"),
+    ("name", "change", "error", "words"),
     [
-        ("llama", {"hidden_act": "gelu"}),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}}),
-        ("qwen3_moe", {"norm_topk_prob": False}),
-        ("qwen3_moe", {"mlp_only_layers": [0]}),
-        ("gpt_oss", {"swiglu_limit": 5.0}),
-        ("gpt_oss", {"layer_types": ["full_attention"]}),
+        ("llama", {"model_type": "olmo"}, LossError, "architecture"),
+        ("llama", {"hidden_act": "gelu"}, LossError, NO_KEY),
+        ("llama", {"rope_parameters": LONGROPE}, LossError, NO_KEY),
+        ("llama", {"rope_parameters": PARTIAL}, LossError, NO_KEY),
+        ("qwen3_moe", {"norm_topk_prob": False}, LossError, NO_KEY),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, LossError, NO_KEY),
+        ("gpt_oss", {"swiglu_limit": 5.0}, LossError, NO_KEY),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, LossError, NO_KEY),
+        ("llama", without_tokenizer, NotFoundError, "tokenizer"),
+        ("llama", too_many_tokens, LossError, "more tokens"),
     ],
 )
-def test_settings_without_a_key_are_refused(name: str, entries: dict[str, Any], tmp_path: Path) -> None:
+def test_models_without_a_place_in_gguf_are_refused(
+    name: str, change: Any, error: type[CkptError], words: str, tmp_path: Path
+) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
-    with pytest.raises(LossError, match=r"key for|computes with another"):
-        ckpt.plan(changed(name, tmp_path / "model", **entries), "gguf")
+    model = changed(name, tmp_path / "model", **(change if isinstance(change, dict) else {}))
+    if callable(change):
+        change(model)
+    with pytest.raises(error, match=words):
+        ckpt.plan(model, "gguf")
 
 
 def test_rounding_by_llama_cpp_is_noted() -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
     for name, is_noted in (("gpt_oss", True), ("llama", False)):
         assert any("YaRN" in note for note in ckpt.plan(GGUF / name, "gguf").plan.target.notes) == is_noted
-
-
-@pytest.mark.parametrize(
-    "entries", [{"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}]
-)
-def test_a_config_that_contradicts_the_file_is_refused(entries: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CorruptError, match="the config"):
-        ckpt.plan(GGUF / "llama-bf16.gguf", "hf", config=changed("llama", tmp_path / "model", **entries))
 
 
 def test_a_file_next_to_weights_or_steps_is_an_export(tmp_path: Path) -> None:
@@ -427,19 +426,6 @@ def test_writing_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="needs the gguf package") as caught:
         ckpt.plan(GGUF / "llama", "gguf")
     assert "ckpt-toolkit[gguf]" in str(caught.value.hint)
-
-
-def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(GGUF / "llama", tmp_path / "model")
-    file = tmp_path / "model/config.json"
-    file.write_text(file.read_text().replace('"model_type": "llama"', '"model_type": "olmo"'))
-    with pytest.raises(LossError, match="architecture"):
-        ckpt.plan(tmp_path / "model", "gguf")
-
-
-def test_dtype_and_quantize_may_not_contradict() -> None:
-    with pytest.raises(UsageError, match="two types"):
-        ckpt.plan(GGUF / "llama", "gguf", quantize="q8_0", dtype="bf16")
 
 
 def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path) -> None:

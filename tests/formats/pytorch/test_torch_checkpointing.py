@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ckpt
 from ckpt import api
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.runs.unread_files import list_unread
+from tests.support.damage import Damage, Fault, copied, removed
 from tests.support.places import FIXTURES
 
 RUN = FIXTURES / "torch-checkpointing"
@@ -21,12 +23,6 @@ RUN = FIXTURES / "torch-checkpointing"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return Path(shutil.copytree(RUN, tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
-
-
-def edited(step: Path, change: Any) -> None:
-    content = pickle.loads((step / "metadata.pkl").read_bytes())
-    change(content)
-    (step / "metadata.pkl").write_bytes(pickle.dumps(content))
 
 
 def test_training_state(run: Path) -> None:
@@ -102,19 +98,6 @@ def test_other_folders_with_its_prefix_are_no_steps(run: Path) -> None:
     assert not [note for note in api.open(run).notes if "tmp_" in note]
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "match"),
-    [
-        ("model_1.pt", IncompleteError, "a rank's file is missing"),
-        ("optimizer_0.pt", IncompleteError, "a rank's file is missing"),
-    ],
-)
-def test_missing_file(run: Path, name: str, error: type[IncompleteError], match: str) -> None:
-    (run / "step-2" / name).unlink()
-    with pytest.raises(error, match=match):
-        api.open(run / "step-2")
-
-
 @pytest.mark.parametrize("number", [2, 3])
 def test_missing_metadata(run: Path, number: int) -> None:
     """Files called model_0.safetensors and step_1.pt are no model and no step."""
@@ -126,54 +109,59 @@ def test_missing_metadata(run: Path, number: int) -> None:
     assert {one.path: one.state for one in ckpt.check(run).checkpoints}[step.name] == "incomplete"
 
 
-@pytest.mark.parametrize(
-    ("copied", "place", "match"),
-    [
-        ("step-2/model_0.pt", "step-2/model_1.pt", r"contradicts metadata\.pkl"),
-        # Local tensors have no place of their own. The embedding's 19 rows make rank 1's part shorter.
-        ("step-3/model_0.safetensors", "step-3/model_1.safetensors", r"contradicts metadata\.pkl"),
-        ("step-2/optimizer_1.pt", "step-3/optimizer_1.pt", ""),
-        ("step-2/model_1.pt", "step-2/model_2.pt", "different numbers of ranks"),
-    ],
-)
-def test_copied_file(run: Path, copied: str, place: str, match: str) -> None:
-    shutil.copy(run / copied, run / place)
-    with pytest.raises(CorruptError, match=match):
-        api.open((run / place).parent)
+def metadata(change: Callable[[Any], object]) -> Damage:
+    """Return damage that edits what metadata.pkl records."""
+
+    def damage(step: Path) -> None:
+        content = pickle.loads((step / "metadata.pkl").read_bytes())
+        change(content)
+        (step / "metadata.pkl").write_bytes(pickle.dumps(content))
+
+    return damage
 
 
-def test_unknown_sharding_is_named(run: Path) -> None:
-    def change(content: Any) -> None:
-        groups = next(iter(content["metadata"]["model"]["nested_path_to_metadata"].values()))
-        groups[0]["sharding_metadata"]["type"] = "default_tensor_v1"
-
-    edited(run / "step-2", change)
-    with pytest.raises(NotFoundError) as raised:
-        api.open(run / "step-2")
-    assert raised.value.found == "default_tensor_v1"
+def hostile(step: Path) -> None:
+    (step / "metadata.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
 
 
-@pytest.mark.parametrize("change", [lambda c: c.pop("metadata"), lambda c: c.update(world_size=3)])
-def test_damaged_metadata(run: Path, change: Any) -> None:
-    edited(run / "step-2", change)
-    with pytest.raises(CorruptError, match="no known version"):
-        api.open(run / "step-2")
+def unknown_sharding(content: Any) -> None:
+    groups = next(iter(content["metadata"]["model"]["nested_path_to_metadata"].values()))
+    groups[0]["sharding_metadata"]["type"] = "default_tensor_v1"
 
 
-def test_hostile_metadata(run: Path) -> None:
-    (run / "step-2/metadata.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(UnsafeError):
-        api.open(run / "step-2")
+def outside(content: Any) -> None:
+    layout = content["metadata"]["model"]["rank_to_layout_info"]
+    layout[1] = {"file_path": "../step-2/model_1.pt", "serialization_format": {"type": "TorchSerialization"}}
 
 
-def test_path_out_of_the_folder(run: Path) -> None:
-    def change(content: Any) -> None:
-        layout = content["metadata"]["model"]["rank_to_layout_info"]
-        layout[1] = {"file_path": "../step-2/model_1.pt", "serialization_format": {"type": "TorchSerialization"}}
+MISSING, LISTED = "a rank's file is missing", "a tensor listed in metadata.pkl is missing"
+CONTRADICTS, UNKNOWN = "contradicts metadata.pkl", "no known version"
+#: Local tensors have no place of their own, so step 3 is told by its sizes: the
+#: embedding's 19 rows make rank 1's part shorter.
+FAULTS = {
+    "step-2": {
+        "no model of rank 1": Fault(removed("model_1.pt"), IncompleteError, MISSING),
+        "no optimizer of rank 0": Fault(removed("optimizer_0.pt"), IncompleteError, MISSING),
+        "rank 0's model as rank 1's": Fault(copied("model_0.pt", "model_1.pt"), CorruptError, CONTRADICTS),
+        "a third rank": Fault(copied("model_1.pt", "model_2.pt"), CorruptError, "different numbers of ranks"),
+        "unknown sharding": Fault(metadata(unknown_sharding), NotFoundError, "cut in an unknown way"),
+        "no metadata in its file": Fault(metadata(lambda content: content.pop("metadata")), CorruptError, UNKNOWN),
+        "another world size": Fault(metadata(lambda content: content.update(world_size=3)), CorruptError, UNKNOWN),
+        "a pickle that runs code": Fault(hostile, UnsafeError, "the pickle names os.system"),
+        "a path out of the folder": Fault(metadata(outside), UnsafeError, "leads out of"),
+    },
+    "step-3": {
+        "rank 0's model as rank 1's": Fault(
+            copied("model_0.safetensors", "model_1.safetensors"), CorruptError, CONTRADICTS
+        ),
+        "another step's optimizer": Fault(copied("../step-2/optimizer_1.pt", "optimizer_1.pt"), CorruptError, LISTED),
+    },
+}
 
-    edited(run / "step-2", change)
-    with pytest.raises(UnsafeError):
-        api.open(run / "step-2")
+
+@pytest.mark.parametrize(("step", "fault"), [(step, fault) for step, faults in FAULTS.items() for fault in faults])
+def test_damage_is_refused(run: Path, step: str, fault: str) -> None:
+    FAULTS[step][fault].check(run / step, lambda: api.open(run / step))
 
 
 def test_mesh_with_replicas(run: Path) -> None:
