@@ -1,6 +1,6 @@
-"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/save_pretrained.py`: tables of Hub files.
+"""`converters/names/families/tables.py`, `rows.py`, `module_tree.py`, `converters/names/hub/save_pretrained.py`.
 
-They must match what transformers' models save for the same config.
+Tables of Hub files must match what transformers' models save for the same config, and register as parameters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from safetensors import safe_open
 
 from ckpt.errors import CorruptError
 from converters.names.families import tables as families
+from converters.names.families.module_tree import Module
 from converters.names.families.tables import FAMILIES
 from converters.names.hub import save_pretrained as installed
 from converters.names.megatron import relation as megatron
+from converters.names.transformers.order import as_registered
 from tests.support.twins import SAME_NAMES, TWINS, twin_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -100,10 +102,13 @@ def base_of(model_type: str) -> dict[str, Any]:
 
 
 def really_saved(model_type: str, cls: Any, change: dict[str, Any], folder: Path) -> tuple[dict, dict]:
-    """Save a model and return its config.json and the tensor shapes by name."""
+    """Save a model and return its config.json and the tensor shapes by name. Check the order of its parameters."""
     config = transformers.CONFIG_MAPPING[model_type].from_dict({**base_of(model_type), **change})
     config.num_labels = 3
-    cls(config).save_pretrained(folder)
+    model = cls(config)
+    registered = [name for name, _ in model.named_parameters()]
+    assert as_registered(sorted(registered), model_type) == registered, (change, cls.__name__)
+    model.save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return json.loads((folder / "config.json").read_text()), shapes
@@ -127,6 +132,15 @@ def test_a_table_says_what_is_really_saved(tmp_path: Path, model_type: str) -> N
             assert dict(found.required) == truth, (change, cls.__name__)
             compared += 1
     assert compared
+
+
+def test_order_follows_rows_and_their_first_modules() -> None:
+    rows = ("a.x.weight", "a.#.up", "a.scale", "b.weight", "a.x.bias")
+    names = ["a.scale", "a.x.weight", "a.x.bias", "a.2.up", "a.10.up", "a.y.weight", "a.y.bias", "b.weight"]
+    assert sorted(sorted(names), key=Module.of(rows).key) == names
+    swapped = Module.of((rows[3], *rows[:3]))
+    assert sorted(sorted(names), key=swapped.key)[0] == "b.weight"
+    assert swapped.has("a.7.up") and not any(map(swapped.has, ("a.7", "a.x.weight.up", "a.z.up", "a.x.bias")))
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_neox", "qwen3_moe"])

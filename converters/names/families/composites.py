@@ -6,13 +6,15 @@ They follow transformers 5.23 (`modeling_*.py` of each model type), also in regi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import Config, architectures
+from converters.names.families.module_tree import Module
 from converters.names.families.rows import DERIVED, Family, Saved, Sizes, filled, parse, spelled_out
 from converters.names.families.tables import FAMILIES
 
@@ -136,13 +138,13 @@ class Tower:
             found |= {prefix + n.replace("{e}", str(number)): shape for n, shape in behind.items() if "{e}" in n}
         return found
 
-    def rows(self) -> list[str]:
-        layer = [f"{self.layers}.{{e}}.{row.name}" for row in parse(self.layer)]
-        before, behind = (row.name for row in parse(self.before)), (row.name for row in parse(self.behind))
-        return [self.inside + name for name in (*before, *layer, *behind)]
+    def rows(self) -> Iterator[str]:
+        for prefix, text in (("", self.before), (f"{self.layers}.#.", self.layer), ("", self.behind)):
+            yield from (self.inside + prefix + row.name.replace("{e}", "#") for row in parse(text))
 
-    def has(self, name: str) -> bool:
-        return _row_and_number(self.rows(), name) is not None
+    @cached_property
+    def modules(self) -> Module:
+        return Module.of(self.rows())
 
 
 _PATCHES = {"in_channels": 3, "patch_size": 14, "temporal_patch_size": 2}
@@ -181,7 +183,7 @@ _QWEN3 = Tower(
     {**_PATCHES, "patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
 )
 _QWEN3_5 = replace(_QWEN3, defaults={**_QWEN3.defaults, "deepstack_visual_indexes": []})
-_TOWERS = {
+TOWERS = {
     "clip_vision_model": Tower(
         """
         embeddings.class_embedding h
@@ -396,14 +398,24 @@ class Composite:
         if (match := _MODULE.fullmatch(name)) is not None and match[1] == "multi_modal_projector":
             return f"multi_modal_projector.{match[2]}"
         if match is not None:
-            towers = (_TOWERS[kind] for kind in self.towers)
-            return self.tower + next((one.inside for one in towers if one.has(one.inside + match[2])), "") + match[2]
+            towers = (TOWERS[kind] for kind in self.towers)
+            return (
+                self.tower
+                + next((one.inside for one in towers if one.modules.has(one.inside + match[2])), "")
+                + match[2]
+            )
         if name.endswith("lm_head.weight"):
             return self.head + "lm_head.weight"
         if name == "model.image_newline":
             return "image_newline"
         match = _TEXT.fullmatch(name)
         return name if match is None else self.model + match[1]
+
+    def rows_around_text(self, tower: str) -> Iterator[str]:
+        """Yield the Hub's names, with `#` for numbers, of all modules before the text model."""
+        yield from (row.name for row in parse(self.beside))
+        yield from (self.tower + name for name in TOWERS[tower].rows())
+        yield from (f"multi_modal_projector.{row.name}" for row in parse(self.projector))
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Return the text model's sizes. Tensors of tower and projector are outside its layers."""
@@ -451,7 +463,7 @@ class Composite:
             width = Config(vision).size("hidden_size")
             sizes |= {"w": width, "q": width * merged**2}
         found |= dict(filled(self.beside, whole, sizes))
-        found |= _TOWERS[str(kind)].shapes(vision, self.tower)
+        found |= TOWERS[str(kind)].shapes(vision, self.tower)
         return found | dict(filled(self.projector, whole, sizes, prefix="multi_modal_projector."))
 
 
@@ -464,9 +476,9 @@ _OF_QWEN: dict[str, Any] = {"tower": "visual.", "model": "model.", "head": "", "
 _NESTED: dict[str, Any] = {"tower": "model.visual.", "model": "model.language_model.", "head": "", "base": "model"}
 _COMMON_TEXTS = {name: FAMILIES[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
 _STACKED_EXPERTS = """
-    mlp.gate.weight e h ? sparse
     mlp.experts.gate_up_proj e 2m h ? sparse
     mlp.experts.down_proj e h m ? sparse
+    mlp.gate.weight e h ? sparse
 """
 _QWEN2 = replace(FAMILIES["qwen2"], defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5}, unread=("head_dim",))
 _QWEN3_TEXT = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 500000.0})
@@ -560,43 +572,6 @@ COMPOSITES = {
         **_NESTED,
     ),
 }
-
-
-def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, ...]]:
-    """Return sort keys for tensors outside the text model."""
-    composite = COMPOSITES[model_type]
-    beside, projector = ([row.name for row in parse(text)] for text in (composite.beside, composite.projector))
-    found: dict[str, tuple[int, ...]] = {}
-    rests: dict[str, str] = {}
-    for name in names:
-        current = composite.current(name)
-        module, _, rest = current.partition(".")
-        if current in beside:
-            found[name] = (0, beside.index(current))
-        elif module == "multi_modal_projector" and rest in projector:
-            found[name] = (2, projector.index(rest))
-        elif current.startswith(composite.tower):
-            rests[name] = current.removeprefix(composite.tower)
-    for kind in composite.towers:
-        rows, places = _TOWERS[kind].rows(), {}
-        for name, rest in rests.items():
-            if (place := _row_and_number(rows, rest)) is not None:
-                places[name] = (1, *place)
-        if len(places) == len(rests):
-            return found | places
-    return found
-
-
-def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
-    """Return a list's first row, the number in the list, the tensor's row."""
-    head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
-    if name in rows or not numbered:
-        return (rows.index(name), 0, 0) if name in rows else None
-    lists, number, rest = f"{head}.{{e}}.", *numbered
-    if lists + rest not in rows:
-        return None
-    first = next(index for index, row in enumerate(rows) if row.startswith(lists))
-    return first, int(number), rows.index(lists + rest)
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:

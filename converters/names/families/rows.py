@@ -122,7 +122,8 @@ class Family:
 
     stem: str
     layer: str
-    top: str = "embed_tokens.weight v h \n norm.weight h"
+    top: str = "embed_tokens.weight v h"
+    final: str = "norm.weight h"
     base: str = "model"
     layers: str = "layers"
     causal: str = "ForCausalLM"
@@ -144,9 +145,8 @@ class Family:
     predicted: str = ""
     #: Prefix of `layer`'s rows in such a layer, if it is beside the model.
     inside: str = ""
-    #: Modules in a layer, and in an MLP with experts, in transformers' registration order.
-    modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
-    expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
+    #: Layers' matrices are transformers' Conv1D, [in, out]. The rows have [out, in].
+    conv1d: bool = False
     #: Class outside transformers, with unknown names in memory.
     own_code: bool = False
 
@@ -170,7 +170,7 @@ class Family:
             required.update(spelled_out(layer, self.prefix(number), sizes.num_experts))
         optional: dict[str, Shape] = {}
         if head == self.causal and sizes.tied:
-            tied = parse(self.output)[0]
+            tied = _tied_row(self.output)
             optional[tied.name] = shape_of(tied, sizes.dims)
         for number, layer in enumerate(sizes.predicted):
             optional.update(spelled_out(layer, self.predicted_prefix(number, sizes.num_layers), sizes.num_experts))
@@ -181,6 +181,13 @@ class Family:
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         return self._sizes(self._config(config), self.output)
+
+    def rows(self) -> Iterator[str]:
+        """Yield the Hub's names in module order, with `#` for numbers."""
+        inside, layer = f"{self.base}.", self.prefix("#")
+        for prefix, text in ((inside, self.top), (layer, self.layer), (inside, self.final), ("", self.output)):
+            yield from (prefix + row.name.replace("{e}", "#") for row in parse(text))
+        yield from (row.name for row in parse(self.classifier))
 
     def prefix(self, layer: int | str) -> str:
         return f"{self.base}.{self.layers}.{layer}."
@@ -205,11 +212,13 @@ class Family:
             dims["e"] = config.count(*self.experts)
         dims |= self.dims(config, dims)
         kinds = [self.kinds(config, number) for number in range(config.num_layers)]
-        top = dict(filled(self.top, config, dims, prefix=f"{self.base}."))
+        top = dict(filled(f"{self.top}\n{self.final}", config, dims, prefix=f"{self.base}."))
         top |= dict(filled(head, config, dims))
         if config.flag("tie_word_embeddings") and head == self.output:
-            del top[parse(self.output)[0].name]
+            del top[_tied_row(self.output).name]
         layers = tuple(dict(filled(self.layer, config, dims, one)) for one in kinds)
+        if self.conv1d:
+            layers = tuple({name: shape[::-1] for name, shape in layer.items()} for layer in layers)
         predicted = config.get("num_nextn_predict_layers") if self.prediction else None
         count = config.count("num_nextn_predict_layers") if predicted else 0
         kind = (SPARSE if self.experts else DENSE,)
@@ -217,6 +226,10 @@ class Family:
         behind |= dict(filled(self.prediction, config, dims, kind)) if count else {}
         sparse = frozenset(number for number, one in enumerate(kinds) if SPARSE in one)
         return Sizes(config, dims, top, layers, sparse, (behind,) * count)
+
+
+def _tied_row(output: str) -> FamilyRow:
+    return next(row for row in parse(output) if row.dims == ("v", "h"))
 
 
 def filled(

@@ -44,11 +44,12 @@ UP_DOWN = """
     mlp.down_proj.bias h ? mlp_bias
 """
 FUSED_MLP = "mlp.gate_up_proj.weight 2f h \n mlp.down_proj.weight h f \n"
-EXPERTS = """
-    mlp.gate.weight e h ? sparse
+GATE = "mlp.gate.weight e h ? sparse \n"
+ROUTED = """
     mlp.experts.{e}.[gate|up]_proj.weight m h ? sparse
     mlp.experts.{e}.down_proj.weight h m ? sparse
 """
+EXPERTS = ROUTED + GATE
 BLOCK_EXPERTS = """
     block_sparse_moe.gate.weight e h
     block_sparse_moe.experts.{e}.w[1|3].weight f h
@@ -84,14 +85,18 @@ PREDICTION = """
     shared_head.norm.weight h
     shared_head.head.weight v h
 """
-EMBEDDED = "embed_tokens.weight v h \n"
-NORM_WITH_BIAS = EMBEDDED + "norm.[weight|bias] h"
+NORM_WITH_BIAS = "norm.[weight|bias] h"
 TIED = {"tie_word_embeddings": True}
 GPT = """
-    ln_[1|2].[weight|bias] h
+    ln_1.[weight|bias] h
+    attn.c_attn.weight c h
+    attn.c_attn.bias c
     attn.c_proj.weight h h
     attn.c_proj.bias h
+    ln_2.[weight|bias] h
+    mlp.c_fc.weight f h
     mlp.c_fc.bias f
+    mlp.c_proj.weight h f
     mlp.c_proj.bias h
 """
 
@@ -255,13 +260,14 @@ _GPTJ = Family(
     "GPTJ",
     """
     ln_1.[weight|bias] h
-    attn.[q|k|v|out]_proj.weight h h
+    attn.[k|v|q|out]_proj.weight h h
     mlp.fc_in.weight f h
     mlp.fc_in.bias f
     mlp.fc_out.weight h f
     mlp.fc_out.bias h
     """,
-    top="wte.weight v h \n ln_f.[weight|bias] h",
+    top="wte.weight v h",
+    final="ln_f.[weight|bias] h",
     base="transformer",
     layers="h",
     output="lm_head.weight v h \n lm_head.bias v",
@@ -286,15 +292,15 @@ _BAILING = Family(
     "BailingMoeV2",
     """
     attention.query_key_value.weight qkv h
-    attention.dense.weight h a
     attention.[query|key]_layernorm.weight d ? use_qk_norm
-    mlp.gate.expert_bias e ? sparse moe_router_enable_expert_bias
+    attention.dense.weight h a
     """
     + MLP
     + EXPERTS
+    + "mlp.gate.expert_bias e ? sparse moe_router_enable_expert_bias \n"
     + SHARED_EXPERTS
     + NORMS,
-    top="word_embeddings.weight v h \n norm.weight h",
+    top="word_embeddings.weight v h",
     defaults={"use_qk_norm": True, "moe_router_enable_expert_bias": True},
     spelled={"num_shared_experts": "n_shared_experts"},
     dims=lambda config, dims: {"qkv": dims["a"] + 2 * dims["k"], **_experts(config, dims)},
@@ -314,28 +320,25 @@ _GATED_ATTENTION = """
     self_attn.o_proj.bias h ? !linear attention_bias
 """
 _DELTA = """
-    linear_attn.[A_log|dt_bias] lh ? linear
+    linear_attn.[dt_bias|A_log] lh ? linear
     linear_attn.conv1d.weight lc 1 lk ? linear
+"""
+_DELTA_JOINED = """
+    linear_attn.in_proj_qkvz.weight lq h ? linear
+    linear_attn.in_proj_ba.weight 2lh h ? linear
     linear_attn.norm.weight ld ? linear
     linear_attn.out_proj.weight h lv ? linear
 """
 _DELTA_APART = """
+    linear_attn.norm.weight ld ? linear
+    linear_attn.out_proj.weight h lv ? linear
     linear_attn.in_proj_qkv.weight lc h ? linear
     linear_attn.in_proj_z.weight lv h ? linear
     linear_attn.in_proj_[b|a].weight lh h ? linear
 """
 _QWEN3_NEXT = Family(
     "Qwen3Next",
-    _GATED_ATTENTION
-    + _DELTA
-    + """
-    linear_attn.in_proj_ba.weight 2lh h ? linear
-    linear_attn.in_proj_qkvz.weight lq h ? linear
-    """
-    + MLP
-    + EXPERTS
-    + GATED_SHARED_EXPERT
-    + NORMS,
+    _GATED_ATTENTION + _DELTA + _DELTA_JOINED + MLP + GATE + ROUTED + GATED_SHARED_EXPERT + NORMS,
     # The release has one multi-token prediction layer, missing from its config.json.
     defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 1, "norm_topk_prob": True},
     dims=_linear,
@@ -347,10 +350,8 @@ _QWEN3_NEXT = Family(
     """,
     predicted="mtp.",
     inside="layers.0.",
-    modules=("linear_attn.", "self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm."),
-    expert_modules=("gate.", "experts.", "shared_expert.", "shared_expert_gate."),
 )
-_NEMOTRON = Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS)
+_NEMOTRON = Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, final=NORM_WITH_BIAS)
 _GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
 
 FAMILIES: dict[str, Family] = {
@@ -364,7 +365,6 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_local_experts", "num_experts"),
         kinds=_all_sparse,
-        expert_modules=("gate.", "experts."),
     ),
     "qwen2": _QWEN2,
     "mimo": replace(
@@ -381,12 +381,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": replace(
         _QWEN2,
         stem="Qwen2Moe",
-        layer=(QKVO + BIASES).replace("attention_bias", "qkv_bias") + MLP + EXPERTS + GATED_SHARED_EXPERT + NORMS,
+        layer=(QKVO + BIASES).replace("attention_bias", "qkv_bias") + MLP + GATE + ROUTED + GATED_SHARED_EXPERT + NORMS,
         defaults={"qkv_bias": True},
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_step,
-        expert_modules=("gate.", "experts.", "shared_expert.", "shared_expert_gate."),
     ),
     "qwen3_moe": replace(
         _QWEN3,
@@ -412,14 +411,14 @@ FAMILIES: dict[str, Family] = {
         stem="Qwen3_5Moe",
         defaults={"head_dim": 256, "linear_conv_kernel_dim": 4},
         spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
-        layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + EXPERTS + GATED_SHARED_EXPERT + NORMS,
+        layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + GATE + ROUTED + GATED_SHARED_EXPERT + NORMS,
         kinds=lambda config, layer: (SPARSE, *_linear_by_interval(config, layer)),
     ),
     "nemotron_h": Family(
         "NemotronH",
         """
         norm.weight h
-        mixer.[A_log|D|dt_bias] mh ? mamba
+        mixer.[dt_bias|A_log|D] mh ? mamba
         mixer.conv1d.weight mc 1 mk ? mamba
         mixer.conv1d.bias mc ? mamba use_conv_bias
         mixer.in_proj.weight mp h ? mamba
@@ -430,14 +429,15 @@ FAMILIES: dict[str, Family] = {
         mixer.o_proj.weight h a ? attention
         mixer.up_proj.weight f h ? dense
         mixer.down_proj.weight h f ? dense
-        mixer.gate.weight e h ? sparse
-        mixer.gate.e_score_correction_bias e ? sparse
         mixer.experts.{e}.up_proj.weight m h ? sparse
         mixer.experts.{e}.down_proj.weight h m ? sparse
+        mixer.gate.weight e h ? sparse
+        mixer.gate.e_score_correction_bias e ? sparse
         mixer.shared_experts.up_proj.weight s h ? sparse
         mixer.shared_experts.down_proj.weight h s ? sparse
         """,
-        top="embeddings.weight v h \n norm_f.weight h",
+        top="embeddings.weight v h",
+        final="norm_f.weight h",
         base="backbone",
         defaults={
             "num_hidden_layers": len(_DEFAULT_BLOCKS),
@@ -458,7 +458,6 @@ FAMILIES: dict[str, Family] = {
         kinds=_by_block,
         unknown=("use_bias", "mlp_bias", "moe_latent_size", "tie_word_embeddings"),  # the class ties nothing
         ignored=(r"mtp.*",),
-        modules=("norm.", "mixer."),
     ),
     "gemma": Family("Gemma", _ATTENTION + MLP + NORMS, defaults={"head_dim": 256, **TIED}),
     "gemma2": _GEMMA2,
@@ -479,38 +478,40 @@ FAMILIES: dict[str, Family] = {
         mlp.fc2.bias h
         input_layernorm.[weight|bias] h
         """,
-        top=EMBEDDED + "final_layernorm.[weight|bias] h",
+        final="final_layernorm.[weight|bias] h",
         output="lm_head.weight v h \n lm_head.bias v",
     ),
     "phi3": Family(
         "Phi3",
-        "self_attn.qkv_proj.weight qkv h \n self_attn.o_proj.weight h a \n" + FUSED_MLP + NORMS,
+        "self_attn.o_proj.weight h a \n self_attn.qkv_proj.weight qkv h \n" + FUSED_MLP + NORMS,
         dims=lambda config, dims: {"qkv": dims["a"] + 2 * dims["k"]},
     ),
     "phimoe": Family(
         "Phimoe",
         _ATTENTION + BLOCK_EXPERTS + NORMS + NORM_BIASES,
-        top=NORM_WITH_BIAS,
+        final=NORM_WITH_BIAS,
         output="lm_head.weight v h \n lm_head.bias v ? lm_head_bias",
         experts=("num_local_experts",),
     ),
     "gpt2": Family(
         "GPT2",
-        GPT + "attn.c_attn.weight h 3h \n attn.c_attn.bias 3h \n mlp.c_fc.weight h f \n mlp.c_proj.weight f h",
-        top="wte.weight v h \n wpe.weight p h \n ln_f.[weight|bias] h",
+        GPT,
+        conv1d=True,
+        top="wte.weight v h \n wpe.weight p h",
+        final="ln_f.[weight|bias] h",
         base="transformer",
         layers="h",
         causal="LMHeadModel",
         defaults=TIED,
-        dims=lambda config, dims: {"p": config.size("n_positions", "n_ctx")},
+        dims=lambda config, dims: {"p": config.size("n_positions", "n_ctx"), "c": 3 * dims["h"]},
         ignored=(r"(.*\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask
         unknown=("add_cross_attention",),
-        modules=("ln_1.", "attn.", "ln_2.", "mlp."),
     ),
     "gpt_bigcode": Family(
         "GPTBigCode",
-        GPT + "attn.c_attn.weight c h \n attn.c_attn.bias c \n mlp.c_fc.weight f h \n mlp.c_proj.weight h f",
-        top="wte.weight v h \n wpe.weight p h \n ln_f.[weight|bias] h",
+        GPT,
+        top="wte.weight v h \n wpe.weight p h",
+        final="ln_f.[weight|bias] h",
         base="transformer",
         layers="h",
         defaults={"multi_query": True, **TIED},
@@ -521,20 +522,21 @@ FAMILIES: dict[str, Family] = {
         },
         unread=("head_dim", "intermediate_size", "num_key_value_heads"),
         unknown=("add_cross_attention",),
-        modules=("ln_1.", "attn.", "ln_2.", "mlp."),
     ),
     "gpt_neo": Family(
         "GPTNeo",
         """
-        ln_[1|2].[weight|bias] h
-        attn.attention.[q|k|v|out]_proj.weight h h
+        ln_1.[weight|bias] h
+        attn.attention.[k|v|q|out]_proj.weight h h
         attn.attention.out_proj.bias h
+        ln_2.[weight|bias] h
         mlp.c_fc.weight f h
         mlp.c_fc.bias f
         mlp.c_proj.weight h f
         mlp.c_proj.bias h
         """,
-        top="wte.weight v h \n wpe.weight p h \n ln_f.[weight|bias] h",
+        top="wte.weight v h \n wpe.weight p h",
+        final="ln_f.[weight|bias] h",
         base="transformer",
         layers="h",
         defaults=TIED,
@@ -545,22 +547,24 @@ FAMILIES: dict[str, Family] = {
     "codegen": replace(
         _GPTJ,
         stem="CodeGen",
-        layer=_GPTJ.layer.replace("[q|k|v|out]_proj.weight h h", "qkv_proj.weight 3h h \n attn.out_proj.weight h h"),
+        layer=_GPTJ.layer.replace("[k|v|q|out]_proj.weight h h", "qkv_proj.weight 3h h \n attn.out_proj.weight h h"),
     ),
     "bloom": Family(
         "Bloom",
         """
-        [input|post_attention]_layernorm.[weight|bias] h
+        input_layernorm.[weight|bias] h
         self_attention.query_key_value.weight 3h h
         self_attention.query_key_value.bias 3h
         self_attention.dense.weight h h
         self_attention.dense.bias h
+        post_attention_layernorm.[weight|bias] h
         mlp.dense_h_to_4h.weight 4h h
         mlp.dense_h_to_4h.bias 4h
         mlp.dense_4h_to_h.weight h 4h
         mlp.dense_4h_to_h.bias h
         """,
-        top="word_embeddings.weight v h \n word_embeddings_layernorm.[weight|bias] h \n ln_f.[weight|bias] h",
+        top="word_embeddings.weight v h \n word_embeddings_layernorm.[weight|bias] h",
+        final="ln_f.[weight|bias] h",
         base="transformer",
         layers="h",
         defaults=TIED,
@@ -569,13 +573,15 @@ FAMILIES: dict[str, Family] = {
     "mpt": Family(
         "Mpt",
         """
-        norm_[1|2].weight h
+        norm_1.weight h
         attn.Wqkv.weight 3h h
         attn.out_proj.weight h h
+        norm_2.weight h
         ffn.up_proj.weight 4h h
         ffn.down_proj.weight h 4h
         """,
-        top="wte.weight v h \n norm_f.weight h",
+        top="wte.weight v h",
+        final="norm_f.weight h",
         base="transformer",
         layers="blocks",
         defaults=TIED,
@@ -584,15 +590,17 @@ FAMILIES: dict[str, Family] = {
     "biogpt": Family(
         "BioGpt",
         """
-        self_attn.[q|k|v|out]_proj.weight h h
-        self_attn.[q|k|v|out]_proj.bias h
-        [self_attn|final]_layer_norm.[weight|bias] h
+        self_attn.[k|v|q|out]_proj.weight h h
+        self_attn.[k|v|q|out]_proj.bias h
+        self_attn_layer_norm.[weight|bias] h
         fc1.weight f h
         fc1.bias f
         fc2.weight h f
         fc2.bias h
+        final_layer_norm.[weight|bias] h
         """,
-        top="embed_tokens.weight v h \n embed_positions.weight p h \n layer_norm.[weight|bias] h",
+        top="embed_tokens.weight v h \n embed_positions.weight p h",
+        final="layer_norm.[weight|bias] h",
         base="biogpt",
         output="output_projection.weight v h",
         defaults=TIED,
@@ -612,7 +620,7 @@ FAMILIES: dict[str, Family] = {
         mlp.dense_4h_to_h.bias h
         [input|post_attention]_layernorm.[weight|bias] h
         """,
-        top=EMBEDDED + "final_layernorm.[weight|bias] h",
+        final="final_layernorm.[weight|bias] h",
         defaults={"qk_layernorm": True, "intermediate_size": 16384},
         unread=("head_dim",),
     ),
@@ -621,17 +629,19 @@ FAMILIES: dict[str, Family] = {
         """
         norm.weight h
         mixer.A_log f n
-        mixer.[D|dt_proj.bias] f
+        mixer.D f
         mixer.conv1d.weight f 1 c
         mixer.conv1d.bias f ? use_conv_bias
         mixer.in_proj.weight 2f h
         mixer.in_proj.bias 2f ? use_bias
         mixer.x_proj.weight x f
         mixer.dt_proj.weight f r
+        mixer.dt_proj.bias f
         mixer.out_proj.weight h f
         mixer.out_proj.bias h ? use_bias
         """,
-        top="embeddings.weight v h \n norm_f.weight h",
+        top="embeddings.weight v h",
+        final="norm_f.weight h",
         base="backbone",
         defaults={
             "num_attention_heads": 1,  # it has none
@@ -658,8 +668,8 @@ FAMILIES: dict[str, Family] = {
         self_attn.out_proj.weight h a ? linear
         self_attn.output_gate.weight a h ? linear
         """
-        + BLOCK_EXPERTS
-        + NORMS,
+        + NORMS
+        + BLOCK_EXPERTS,
         defaults={"intermediate_size": 14336, "num_key_value_heads": 8},
         dims=lambda config, dims: {"b": config.size("block_size", default=256)},
         experts=("num_local_experts", "num_experts"),
@@ -678,13 +688,13 @@ FAMILIES: dict[str, Family] = {
         mlp.dense_4h_to_h.weight h f
         mlp.dense_4h_to_h.bias h
         """,
-        top="embed_in.weight v h \n final_layer_norm.[weight|bias] h",
+        top="embed_in.weight v h",
+        final="final_layer_norm.[weight|bias] h",
         base="gpt_neox",
         output="embed_out.weight v h",
         defaults={"attention_bias": True},
         unread=("head_dim", "num_key_value_heads"),
         ignored=(r"(.*\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-        modules=("input_layernorm.", "post_attention_layernorm.", "attention.", "mlp."),
     ),
     "gpt_oss": Family(
         "GptOss",
@@ -746,37 +756,41 @@ FAMILIES: dict[str, Family] = {
         experts=("moe_num_experts",),
         kinds=_all_sparse,
     ),
-    "olmo": Family("Olmo", _ATTENTION + MLP, top=EMBEDDED),
+    "olmo": Family("Olmo", _ATTENTION + MLP, final=""),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, stem="Olmo3"),
     "olmoe": Family(
         "Olmoe",
-        _ATTENTION + "self_attn.q_norm.weight h \n self_attn.k_norm.weight hk \n" + EXPERTS + NORMS,
+        _ATTENTION + "self_attn.q_norm.weight h \n self_attn.k_norm.weight hk \n" + GATE + ROUTED + NORMS,
         dims=lambda config, dims: {**_experts(config, dims), "hk": dims["h"] // dims["heads"] * dims["groups"]},
         experts=("num_experts",),
         kinds=_all_sparse,
     ),
     "starcoder2": Family(
         "Starcoder2",
-        (_ATTENTION + "mlp.c_fc.bias f ? attention_bias \n mlp.c_proj.bias h ? attention_bias \n").replace(
-            "attention_bias", "use_bias"
-        )
-        + "mlp.c_fc.weight f h \n mlp.c_proj.weight h f \n"
+        _ATTENTION.replace("attention_bias", "use_bias")
+        + """
+        mlp.c_fc.weight f h
+        mlp.c_fc.bias f ? use_bias
+        mlp.c_proj.weight h f
+        mlp.c_proj.bias h ? use_bias
+        """
         + NORMS
         + NORM_BIASES,
-        top=NORM_WITH_BIAS,
+        final=NORM_WITH_BIAS,
         defaults={"use_bias": True, **TIED},
     ),
     "stablelm": Family(
         "StableLm",
         QKVO
         + BIASES.replace("attention_bias", "use_qkv_bias")
+        + "self_attn.[q|k]_layernorm.norms.{e}.weight d ? qk_layernorm"
         + MLP
         + """
         input_layernorm.[weight|bias] h
         post_attention_layernorm.[weight|bias] h ? !use_parallel_residual
         """,
-        top=NORM_WITH_BIAS,
+        final=NORM_WITH_BIAS,
         unread=("head_dim",),
         unknown=("qk_layernorm",),
     ),
@@ -796,12 +810,12 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family(
         "GraniteMoe",
         _ATTENTION
+        + NORMS
         + """
         block_sparse_moe.router.layer.weight e h
         block_sparse_moe.input_linear.weight e 2f h
         block_sparse_moe.output_linear.weight e h f
-        """
-        + NORMS,
+        """,
         experts=("num_local_experts",),
     ),
     "glm": _GLM,
@@ -842,7 +856,8 @@ FAMILIES: dict[str, Family] = {
         + HEAD_NORMS
         + MLP
         + MLP_BIASES
-        + EXPERTS.replace("mlp.gate.", "mlp.router.gate.")
+        + GATE.replace("mlp.gate.", "mlp.router.gate.")
+        + ROUTED
         + """
         mlp.expert_bias e ? sparse
         mlp.shared_mlp.[gate|up]_proj.weight s h ? sparse
@@ -856,7 +871,6 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_mlp_type,
-        expert_modules=("gate.", "experts.", "shared_experts."),
         prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
     ),
     "flint": Family(
@@ -872,7 +886,6 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_step,
-        expert_modules=("experts.", "gate.", "shared_expert."),
     ),
     "youtu": Family(
         "Youtu",
@@ -887,14 +900,16 @@ FAMILIES: dict[str, Family] = {
     "chatglm": Family(
         "ChatGLM",
         """
-        [input|post_attention]_layernorm.weight h
+        input_layernorm.weight h
         self_attention.query_key_value.weight qkv h
         self_attention.query_key_value.bias qkv ? add_qkv_bias
         self_attention.dense.weight h a
+        post_attention_layernorm.weight h
         mlp.dense_h_to_4h.weight 2f h
         mlp.dense_4h_to_h.weight h f
         """,
-        top="embedding.word_embeddings.weight v h \n encoder.final_layernorm.weight h",
+        top="embedding.word_embeddings.weight v h",
+        final="encoder.final_layernorm.weight h",
         base="transformer",
         layers="encoder.layers",
         causal="ForConditionalGeneration",
@@ -931,6 +946,8 @@ FAMILIES: dict[str, Family] = {
         embeddings.word_embeddings.weight v h
         embeddings.position_embeddings.weight p h
         embeddings.token_type_embeddings.weight t h
+        """,
+        final="""
         encoder.ln.[weight|bias] h
         pooler.dense.weight h h
         pooler.dense.bias h
@@ -939,12 +956,12 @@ FAMILIES: dict[str, Family] = {
         layers="encoder.layer",
         causal="ForPreTraining",
         output="""
-        cls.predictions.decoder.weight v h
-        cls.predictions.decoder.bias v ? !tie_word_embeddings
         cls.predictions.bias v
         cls.predictions.transform.dense.weight h h
         cls.predictions.transform.dense.bias h
         cls.predictions.transform.LayerNorm.[weight|bias] h
+        cls.predictions.decoder.weight v h
+        cls.predictions.decoder.bias v ? !tie_word_embeddings
         cls.seq_relationship.weight 2 h
         cls.seq_relationship.bias 2
         """,
@@ -964,7 +981,6 @@ FAMILIES: dict[str, Family] = {
         unread=("head_dim", "num_key_value_heads"),
         unknown=("add_cross_attention",),
         ignored=(r"bert\.embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
-        modules=("attention.", "ln.", "intermediate.", "output."),
     ),
     "smollm3": replace(_LLAMA, stem="SmolLM3", defaults=TIED),
     "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),
@@ -998,14 +1014,16 @@ FAMILIES: dict[str, Family] = {
     "exaone": Family(
         "Exaone",
         """
-        ln_[1|2].weight h
+        ln_1.weight h
         attn.attention.q_proj.weight a h
         attn.attention.[k|v]_proj.weight k h
         attn.attention.out_proj.weight h a
+        ln_2.weight h
         mlp.c_fc_[0|1].weight f h
         mlp.c_proj.weight h f
         """,
-        top="wte.weight v h \n ln_f.weight h",
+        top="wte.weight v h",
+        final="ln_f.weight h",
         base="transformer",
         layers="h",
         defaults=TIED,
@@ -1041,7 +1059,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_Moe",
-        (QKVO + MLP + EXPERTS + SHARED_EXPERTS + NORMS + "mlp.moe_statics.e_score_correction_bias 1 e ? sparse \n"),
+        (
+            QKVO
+            + MLP
+            + GATE
+            + ROUTED
+            + SHARED_EXPERTS
+            + NORMS
+            + "mlp.moe_statics.e_score_correction_bias 1 e ? sparse \n"
+        ),
         defaults={"moe_layer_start_index": 1, **TIED},
         dims=_experts,
         experts=("moe_num_experts",),
@@ -1053,9 +1079,9 @@ FAMILIES: dict[str, Family] = {
         "Llama4",
         _ATTENTION
         + """
-        feed_forward.router.weight e h ? sparse
         feed_forward.experts.gate_up_proj e h 2f ? sparse
         feed_forward.experts.down_proj e f h ? sparse
+        feed_forward.router.weight e h ? sparse
         feed_forward.shared_expert.[gate|up]_proj.weight f h ? sparse
         feed_forward.shared_expert.down_proj.weight h f ? sparse
         feed_forward.[gate|up]_proj.weight fd h ? !sparse

@@ -162,6 +162,10 @@ class Rules:
             return None
         return Relation(tuple(links), dict(shapes), made).check()
 
+    def in_memory(self, name: str) -> str:
+        """Return the in-memory name of a Hub name, both with `#` for numbers."""
+        return self._renamed(name, "to_memory").names[0]
+
     def _is_beyond(self, name: str) -> bool:
         layer = _LAYER.search(name)
         return self.num_layers is not None and layer is not None and int(layer[1]) >= self.num_layers

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.model_config import config_parts
-from converters.names.families.rows import parse
+from converters.names.families.rows import Family, parse
 from converters.names.families.tables import FAMILIES
 from converters.names.transformers.rules import NameRule, Rules, exchanged, joined, read_as, rename, stacked
 from converters.names.transformers.transformers_source import is_base_model, model_types
@@ -284,12 +284,16 @@ _IMAGES = ("vit", "dinov2", "swin")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def _rules_of(model_type: str) -> tuple[NameRule, ...] | None:
+def rules_of(model_type: str) -> tuple[NameRule, ...] | None:
     """Return a model type's and its family's rules. None if it is unknown."""
     family = FAMILIES.get(model_type)
     if family is None or family.own_code:
         return RULES.get(model_type, () if model_type in UNCHANGED else None)
-    own = RULES.get(model_type, ())
+    return with_stacks(family, RULES.get(model_type, ()))
+
+
+def with_stacks(family: Family, own: tuple[NameRule, ...] = ()) -> tuple[NameRule, ...]:
+    """Return a family's own rules, and the rules for its stacked experts."""
     in_memory = {rule.hub[0]: rule.memory for rule in own}
     blocks: dict[str, list[str]] = {}
     for row in parse(family.layer):
@@ -303,7 +307,7 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
     """Return the rules for this config. None unless the tables have the model and all inner models."""
     types = list(dict.fromkeys(model_types(config)))
     whole = config.get("model_type")
-    own = _rules_of(whole) if isinstance(whole, str) else None
+    own = rules_of(whole) if isinstance(whole, str) else None
     if own is None:
         return None
     rules = [*own]
@@ -313,7 +317,7 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
         return None  # further differences
     has_text = any(rule.memory == "^model.language_model" for rule in rules)
     for part in types[1:]:
-        inner = PARTS.get(part, _rules_of(part))
+        inner = PARTS.get(part, rules_of(part))
         if inner is None or (inner and part not in PARTS and not has_text):
             return None
         inner = inner if part in PARTS else tuple(rule.within("language_model") for rule in inner)
