@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.tensors import Shape
-from converters.names.families.config import Config, architectures
+from converters.names.families.config import Config, architectures, nested
 from converters.names.families.module_tree import Module
 from converters.names.families.rows import DERIVED, Family, Saved, Sizes, filled, parse, spelled_out
 from converters.names.families.tables import FAMILIES
@@ -142,8 +142,12 @@ class Tower:
         for prefix, text in (("", self.before), (f"{self.layers}.#.", self.layer), ("", self.behind)):
             yield from (self.inside + prefix + row.name.replace("{e}", "#") for row in parse(text))
 
+    def has(self, name: str) -> bool:
+        """Return True for the name of one of its tensors, without `inside`."""
+        return self._modules.has(self.inside + name)
+
     @cached_property
-    def modules(self) -> Module:
+    def _modules(self) -> Module:
         return Module.of(self.rows())
 
 
@@ -376,6 +380,16 @@ class Composite:
     #: The text model's config may tie the output layer, too.
     text_ties: bool = False
 
+    @property
+    def prefixes(self) -> Iterator[tuple[str, str]]:
+        """Prefixes of the output layer and of each module, in memory and on the Hub."""
+        yield "lm_head", f"{self.head}lm_head"
+        yield "model.language_model", self.model.removesuffix(".")
+        tower = self.tower.removesuffix(".")
+        yield "model." + tower.removeprefix("model."), tower
+        others = (["multi_modal_projector"] if self.projector else []) + [row.name for row in parse(self.beside)]
+        yield from ((f"model.{other}", other) for other in others)
+
     def name(self, name: str) -> str:
         return self.model + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
@@ -398,12 +412,8 @@ class Composite:
         if (match := _MODULE.fullmatch(name)) is not None and match[1] == "multi_modal_projector":
             return f"multi_modal_projector.{match[2]}"
         if match is not None:
-            towers = (TOWERS[kind] for kind in self.towers)
-            return (
-                self.tower
-                + next((one.inside for one in towers if one.modules.has(one.inside + match[2])), "")
-                + match[2]
-            )
+            insides = (TOWERS[kind].inside for kind in self.towers if TOWERS[kind].has(match[2]))
+            return self.tower + next(insides, "") + match[2]
         if name.endswith("lm_head.weight"):
             return self.head + "lm_head.weight"
         if name == "model.image_newline":
@@ -425,15 +435,13 @@ class Composite:
 
     def ties(self, config: Mapping[str, Any]) -> bool | None:
         """Return True if the config ties the output layer to the embedding. None leaves it to the class."""
-        parts = (config, _config_inside(config, "text_config")) if self.text_ties else (config,)
+        parts = (config, nested(config, "text_config")) if self.text_ties else (config,)
         stated = [bool(part["tie_word_embeddings"]) for part in parts if part.get("tie_word_embeddings") is not None]
         return any(stated) if stated else None
 
     def text(self, config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         """Return the text model's table and config. Some releases have its config at the top."""
-        inner = _config_inside(config, "text_config") or {
-            name: value for name, value in config.items() if name != "model_type"
-        }
+        inner = nested(config, "text_config") or {name: value for name, value in config.items() if name != "model_type"}
         kind = str(inner.get("model_type", next(iter(self.texts))))
         if kind not in self.texts:
             raise CorruptError(
@@ -446,7 +454,7 @@ class Composite:
         return self.texts[kind], {**defaults, **stated, "model_type": kind, "tie_word_embeddings": tied}
 
     def non_text_shapes(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
-        vision = _config_inside(config, "vision_config")
+        vision = nested(config, "vision_config")
         kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
         if kind not in self.towers or isinstance(config.get("vision_feature_layer"), list):
             raise CorruptError(  # with a list, the projector takes several layers side by side
@@ -465,11 +473,6 @@ class Composite:
         found |= dict(filled(self.beside, whole, sizes))
         found |= TOWERS[str(kind)].shapes(vision, self.tower)
         return found | dict(filled(self.projector, whole, sizes, prefix="multi_modal_projector."))
-
-
-def _config_inside(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 _OF_QWEN: dict[str, Any] = {"tower": "visual.", "model": "model.", "head": "", "base": "model", "text_ties": True}

@@ -58,8 +58,12 @@ def parse(text: str) -> tuple[FamilyRow, ...]:
     return tuple(_parse_rows(text))
 
 
+def lines(text: str) -> Iterator[str]:
+    return filter(None, map(str.strip, text.splitlines()))
+
+
 def _parse_rows(text: str) -> Iterator[FamilyRow]:
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in lines(text):
         what, _, conditions = line.partition("?")
         name, *dims = what.split()
         for spelled in choices(name):
@@ -145,6 +149,9 @@ class Family:
     predicted: str = ""
     #: Prefix of `layer`'s rows in such a layer, if it is beside the model.
     inside: str = ""
+    #: Other names in transformers' memory, each before the Hub's. After `read`, files may have the name, but
+    #: `save_pretrained` does not write it. `^` starts a name. Experts stack by themselves.
+    memory: str = ""
     #: Layers' matrices are transformers' Conv1D, [in, out]. The rows have [out, in].
     conv1d: bool = False
     #: Class outside transformers, with unknown names in memory.

@@ -365,6 +365,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_local_experts", "num_experts"),
         kinds=_all_sparse,
+        memory="mlp block_sparse_moe",
     ),
     "qwen2": _QWEN2,
     "mimo": replace(
@@ -405,6 +406,7 @@ FAMILIES: dict[str, Family] = {
         layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + MLP + NORMS,
         kinds=_linear_by_interval,
         experts=(),
+        memory="^model ^model.language_model read",
     ),
     "qwen3_5_moe_text": replace(
         _QWEN3_NEXT,
@@ -413,6 +415,7 @@ FAMILIES: dict[str, Family] = {
         spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
         layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + GATE + ROUTED + GATED_SHARED_EXPERT + NORMS,
         kinds=lambda config, layer: (SPARSE, *_linear_by_interval(config, layer)),
+        memory="^model ^model.language_model read",
     ),
     "nemotron_h": Family(
         "NemotronH",
@@ -458,6 +461,7 @@ FAMILIES: dict[str, Family] = {
         kinds=_by_block,
         unknown=("use_bias", "mlp_bias", "moe_latent_size", "tie_word_embeddings"),  # the class ties nothing
         ignored=(r"mtp.*",),
+        memory="^model ^backbone",
     ),
     "gemma": Family("Gemma", _ATTENTION + MLP + NORMS, defaults={"head_dim": 256, **TIED}),
     "gemma2": _GEMMA2,
@@ -492,6 +496,7 @@ FAMILIES: dict[str, Family] = {
         final=NORM_WITH_BIAS,
         output="lm_head.weight v h \n lm_head.bias v ? lm_head_bias",
         experts=("num_local_experts",),
+        memory="mlp block_sparse_moe \n router.weight gate.weight",
     ),
     "gpt2": Family(
         "GPT2",
@@ -674,6 +679,7 @@ FAMILIES: dict[str, Family] = {
         dims=lambda config, dims: {"b": config.size("block_size", default=256)},
         experts=("num_local_experts", "num_experts"),
         kinds=lambda config, layer: _linear_by_type(config, layer, layer % 2 == 1),
+        memory="mlp block_sparse_moe",
     ),
     "gpt_neox": Family(
         "GPTNeoX",
@@ -695,6 +701,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"attention_bias": True},
         unread=("head_dim", "num_key_value_heads"),
         ignored=(r"(.*\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+        memory="^lm_head ^embed_out",
     ),
     "gpt_oss": Family(
         "GptOss",
@@ -755,6 +762,10 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("moe_num_experts",),
         kinds=_all_sparse,
+        memory="""
+        mlp.experts.gate_up_proj    mlp.experts.fc1.weight
+        mlp.experts.down_proj       mlp.experts.fc2.weight
+        """,
     ),
     "olmo": Family("Olmo", _ATTENTION + MLP, final=""),
     "olmo2": _OLMO2,
@@ -817,6 +828,11 @@ FAMILIES: dict[str, Family] = {
         block_sparse_moe.output_linear.weight e h f
         """,
         experts=("num_local_experts",),
+        memory="""
+        block_sparse_moe.experts.gate_up_proj    block_sparse_moe.input_linear.weight
+        block_sparse_moe.experts.down_proj       block_sparse_moe.output_linear.weight
+        block_sparse_moe.router.weight           block_sparse_moe.router.layer.weight
+        """,
     ),
     "glm": _GLM,
     "glm4": replace(_GLM, stem="Glm4", layer=_GLM.layer + "post_[self_attn|mlp]_layernorm.weight h"),
@@ -849,6 +865,7 @@ FAMILIES: dict[str, Family] = {
         experts=("num_experts",),
         kinds=_by_mlp_type,
         ignored=(r"mtp.*",),
+        memory="mlp.gate.e_score_correction_bias mlp.e_score_correction_bias",
     ),
     "hy_v3": Family(
         "HYV3",
@@ -872,6 +889,11 @@ FAMILIES: dict[str, Family] = {
         experts=("num_experts",),
         kinds=_by_mlp_type,
         prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
+        memory="""
+        mlp.gate.weight                 mlp.router.gate.weight
+        mlp.e_score_correction_bias     mlp.expert_bias
+        mlp.shared_experts              mlp.shared_mlp
+        """,
     ),
     "flint": Family(
         "Flint",
@@ -886,6 +908,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_step,
+        memory="self_attn.sinks self_attn.softmax_offset",
     ),
     "youtu": Family(
         "Youtu",
@@ -1050,6 +1073,7 @@ FAMILIES: dict[str, Family] = {
         QKVO + WHOLE_NORMS + BLOCK_EXPERTS + "block_sparse_moe.e_score_correction_bias e \n" + NORMS,
         defaults={"head_dim": 128},
         experts=("num_local_experts",),
+        memory="mlp block_sparse_moe",
     ),
     "ernie4_5": replace(
         _LLAMA,
@@ -1074,6 +1098,7 @@ FAMILIES: dict[str, Family] = {
         kinds=_ernie,
         unknown=("use_bias",),
         ignored=(r".*mtp.*",),
+        memory="mlp.gate.moe_statics.e_score_correction_bias mlp.moe_statics.e_score_correction_bias",
     ),
     "llama4_text": Family(
         "Llama4",

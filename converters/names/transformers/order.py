@@ -14,7 +14,7 @@ from converters.names.families.module_tree import Module
 from converters.names.families.rows import Family
 from converters.names.families.tables import FAMILIES
 from converters.names.transformers.rules import Rules
-from converters.names.transformers.tables import rules_of, with_stacks
+from converters.names.transformers.tables import family_rules, rules_of
 
 
 def as_registered(names: Iterable[str], model_type: str) -> list[str]:
@@ -51,4 +51,4 @@ def _composite_modules(model_type: str, tower: str) -> Module:
 
 
 def _stacked(family: Family) -> Iterator[str]:
-    return map(Rules(with_stacks(family)).in_memory, family.rows())
+    return map(Rules(family_rules(family)).in_memory, family.rows())

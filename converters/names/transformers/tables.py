@@ -1,16 +1,17 @@
 """Differences between in-memory names and the Hub's, by model type.
 
-A type with a family needs an entry only for differences other than its stacked experts. The entries follow
-`conversion_mapping.py` in transformers 5.23.
+Types with a family or a composite have no entry here: their tables say it. The entries follow `conversion_mapping.py`
+in transformers 5.23.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt.plan.model_config import config_parts
-from converters.names.families.rows import Family, parse
+from converters.names.families.composites import COMPOSITES, Composite
+from converters.names.families.rows import Family, lines, parse
 from converters.names.families.tables import FAMILIES
 from converters.names.transformers.rules import NameRule, Rules, exchanged, joined, read_as, rename, stacked
 from converters.names.transformers.transformers_source import is_base_model, model_types
@@ -29,15 +30,15 @@ def _experts(inside: str, *hub: str) -> tuple[NameRule, ...]:
 
 _QWEN = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _BLOCK = (rename("mlp", "block_sparse_moe"),)
-_GRANITE = (
-    rename("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
-    rename("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
-    rename("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
-)
 _FORGET_GATE = tuple(
     rename(f"self_attn.forget_gate.{name}", f"self_attn.{name}")
     for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
 )
+
+
+def _renames(rows: str) -> tuple[NameRule, ...]:
+    """Return the rules in a family's `memory` rows."""
+    return tuple(NameRule(memory, (hub,), read=bool(read)) for memory, hub, *read in map(str.split, lines(rows)))
 
 
 def _attention(hub: str) -> tuple[NameRule, ...]:
@@ -69,11 +70,8 @@ def _inner_model_rules(**others: str) -> tuple[NameRule, ...]:
 
 
 _LLAVA = _top_level_rules("vision_tower", "multi_modal_projector")
-_LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
 _OMNI = _inner_model_rules(visual="visual", audio_tower="audio_tower")
 _MLP = (rename("mlp.fc1", "intermediate.dense"), rename("mlp.fc2", "output.dense"))
-#: Text model. Its files may name it as a part.
-_WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
 _COSMOS3 = tuple(
     rename(f"self_attn.{memory}", f"self_attn.{hub}")
     for memory, hub in (("q_proj", "to_q"), ("k_proj", "to_k"), ("v_proj", "to_v"), ("o_proj", "to_out"))
@@ -82,27 +80,20 @@ _COSMOS3_TEXT = tuple(
     rename(f"^model.language_model.{name}", f"^{name}") for name in ("embed_tokens", "norm", "layers")
 )
 
-#: Models with different names.
+#: Models without a table, and one whose files may have experts in two layouts.
 RULES: Mapping[str, tuple[NameRule, ...]] = {
     **dict.fromkeys(
         _words(
             """
-        afmoe beam cohere2_moe deepseek_v32 flex_olmo glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum
-        qwen3_5_moe
+        afmoe beam cohere2_moe deepseek_v32 flex_olmo glm_moe_dsa hunyuan_v1_moe longcat_flash mellum
 """
         ),
         _QWEN,
     ),
-    "gemma3n_text": _WITHOUT_IMAGES,
-    "qwen3_5_text": _WITHOUT_IMAGES,
-    "qwen3_5_moe_text": _WITHOUT_IMAGES,
+    "gemma3n_text": (read_as("^model", "^model.language_model"),),
     "qwen3_vl_moe": (
         exchanged("mlp.experts.gate_up_proj", hidden=2),
         exchanged("mlp.experts.down_proj", hidden=1),
-    ),
-    "aria_text": (
-        rename("mlp.experts.gate_up_proj", "mlp.experts.fc1.weight"),
-        rename("mlp.experts.down_proj", "mlp.experts.fc2.weight"),
     ),
     "axk1": (*_QWEN, rename("mlp.post_mlp_layernorm", "post_mlp_layernorm")),
     "axk2": (
@@ -120,18 +111,7 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("self_attn.o_proj", "self_attn.dense"),
         rename("mlp.gate.e_score_correction_bias", "mlp.gate.expert_bias"),
     ),
-    "ernie4_5_moe": (
-        rename("mlp.gate.moe_statics.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"),
-    ),
-    "exaone_moe": (rename("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),),
-    "flint": (rename("self_attn.sinks", "self_attn.softmax_offset"),),
-    "gpt_neox": (rename("^lm_head", "^embed_out"),),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
-    "hy_v3": (
-        rename("mlp.gate.weight", "mlp.router.gate.weight"),
-        rename("mlp.e_score_correction_bias", "mlp.expert_bias"),
-        rename("mlp.shared_experts", "mlp.shared_mlp"),
-    ),
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _renames(FAMILIES["granitemoe"].memory)),
     "jamba": _experts("feed_forward", "gate_proj", "up_proj", "down_proj"),
     "kimi_linear": (*_FORGET_GATE, _convolution("self_attn"), *_BLOCK, *_experts("mlp", "w1", "w3", "w2")),
     "kolibri1": (
@@ -148,14 +128,11 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
     "lfm2_moe": _experts("feed_forward", "w1", "w3", "w2"),
     "lfm3": (rename("self_attn.g_proj", "self_attn.gate_proj"),),
     "mimo_v2_flash": (*_QWEN, rename("self_attn.sinks", "self_attn.attention_sink_bias")),
-    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _BLOCK),
-    "nemotron_h": (rename("^model", "^backbone"),),
     "olmo_hybrid": (
         rename("input_layernorm", "attention_layer_norm"),
         rename("post_attention_layernorm", "feedforward_layer_norm"),
         _convolution("linear_attn"),
     ),
-    "phimoe": (*_BLOCK, rename("router.weight", "gate.weight")),
     "vit": (rename("layers", "encoder.layer"), *_attention("attention"), *_MLP),
     "dinov2": _attention("attention"),
     "swin": (
@@ -167,10 +144,8 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         *_MLP,
     ),
     # models with images
-    **dict.fromkeys(
-        _words("aria aya_vision gemma3 got_ocr2 internvl llava mistral3 paligemma pp_chart2table vipllava"), _LLAVA
-    ),
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _LLAVA_NEXT),
+    **dict.fromkeys(_words("aria aya_vision got_ocr2 paligemma pp_chart2table vipllava"), _LLAVA),
+    "llava_next_video": (*_LLAVA, rename("^model.image_newline", "^image_newline")),
     "cosmos3_edge": (*_COSMOS3_TEXT, *_COSMOS3, rename("mlp.fc1", "mlp.up_proj"), rename("mlp.fc2", "mlp.down_proj")),
     "cosmos3_omni": (
         *_COSMOS3_TEXT,
@@ -218,7 +193,6 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
     ),
     "mllama": _top_level_rules("vision_model", "multi_modal_projector"),
     "paddleocr_vl": _inner_model_rules(visual="visual", projector="mlp_AR"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), _inner_model_rules(visual="visual")),
     "qwen2_5_omni_thinker": (read_as("", "^thinker"), *_OMNI),
     "qwen3_omni_moe_thinker": (read_as("", "^thinker"), *_OMNI, *_QWEN),
     "video_llava": _top_level_rules("image_tower", "video_tower", "multi_modal_projector"),
@@ -237,31 +211,31 @@ UNCHANGED = frozenset(
     hyperclovax idefics idefics2 idefics3 inkling_text instructblip instructblipvideo jetmoe kosmos-2 kosmos-2.5
     lfm2 lighton_ocr llama4 mamba2 marian mbart minicpm3 minimax_m3_vl_text mistral4 modernbert-decoder moshi
     moss_transcribe_diarize mvp nanochat openai-gpt opt ovis2 pegasus phi4_multimodal pix2struct plbart
-    pp_formulanet prophetnet qwen3_vl recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv
+    pp_formulanet prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv
     smolvlm trocr udop vaultgemma video_llama_3 whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod zamba
     zamba2 zaya
-    cohere2_vision deepseek_vl deepseek_vl_hybrid lfm2_vl minicpm_ocr minicpmv4_6 minicpmv4_7 qwen3_5
+    cohere2_vision deepseek_vl deepseek_vl_hybrid lfm2_vl minicpm_ocr minicpmv4_6 minicpmv4_7
 """
     )
 )
 
 #: Models that only occur inside others. The whole model gives them their names.
 PARTS: Mapping[str, tuple[NameRule, ...]] = {
+    **{part: () for one in COMPOSITES.values() for part in (*one.towers, *(one.texts.keys() - FAMILIES.keys()))},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ()),
     **dict.fromkeys(
         _words(
             """
         blip_2_qformer blip_2_vision_model blip_text_model blip_vision_model cosmos3_edge_text cosmos3_edge_vision
-        exaone4_5_vision gemma4_vision git_vision_model glm4v_moe_text glm4v_moe_vision glm4v_text glm4v_vision
-        glm_ocr_text glm_ocr_vision got_ocr2_vision idefics2_perceiver idefics2_vision idefics3_vision idefics_perciever
-        idefics_vision instructblip_qformer instructblip_vision_model instructblipvideo_qformer
-        instructblipvideo_vision_model internvl_vision kosmos_2_5_text_model kosmos_2_5_vision_model kosmos_2_text_model
-        kosmos_2_vision_model lfm3_vl_vision llama4_vision_model mimi minicpm_ocr_vision minicpmv4_6_vision
-        minicpmv4_7_vision mllama_text_model mllama_vision_model moshi_depth moss_transcribe_diarize_audio ovis2_vision
-        paddleocr_vl_text paddleocr_vl_vision phi4_multimodal_audio phi4_multimodal_vision pix2struct_text_model
-        pix2struct_vision_model pixtral pp_chart2table_vision pp_formulanet_text pp_formulanet_vision qwen2_5_vl_text
-        qwen2_5_vl_vision qwen2_vl_text qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision qwen3_vl_moe_text
-        qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision sam_vision_model smolvlm_vision video_llama_3_vision
-        qwen3_5_moe_text qwen3_5_text minimax_m3_vl_vision qwen2_5_omni_audio_encoder qwen2_5_omni_text
+        exaone4_5_vision gemma4_vision git_vision_model glm4v_text glm4v_vision glm_ocr_text glm_ocr_vision
+        got_ocr2_vision idefics2_perceiver idefics2_vision idefics3_vision idefics_perciever idefics_vision
+        instructblip_qformer instructblip_vision_model instructblipvideo_qformer instructblipvideo_vision_model
+        kosmos_2_5_text_model kosmos_2_5_vision_model kosmos_2_text_model kosmos_2_vision_model lfm3_vl_vision
+        llama4_vision_model mimi minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision mllama_text_model
+        mllama_vision_model moshi_depth moss_transcribe_diarize_audio ovis2_vision paddleocr_vl_text
+        paddleocr_vl_vision phi4_multimodal_audio phi4_multimodal_vision pix2struct_text_model pix2struct_vision_model
+        pp_chart2table_vision pp_formulanet_text pp_formulanet_vision sam_vision_model smolvlm_vision
+        video_llama_3_vision minimax_m3_vl_vision qwen2_5_omni_audio_encoder qwen2_5_omni_text
         qwen2_5_omni_vision_encoder qwen3_omni_moe_audio_encoder qwen3_omni_moe_text qwen3_omni_moe_vision_encoder
 """
         ),
@@ -285,22 +259,38 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 
 
 def rules_of(model_type: str) -> tuple[NameRule, ...] | None:
-    """Return a model type's and its family's rules. None if it is unknown."""
+    """Return a model type's rules, also those from its tables. None if it is unknown."""
+    own = RULES.get(model_type, () if model_type in UNCHANGED else None)
+    if (composite := COMPOSITES.get(model_type)) is not None:
+        return (*_around_text(composite), *(own or ()))
     family = FAMILIES.get(model_type)
-    if family is None or family.own_code:
-        return RULES.get(model_type, () if model_type in UNCHANGED else None)
-    return with_stacks(family, RULES.get(model_type, ()))
+    return own if family is None or family.own_code else (*(own or ()), *family_rules(family))
 
 
-def with_stacks(family: Family, own: tuple[NameRule, ...] = ()) -> tuple[NameRule, ...]:
-    """Return a family's own rules, and the rules for its stacked experts."""
-    in_memory = {rule.hub[0]: rule.memory for rule in own}
+def family_rules(family: Family) -> tuple[NameRule, ...]:
+    """Return the rules for a family's `memory` rows and for its stacked experts."""
+    return (*_renames(family.memory), *_stacks(family))
+
+
+def _stacks(family: Family) -> Iterator[NameRule]:
+    in_memory = {rule.hub[0]: rule.memory for rule in _renames(family.memory)}
     blocks: dict[str, list[str]] = {}
     for row in parse(family.layer):
         block, is_expert, name = row.name.partition(".experts.{e}.")
         if is_expert:
             blocks.setdefault(in_memory.get(block, block), []).append(name.removesuffix(".weight"))
-    return (*own, *(rule for block, names in blocks.items() for rule in _experts(block, *names)))
+    for block, names in blocks.items():
+        yield from _experts(block, *names)
+
+
+def _around_text(composite: Composite) -> Iterator[NameRule]:
+    """Yield the rules of a vision-language model. In memory, all but the output layer is inside `model`."""
+    for memory, hub in composite.prefixes:
+        if memory != hub:
+            yield rename(f"^{memory}", f"^{hub}")
+    for kind, family in composite.texts.items():
+        if kind in PARTS:
+            yield from _stacks(family)
 
 
 def declared(config: Mapping[str, Any]) -> Rules | None:
