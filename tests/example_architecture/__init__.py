@@ -1,0 +1,1 @@
+"""An architecture declared in one file, as docs/new-architecture.md says."""
