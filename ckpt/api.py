@@ -1033,15 +1033,16 @@ def prove_names(path: Path) -> None:
                 "{names=own} pushes it without"
             ),
         )
-    if missing := missing_index(Path(file.path) for file in checkpoint.files):
-        raise LossError(
-            f"from_pretrained cannot load this folder: {missing.name} is missing",
-            path=missing.parent,
-            hint=Message(
-                "copy it into the folder, or write it with `ckpt convert hf hf {}`; {names=own} pushes without it",
-                shlex.quote(str(path)),
-            ),
-        )
+    for file in checkpoint.files:
+        if missing := missing_index(Path(file.path)):
+            raise LossError(
+                f"from_pretrained cannot load this folder: {missing} is missing",
+                path=Path(file.path).parent,
+                hint=Message(
+                    "copy it into the folder, or write it with `ckpt convert hf hf {}`; {names=own} pushes without it",
+                    shlex.quote(str(path)),
+                ),
+            )
     config = checkpoint.config
     if config.get("model_type") or config.get("architectures"):
         weights = services.quantization.quantized_weights(checkpoint)

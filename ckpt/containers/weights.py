@@ -79,7 +79,7 @@ def index_of(shard: str) -> str | None:
     return f"{found['stem']}{found['suffix']}.index.json" if found else None
 
 
-def variants_index(shard: str) -> str | None:
+def _variants_index(shard: str) -> str | None:
     """Return the index's name if the stem ends in a variant: `model.fp16-00001-of-00002.safetensors`.
 
     transformers/modeling_utils.py and diffusers/utils/hub_utils.py, `_add_variant`.
@@ -89,13 +89,10 @@ def variants_index(shard: str) -> str | None:
     return f"{stem}{found['suffix']}.index.{variant}.json" if found and stem else None
 
 
-def missing_index(files: Iterable[Path]) -> Path | None:
-    """Return the path of the index that a shard lacks."""
-    for path in files:
-        known = [name for name in (index_of(path.name), variants_index(path.name)) if name]
-        if known and not any(path.with_name(name).exists() for name in known):
-            return path.with_name(known[0])
-    return None
+def missing_index(shard: Path) -> str | None:
+    """Return the name of the index that a shard lacks."""
+    known = [name for name in (index_of(shard.name), _variants_index(shard.name)) if name]
+    return known[0] if known and not any(shard.with_name(name).exists() for name in known) else None
 
 
 def check_shard_set(names: Iterable[str], folder: Path) -> None:

@@ -190,7 +190,7 @@ def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], li
         raise NotFoundError("found no safetensors model weights", path=path)
     if isinstance(found, list):
         check_shard_set(found, folder)
-        return None, found, [index_is_missing(found[0])] if missing_index([folder / found[0]]) else []
+        return None, found, [index_is_missing(found[0])] if missing_index(folder / found[0]) else []
     if not found.endswith(".json"):
         both = not path.is_file() and (folder / INDEX).exists()
         notes = [f"{SINGLE} and {INDEX} are both in the folder; reading {SINGLE}, like transformers"]

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ckpt.base.words import on_command_line
 from ckpt.commands.estimate import activations
 from ckpt.commands.estimate import table as sizing
 from ckpt.commands.estimate.memory import Memory, estimate, megatron
@@ -423,13 +424,15 @@ def test_fewer_tokens_are_suggested_only_where_all_else_would_fit() -> None:
         sizing.Subject("8B", in_memory(LLAMA), LLAMA), Setup(1, mixed=False, length=1), 40 * GB, [DDP]
     ).suggestions
     assert "nothing fits on up to 4096 such GPUs: without any activations it is 64.2 GB of 40.0 GB" in ddp
-    assert "sharding these states helps: on 3 GPUs: fsdp2, data parallel 3: " in ddp and "--seq-len" not in ddp
+    assert "sharding these states helps: on 3 GPUs: fsdp2, data parallel 3: " in ddp and "seq_len" not in ddp
     (other,) = suggestions(LLAMA, Setup(1, offload_optimizer="cpu", offload_params="cpu"), GB // 2)
-    assert "--seq-len" not in other and "LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs" in other
+    assert "seq_len" not in other and "LoRA (lora_r), optimizer='adamw_8bit' or larger GPUs" in other
+    assert "LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs" in on_command_line(other)
     for named in ([MEGATRON], [ZERO3, FSDP2]):
         subject = sizing.Subject("8B", in_memory(LLAMA), LLAMA)
         (longer,) = sizing.size(subject, Setup(8, length=1 << 24, mixed=False), 80 * GB, named).suggestions
-        assert longer.endswith("a shorter --seq-len or a smaller --batch-size helps"), longer
+        assert longer.endswith("a shorter seq_len or a smaller batch_size helps"), longer
+        assert on_command_line(longer).endswith("a shorter --seq-len or a smaller --batch-size helps")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt2"])

@@ -677,13 +677,16 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
         yield Problem(INCOMPLETE, name, "missing; Lightning writes it after the shards, and loads no folder without it")
     for name in missing_trainer_state(place):
         yield Problem(INCOMPLETE, name, "missing; the trainer writes it with the model, and other steps have it")
-    if checkpoint is not None and has_optimizer(checkpoint) and (lost := lost_trainer_state(place)):
+    is_run = checkpoint is not None and has_optimizer(checkpoint)
+    if is_run and (lost := lost_trainer_state(place)):
         yield Problem(LACKING, "trainer state", lost)
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")
     elif lost := lost_step_number(place):
         yield Problem(LACKING, "trainer state", lost)
-    if checkpoint is not None and not has_optimizer(checkpoint) and (lost := lost_optimizer(place)):
+    if checkpoint is None or is_run:
+        return
+    if lost := lost_optimizer(place):
         yield Problem(INCOMPLETE, "optimizer", lost)
-    if checkpoint is not None and not has_optimizer(checkpoint) and (name := lost_model_of_fsdp(place)):
+    if name := lost_model_of_fsdp(place):
         yield Problem(INCOMPLETE, name, "missing; optimizer.bin is from FSDP, which saves its model with it")

@@ -22,7 +22,7 @@ from ckpt.base.errors import (
     printable,
 )
 from ckpt.containers.dcp.metadata import Places, read_metadata
-from ckpt.containers.weights import MAX_INDEX, SHARD, parse_index, variants_index
+from ckpt.containers.weights import MAX_INDEX, SHARD, missing_index, parse_index
 from ckpt.move.files import is_broken_link
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in, once
@@ -159,7 +159,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
         for number in missing:
             listed_names.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
             yield INCOMPLETE, name, f"the shard is missing, {len(numbers)} of {count} are there"
-        if index not in names and variants_index(f"{stem}-00001-of-{count:05}{suffix}") not in names:
+        if missing_index(folder / f"{stem}-00001-of-{count:05}{suffix}"):
             if missing:
                 yield INCOMPLETE, index, "the shard index is missing; it is written after the shards"
             else:

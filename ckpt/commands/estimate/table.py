@@ -14,6 +14,7 @@ from ckpt.base.entries import lazy_module
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import pluralize
+from ckpt.base.words import Note
 from ckpt.commands.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.commands.estimate.setup import (
     DDP,
@@ -275,7 +276,9 @@ def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Esti
     if not (data_parallel or model_parallel):
         more = _more_gpus(subject, setup, gpu_memory, [row.strategy for row in mine])
         nothing = "nothing else" if instead else "nothing"
-        yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {_help(subject, setup, gpu_memory, mine)}"
+        yield more or Note(
+            "{} fits on up to {} such GPUs: {}", nothing, _MAX_GPUS, _help(subject, setup, gpu_memory, mine)
+        )
 
 
 def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> str:
@@ -287,13 +290,13 @@ def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Estima
     memories = [replace(row.memory, activations=None) for row in (*rows, *most_sharded)]
     without = min(memory.total(checkpointing=True) for memory in memories)
     if without <= USABLE * gpu_memory:
-        return "a shorter --seq-len or a smaller --batch-size helps"
+        return Note("a shorter {seq_len} or a smaller {batch_size} helps")
     alone = f"without any activations it is {show_size(without)} of {show_size(gpu_memory)} on each GPU"
     if not setup.offload_params and not tried.issuperset(_PREFERRED):
         every = [_row(subject, strategy, setup) for strategy in _PREFERRED]
         if other := _first(every, gpu_memory) or _more_gpus(subject, setup, gpu_memory, _PREFERRED):
             return f"{alone}; sharding these states helps: {other}"
-    return f"{alone}; LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs take less of it"
+    return Note("{}; LoRA ({lora_r}), {optimizer=adamw_8bit} or larger GPUs take less of it", alone)
 
 
 def _first(rows: Sequence[EstimateRow], gpu_memory: int) -> str | None:

@@ -54,7 +54,7 @@ def lines(sizing: Sizing) -> Iterator[str]:
     if notes:
         yield ""
     for suggestion in sizing.suggestions:
-        yield from _wrap(f"suggestion: {suggestion}")
+        yield from _wrap(f"suggestion: {on_command_line(suggestion)}")
 
 
 def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
@@ -196,7 +196,7 @@ def to_json(sizing: Sizing) -> dict[str, Any]:
         "seq_len": setup.length,
         "flops_per_token": _flops(sizing),
         "rows": [_row_json(row, sizing.gpu_memory) for row in sizing.rows],
-        "suggestions": list(sizing.suggestions),
+        "suggestions": list(map(on_command_line, sizing.suggestions)),
         "notes": list(map(on_command_line, sizing.subject.notes)),
     }
 

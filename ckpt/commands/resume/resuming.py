@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -43,7 +43,7 @@ from ckpt.plan.dtypes import CASTABLE
 from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import unread_files
-from ckpt.runs.data_loaders import loader_states
+from ckpt.runs.data_loaders import LoaderStates, loader_states
 from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
@@ -397,7 +397,8 @@ def _way(
         what = wanted if has_optimizer(checkpoint) else checkpoint.path
         say(f"note: {what} holds no optimizer: its states are reset")
     as_it_is = _folder_to_load(path, checkpoint)
-    misfit = _misfit(checkpoint, target, layout)
+    loaders = cache(partial(loader_states, checkpoint, layout.world_size))
+    misfit = _misfit(checkpoint, target, layout, loaders)
     if as_it_is is not None and misfit is None:
         for one in every:
             _check_whole(one)
@@ -406,8 +407,8 @@ def _way(
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
-        if (loaders := loader_states(checkpoint, layout.world_size)) is not None and layout.world_size:
-            say(f"note: {loaders.note(layout.world_size)}")
+        if layout.world_size and (found_loaders := loaders()) is not None:
+            say(f"note: {found_loaders.note(layout.world_size)}")
         if (step := trainer_folder(checkpoint)) is not None:
             for note in position_notes(step, files_in(step), checkpoint.world_size, layout.world_size):
                 say(f"note: {note}")
@@ -566,15 +567,16 @@ def _is_step(name: str, recorded: str) -> bool:
     return name == recorded or (recorded.isdecimal() and name == f"iter_{int(recorded):07d}")
 
 
-def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | None:
+def _misfit(
+    checkpoint: Checkpoint, target: Format, layout: Layout, loaders: Callable[[], LoaderStates | None]
+) -> str | None:
     if checkpoint.format != target.name:
         return f"it is {checkpoint.format}, and {target.name} is loaded"
     size = layout.world_size
     is_bound = checkpoint.bound_to_ranks
     if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
         return f"it was written by {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
-    loaders = loader_states(checkpoint, size)
-    if size is not None and loaders is not None and loaders.on(size) is not None:
+    if size is not None and (found := loaders()) is not None and found.on(size) is not None:
         return f"its data position is of {pluralize(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.plan.tensors import Shape
+from converters.names.families.tables import FAMILIES
 from converters.names.transformers.relation import build_model
 from converters.names.transformers.transformers_source import mentions, model_types
 
@@ -38,15 +39,23 @@ class Module:
 
 
 def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
-    found = [mentions(model_type, "Conv1D") for model_type in model_types(config or {})]
+    """Return True if the model may have Conv1D layers. None if its class is unknown."""
+    found = [_may_have_conv1d(model_type) for model_type in model_types(config or {})]
     return None if not found or found[0] is None else any(found)
+
+
+def _may_have_conv1d(model_type: str) -> bool | None:
+    family = FAMILIES.get(model_type)
+    if family is not None and not family.own_code and not family.conv1d:
+        return False
+    return mentions(model_type, "Conv1D")
 
 
 def describe(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
 ) -> dict[str, Module] | None:
     """Return None if the model's class is unknown."""
-    if config is None or has_conv1d(config) is None:
+    if config is None or mentions(str(config.get("model_type")), "Conv1D") is None:
         return None
     model = build_model(config, shapes)
     if model is None:
