@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from ckpt.errors import CorruptError
 from converters.names.families import tables as families
-from converters.names.families.module_tree import Module
+from converters.names.families.module_tree import ModuleTree
 from converters.names.families.tables import FAMILIES
 from converters.names.hub import save_pretrained as installed
 from converters.names.megatron import relation as megatron
@@ -139,8 +139,8 @@ def test_a_table_says_what_is_really_saved(tmp_path: Path, model_type: str) -> N
 def test_order_follows_rows_and_their_first_modules() -> None:
     rows = ("a.x.weight", "a.#.up", "a.scale", "b.weight", "a.x.bias")
     names = ["a.scale", "a.x.weight", "a.x.bias", "a.2.up", "a.10.up", "a.y.weight", "a.y.bias", "b.weight"]
-    assert sorted(sorted(names), key=Module.of(rows).key) == names
-    swapped = Module.of((rows[3], *rows[:3]))
+    assert sorted(sorted(names), key=ModuleTree.of(rows).key) == names
+    swapped = ModuleTree.of((rows[3], *rows[:3]))
     assert min(names, key=swapped.key) == "b.weight"
     assert swapped.has("a.7.up") and not any(map(swapped.has, ("a.7", "a.x.weight.up", "a.z.up", "a.x.bias")))
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import Config, architectures, nested
-from converters.names.families.module_tree import Module
+from converters.names.families.module_tree import ModuleTree
 from converters.names.families.rows import DERIVED, Family, Saved, Sizes, filled, parse, spelled_out
 from converters.names.families.tables import FAMILIES
 
@@ -147,8 +147,8 @@ class Tower:
         return self._modules.has(self.inside + name)
 
     @cached_property
-    def _modules(self) -> Module:
-        return Module.of(self.rows())
+    def _modules(self) -> ModuleTree:
+        return ModuleTree.of(self.rows())
 
 
 _PATCHES = {"in_channels": 3, "patch_size": 14, "temporal_patch_size": 2}

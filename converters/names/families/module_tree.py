@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Module:
+class ModuleTree:
     """Children by name, in registration order. `#` stands for any number. A parameter has no children."""
 
-    children: dict[str, Module] = field(default_factory=dict)
+    children: dict[str, ModuleTree] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> Module:
+    def of(cls, names: Iterable[str]) -> ModuleTree:
         root = cls()
         for name in names:
             module = root

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from converters.names.families.composites import COMPOSITES
-from converters.names.families.module_tree import Module
+from converters.names.families.module_tree import ModuleTree
 from converters.names.families.rows import Family
 from converters.names.families.tables import FAMILIES
 from converters.names.transformers.rules import Rules
@@ -36,18 +36,18 @@ def as_registered(names: Iterable[str], model_type: str) -> list[str]:
 
 
 @cache
-def _modules(model_type: str) -> Module:
+def _modules(model_type: str) -> ModuleTree:
     family = FAMILIES[model_type]
     rules = Rules(rules_of(model_type) or ())
-    return Module.of(map(rules.in_memory, family.rows()))
+    return ModuleTree.of(map(rules.in_memory, family.rows()))
 
 
 @cache
-def _composite_modules(model_type: str, tower: str) -> Module:
+def _composite_modules(model_type: str, tower: str) -> ModuleTree:
     """Return the modules under the Hub's names, with stacked experts."""
     composite = COMPOSITES[model_type]
     texts = (name for family in composite.texts.values() for name in _stacked(family))
-    return Module.of((*composite.rows_around_text(tower), *map(composite.name, texts)))
+    return ModuleTree.of((*composite.rows_around_text(tower), *map(composite.name, texts)))
 
 
 def _stacked(family: Family) -> Iterator[str]:
