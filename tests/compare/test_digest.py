@@ -26,6 +26,7 @@ from ckpt.plan.tensors import Extent, whole
 from ckpt.state.naming import to_namespace
 from tests.support.commands import ckpt
 from tests.support.engines import Truth
+from tests.support.model_files import merge_json
 from tests.support.places import FIXTURES
 from tests.support.strategies import Store, shapes, stored, tensor_of
 
@@ -82,7 +83,7 @@ def test_a_dtype_is_applied_as_in_a_conversion(name: str, dtype: Any, tmp_path: 
         if name == "quantized":
             tensors |= {weight: tensors[weight].to(torch.float8_e4m3fn), f"{weight}_scale_inv": torch.full((1, 1), 0.3)}
             method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": method}))
+            merge_json(config, {"quantization_config": method})
         else:
             tensors["model.norm.running_mean"] = torch.rand(4)
         save_file(tensors, source / "model.safetensors", {"format": "pt"})

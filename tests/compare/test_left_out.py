@@ -17,6 +17,7 @@ from ckpt.compare import transformers_loads
 from ckpt.compare.compare import number_text
 from ckpt.plan.checkpoint import Checkpoint
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 from tests.support.places import FIXTURES
 
 WHY = "they are outside the model and the optimizer; use `ckpt verify --run` to compare them"
@@ -104,8 +105,7 @@ def test_a_config_entry_that_tensors_do_not_show_is_named(
 
 def test_a_config_entry_that_only_one_side_states_is_named(tmp_path: Path) -> None:
     a, b = model_folders(tmp_path)
-    config = json.loads((b / "config.json").read_text())
-    (b / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0, "nothing": None}))
+    merge_json(b / "config.json", {"final_logit_softcapping": 30.0, "nothing": None})
     assert "configs differ between A and B: final_logit_softcapping 30.0 only in B" in said_by(a, b)
     assert "configs differ between A and B: final_logit_softcapping 30.0 only in A" in said_by(b, a)
     assert "nothing" not in said_by(a, b)
@@ -168,8 +168,7 @@ def test_settings_of_an_adapter_that_differ_are_named(tmp_path: Path) -> None:
     source = FIXTURES / "peft-experts" / "qwen3_moe-0.19.1"
     a, b = (Path(shutil.copytree(source, tmp_path / name)) for name in "ab")
     assert "only tensors" not in said_by(a, b)
-    config = json.loads((b / "adapter_config.json").read_text())
-    (b / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
+    merge_json(b / "adapter_config.json", {"lora_alpha": 999})
     assert "other files differ between A and B: differ: adapter_config.json" in said_by(a, b)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.commands import ckpt
+from tests.support.model_files import rewriting
 
 STEP = "checkpoint-2"
 
@@ -46,10 +47,9 @@ def test_another_step(runs: tuple[Path, Path]) -> None:
 
 def test_random_states_and_schedules_beside_the_checkpoint(runs: tuple[Path, Path]) -> None:
     file = runs[1] / STEP / "rng_state_1.pth"
-    states = torch.load(file, weights_only=False)
-    states["cpu"][0] ^= 1
-    states["python"] = random.Random(5).getstate()
-    torch.save(states, file)
+    with rewriting(file) as states:
+        states["cpu"][0] ^= 1
+        states["python"] = random.Random(5).getstate()
     torch.save({"last_epoch": 2}, runs[1] / STEP / "scheduler.pt")
     done = ckpt("verify", "--run", "--json", *runs)
     assert done.code == 1

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ckpt.errors import NotFoundError, UsageError
 from tests.support.adapters import BF16, save_base, weights
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 
 
 def test_verify_loads_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,8 +28,7 @@ def test_verify_loads_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     del stored["model.norm.weight"]
     stored |= {"extra": torch.zeros(2), "model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 5)}
     save_file(stored, bad / "model.safetensors", metadata={"format": "pt"})
-    generation = json.loads((bad / "generation_config.json").read_text())
-    (bad / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 10**6}))
+    merge_json(bad / "generation_config.json", {"eos_token_id": 10**6})
     (bad / "tokenizer_config.json").write_text("{}")
     result = ckpt("verify", "--loads", bad, "--json")
     assert result.code == 1
@@ -64,7 +64,6 @@ def test_a_quantization_method_that_transformers_does_not_know_is_a_problem(
     """Loaded with transformers, the weights look plain; it only warns."""
     base = save_base("llama", BF16, tmp_path / "base")
     assert ckpt("verify", base, "--loads").out.rstrip().endswith(": loads")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    merge_json(base / "config.json", {"quantization_config": entry})
     done = ckpt("verify", base, "--loads")
     assert done.code == 1 and problem in done.out and ": loads" not in done.out, done.out

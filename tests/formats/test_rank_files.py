@@ -13,6 +13,7 @@ from ckpt import api
 from ckpt.errors import CorruptError
 from tests.support.building import groups_of, write_stage2
 from tests.support.commands import ckpt, snapshot
+from tests.support.model_files import rewriting
 
 OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
@@ -127,9 +128,8 @@ def megatron(hf_llama: Path, tmp_path: Path) -> Path:
     assert ckpt("convert", "hf", "megatron", hf_llama, "-o", out, "--tp", "2", "--pp", "2").code == 0
     for file in out.rglob("model_optim_rng.pt"):
         tp, pp = (int(number) for number in file.parent.name.split("_")[2:])
-        content = torch.load(file, weights_only=False)
-        content["args"].rank, content["args"].world_size = tp + 4 * pp, 8
-        torch.save(content, file)
+        with rewriting(file) as content:
+            content["args"].rank, content["args"].world_size = tp + 4 * pp, 8
     return out
 
 
@@ -154,9 +154,8 @@ def test_megatron(megatron: Path, ranks: tuple[str, str], how: object) -> None:
 
 def test_a_copy_where_megatron_records_no_rank(megatron: Path) -> None:
     for file in megatron.rglob("model_optim_rng.pt"):
-        content = torch.load(file, weights_only=False)
-        content["args"].rank = 0  # as converters write it
-        torch.save(content, file)
+        with rewriting(file) as content:
+            content["args"].rank = 0  # as converters write it
     folder = next(megatron.rglob("mp_rank_00_000")).parent
     assert ckpt("inspect", megatron).code == 0
     copy(folder / "mp_rank_00_001" / "model_optim_rng.pt", folder / "mp_rank_01_001" / "model_optim_rng.pt")
@@ -179,9 +178,8 @@ def test_ranks_that_hold_equal_experts_are_no_copies(tmp_path: Path) -> None:
     assert ckpt("convert", "hf", "megatron", tmp_path / "hf", "-o", out, "--ep", "2").code == 0
     files = sorted(out.rglob("model_optim_rng.pt"))
     for number, file in enumerate(files):
-        content = torch.load(file, weights_only=False)
-        content["args"].rank, content["args"].world_size = number, len(files)
-        torch.save(content, file)
+        with rewriting(file) as content:
+            content["args"].rank, content["args"].world_size = number, len(files)
     done = ckpt("convert", "auto", "hf", out, "-o", tmp_path / "again", "--config", tmp_path / "hf")
     assert done.code == 0 and "has the same elements" in done.err, done.err
     assert ckpt("verify", tmp_path / "hf", tmp_path / "again").code == 0

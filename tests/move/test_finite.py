@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ckpt
 from ckpt.errors import LossError
 from ckpt.move import finite
 from tests.support.commands import ckpt as command
+from tests.support.model_files import save_model
 
 INFINITY = float("inf")
-
-
-def model(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "architectures": ["Toy"]}))
-    return folder
+TOY = {"model_type": "toy", "architectures": ["Toy"]}
 
 
 @pytest.mark.parametrize("target", ["hf", "dcp"])
@@ -31,7 +25,7 @@ def test_numbers_that_would_become_infinite_are_refused(
     monkeypatch.setattr(finite, "_STEP", 7)
     weight = torch.ones(3, 5)
     weight[1, 4], weight[2, 3] = -65520.0, 65520.0
-    source = model(tmp_path / "model", {"a.weight": torch.full((4,), INFINITY), "b.weight": weight})
+    source = save_model(tmp_path / "model", {"a.weight": torch.full((4,), INFINITY), "b.weight": weight}, TOY)
     options = ("-o", tmp_path / "out", "--dtype", "fp16")
     for workers in ("1", "8"):
         result = command("convert", "hf", target, source, *options, "--workers", workers)
@@ -44,13 +38,13 @@ def test_numbers_that_would_become_infinite_are_refused(
 
 def test_bf16_of_a_masks_numbers_is_torchs(tmp_path: Path) -> None:
     values = torch.tensor([torch.finfo(torch.float32).min, 3.4e38, 1e30])
-    source = model(tmp_path / "model", {"a.weight": values})
+    source = save_model(tmp_path / "model", {"a.weight": values}, TOY)
     ckpt.convert(source, "hf", tmp_path / "out", dtype="bf16")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], values.bfloat16())
 
 
 def test_views_raise_the_error_too(tmp_path: Path) -> None:
-    source = model(tmp_path / "model", {"a.weight": torch.tensor([1.0, 1e30])})
+    source = save_model(tmp_path / "model", {"a.weight": torch.tensor([1.0, 1e30])}, TOY)
     with (
         ckpt.plan(source, "hf", dtype="fp16").open("model.safetensors") as view,
         pytest.raises(LossError, match="large"),
@@ -60,7 +54,7 @@ def test_views_raise_the_error_too(tmp_path: Path) -> None:
 
 def test_infinities_of_the_source_are_kept(tmp_path: Path) -> None:
     values = torch.tensor([INFINITY, -INFINITY, float("nan"), 65519.0, 1e-30])
-    source = model(tmp_path / "model", {"a.weight": values})
+    source = save_model(tmp_path / "model", {"a.weight": values}, TOY)
     ckpt.convert(source, "hf", tmp_path / "out", dtype="fp16")
     found = load_file(tmp_path / "out" / "model.safetensors")["a.weight"]
     assert torch.equal(found.nan_to_num(7), values.half().nan_to_num(7))

@@ -19,6 +19,7 @@ from converters.names.families import composites, encoders, tables
 from converters.names.hub import config_values, loading
 from converters.names.hub.config_values import TYPES, unknown_values
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "head_dim": 4}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -73,8 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def changed(folder: Path, place: Path, entry: dict[str, Any]) -> Path:
     copy = Path(shutil.copytree(folder, place))
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | entry))
+    merge_json(copy / "config.json", entry)
     return copy
 
 

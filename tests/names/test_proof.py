@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
@@ -21,6 +21,7 @@ from ckpt.plan.checkpoint import Layout
 from converters.names.hub import save_pretrained as installed
 from converters.names.hub.proof import prove
 from tests.support.loaded import save_loaded
+from tests.support.model_files import save_model
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -220,13 +221,6 @@ def test_a_model_without_a_config_keeps_its_names_unchecked(tmp_path: Path) -> N
 
 
 # -- correct input is accepted ---------------------------------------------------------------------------------
-def hub(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def notes_of(folder: Path) -> tuple[str, ...]:
     return ckpt.plan(ckpt.open(folder, "hf"), "hf").plan.target.notes
 
@@ -238,14 +232,14 @@ def test_older_files_of_gpt2_without_a_prefix_and_with_masks(tmp_path: Path) -> 
     del tensors["lm_head.weight"]
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.ones(())}
     stated = {**config.to_dict(), "architectures": ["GPT2LMHeadModel"]}
-    assert any("'transformer'" in note for note in notes_of(hub(tmp_path / "gpt2", tensors, stated)))
+    assert any("'transformer'" in note for note in notes_of(save_model(tmp_path / "gpt2", tensors, stated)))
 
 
 def test_frequencies_of_older_files_and_a_tied_head_once_more(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(LLAMA))
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-    folder = hub(tmp_path / "llama", tensors, {**LLAMA, "tie_word_embeddings": True})
+    folder = save_model(tmp_path / "llama", tensors, {**LLAMA, "tie_word_embeddings": True})
     assert any("lm_head.weight" in note for note in notes_of(folder))
 
 
@@ -269,13 +263,13 @@ def test_weights_in_mxfp4(tmp_path: Path, wrong: bool) -> None:
         tensors[f"model.layers.0.mlp.experts.{name}_blocks"] = blocks
         tensors[f"model.layers.0.mlp.experts.{name}_scales"] = blocks[..., 0].clone()
     stated = {**config.to_dict(), "architectures": ["GptOssForCausalLM"]}
-    folder = hub(tmp_path / "oss", tensors, {**stated, "quantization_config": {"quant_method": "mxfp4"}})
+    folder = save_model(tmp_path / "oss", tensors, {**stated, "quantization_config": {"quant_method": "mxfp4"}})
     if wrong:
         with pytest.raises(LossError, match=r"shape \[3, 64, 64\], but the architecture has \[3, 32, 64\]"):
             notes_of(folder)
     else:
         notes_of(folder)
-    plain = hub(tmp_path / "plain", tensors, stated)
+    plain = save_model(tmp_path / "plain", tensors, stated)
     found = r"holds weight shape \[3, 64, 64\]" if wrong else r"4 too many: .*_blocks.*2 missing"
     with pytest.raises(LossError, match=found):
         notes_of(plain)
@@ -337,7 +331,7 @@ def test_names_that_only_transformers_loads_are_a_problem_of_the_folder(tmp_path
     model = transformers.MixtralForCausalLM(config)
     stated = {**config.to_dict(), "architectures": ["MixtralForCausalLM"]}
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    loading = api.check_loads(hub(tmp_path / "memory", tensors, stated))
+    loading = api.check_loads(save_model(tmp_path / "memory", tensors, stated))
     assert len(loading.problems) == 1 and "too many: model.layers.0.mlp.experts." in loading.problems[0]
     model.save_pretrained(tmp_path / "hub")
     assert api.check_loads(tmp_path / "hub").good

@@ -16,6 +16,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
 from tests.support.commands import ckpt as process
+from tests.support.model_files import merge_json
 
 #: Adapter folders and GGUF have no model config, and HF Trainer's format needs an optimizer.
 TARGETS = [name for name in registry.names() if registry.get(name).writes and name not in ("peft", "trainer", "gguf")]
@@ -34,8 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(folder: Path, **entries: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    merge_json(folder / "config.json", entries)
 
 
 def config_of(checkpoint: Checkpoint, target: str, dtype: DType | None, out: Path) -> dict[str, Any]:

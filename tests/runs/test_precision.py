@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from ckpt import api
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from tests.support.commands import process
+from tests.support.model_files import merge_json
 
 BY_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16, FLOAT32: torch.float32}
 
@@ -36,8 +37,7 @@ def run_of(model: LlamaForCausalLM, folder: Path, kind: str, dtype: str | None, 
     else:
         torch.save(model.state_dict(), step / "pytorch_model_fsdp.bin")
     model.config.save_pretrained(step)
-    config = json.loads((step / "config.json").read_text())
-    (step / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    merge_json(step / "config.json", {"dtype": dtype})
     torch.save(TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments), step / "training_args.bin")
     return folder
 
@@ -82,8 +82,7 @@ def test_masters_are_still_to_be_had(model: LlamaForCausalLM, tmp_path: Path) ->
 def test_a_hugging_face_folder_keeps_its_dtype(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """The chosen dtype stays, even if the config names another one."""
     model.save_pretrained(tmp_path / "hf")
-    config = json.loads((tmp_path / "hf/config.json").read_text())
-    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    merge_json(tmp_path / "hf/config.json", {"dtype": "bfloat16"})
     assert api.open(tmp_path / "hf").computes_in is None
     check(tmp_path / "hf", tmp_path / "out", model, FLOAT32, [])
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt import api
 from tests.support.commands import Result, ckpt
+from tests.support.model_files import rewriting
 
 WHOLE = "every part of every tensor"
 LAST, FABRIC, COMPOSER = "checkpoints/last.ckpt", "fabric/step=4.ckpt", "ep2-ba4-rank0.pt"
@@ -45,9 +46,8 @@ def change(file: Path, act: Callable[[Any], object]) -> None:
         act(metadata)
         file.write_bytes(pickle.dumps(metadata))
     else:
-        root = torch.load(file, weights_only=False)
-        act(root)
-        torch.save(root, file)
+        with rewriting(file) as root:
+            act(root)
 
 
 def halve(path: Path) -> None:

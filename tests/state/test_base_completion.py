@@ -22,6 +22,7 @@ from converters.names.hub.expected_tensors import missing_parts
 from tests.support.adapters import same, save_base
 from tests.support.architectures import numbered
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -63,8 +64,7 @@ def predicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(file)
     tensors |= {"mtp.fc.weight": torch.randn(24, 48).bfloat16(), "mtp.norm.weight": torch.randn(24).bfloat16()}
     save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | PROMISE))
+    merge_json(folder / "config.json", PROMISE)
     return folder
 
 
@@ -122,8 +122,7 @@ def test_multi_token_prediction_that_is_not_there_is_said_and_taken_from_a_base(
 
 def test_a_config_without_the_promise_is_another_cure(predicts: Path, tmp_path: Path) -> None:
     run = without(predicts, tmp_path / "run", "mtp.")
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}))
+    merge_json(run / "config.json", {"mtp_num_hidden_layers": 0})
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out")
     assert done.code == 0 and "promised" not in done.err and "promised" not in ckpt("check", run).out
 
@@ -180,8 +179,7 @@ def test_a_model_that_lacks_nothing_is_as_it_was(sees: Path, tmp_path: Path) -> 
 def test_a_tied_output_layer_is_not_taken(tmp_path: Path) -> None:
     base = save_base("llama", torch.bfloat16, tmp_path / "base")
     run = without(base, tmp_path / "run", "lm_head")
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    merge_json(run / "config.json", {"tie_word_embeddings": True})
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", base)
     assert done.code == 0 and "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
 

@@ -19,6 +19,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.state.numbered import names_by_shapes
 from tests.support.describing import content
 from tests.support.engines import Truth
+from tests.support.model_files import rewriting
 
 RUNS = ("toy-zero0", "toy-zero0-fp32")
 
@@ -65,11 +66,10 @@ def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, nam
 def test_what_shapes_do_not_prove_is_left_out_and_said(fixtures: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     path = run / "global_step2" / "mp_rank_00_model_states.pt"
-    whole = torch.load(path, weights_only=False)
-    groups = whole["optimizer"]["optimizer_state_dict"]["param_groups"]
-    groups[0]["params"], groups[1]["params"] = groups[0]["params"][:2], [2, *groups[1]["params"]]
-    whole["optimizer"]["fp32_groups"][1].insert(0, whole["optimizer"]["fp32_groups"][0].pop())
-    torch.save(whole, path)
+    with rewriting(path) as whole:
+        groups = whole["optimizer"]["optimizer_state_dict"]["param_groups"]
+        groups[0]["params"], groups[1]["params"] = groups[0]["params"][:2], [2, *groups[1]["params"]]
+        whole["optimizer"]["fp32_groups"][1].insert(0, whole["optimizer"]["fp32_groups"][0].pop())
     checkpoint = api.open(run)
     assert {role for _, role in checkpoint.tensors} == {WEIGHT, BUFFER} and not checkpoint.state.param_groups
     assert any("left out the optimizer states and masters" in note for note in checkpoint.notes)
@@ -106,10 +106,9 @@ def test_names_are_given_where_one_way_alone_fits(shapes: list, data: st.DataObj
 def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     path = run / "global_step2" / "mp_rank_00_model_states.pt"
-    content = torch.load(path, weights_only=False)
-    state = content["optimizer"]["optimizer_state_dict"]["state"]
-    state[99] = state.pop(2)
-    torch.save(content, path)
+    with rewriting(path) as content:
+        state = content["optimizer"]["optimizer_state_dict"]["state"]
+        state[99] = state.pop(2)
     with pytest.raises(CorruptError, match="in no param group"):
         api.open(run)
     del content["optimizer"]["fp32_groups"]
@@ -133,14 +132,13 @@ def test_a_master_or_a_state_of_fewer_elements_is_damage(
     run = tmp_path / "run"
     shutil.copytree(fixtures / "toy-zero0", run)
     (path,) = run.rglob("mp_rank_00_model_states.pt")
-    saved = torch.load(path, weights_only=False)
-    masters, states = saved["optimizer"]["fp32_groups"], saved["optimizer"]["optimizer_state_dict"]["state"]
-    if role == MASTER:
-        masters[-1][-1] = masters[-1][-1].flatten()[:count].clone()
-    else:
-        last = max(states)
-        states[last]["exp_avg"] = states[last]["exp_avg"].flatten()[:count].clone()
-    torch.save(saved, path)
+    with rewriting(path) as saved:
+        masters, states = saved["optimizer"]["fp32_groups"], saved["optimizer"]["optimizer_state_dict"]["state"]
+        if role == MASTER:
+            masters[-1][-1] = masters[-1][-1].flatten()[:count].clone()
+        else:
+            last = max(states)
+            states[last]["exp_avg"] = states[last]["exp_avg"].flatten()[:count].clone()
     with pytest.raises(CorruptError, match=what):
         ckpt.open(run)
 
@@ -149,10 +147,9 @@ def test_states_of_other_kinds_than_adams(fixtures: Path, tmp_path: Path) -> Non
     """A single number stays a tensor. A note names a state with another shape than its parameter."""
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     path = run / "global_step2" / "mp_rank_00_model_states.pt"
-    content = torch.load(path, weights_only=False)
-    for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
-        state |= {"mu_product": torch.tensor(0.25), "row": torch.ones(1, 3)}
-    torch.save(content, path)
+    with rewriting(path) as content:
+        for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
+            state |= {"mu_product": torch.tensor(0.25), "row": torch.ones(1, 3)}
     checkpoint, name = api.open(run), "embed.weight"
     assert checkpoint.state.scalars["mu_product"][name] == OneElement(0.25, FLOAT32, ())
     assert (name, "row") not in checkpoint.tensors and (name, "exp_avg") in checkpoint.tensors
@@ -164,9 +161,8 @@ def test_a_file_without_the_entry_of_its_optimizer_is_said(fixtures: Path, tmp_p
     """DeepSpeed always writes the entry, as None if ZeRO has the optimizer. Here one byte of the name is wrong."""
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     model = run / "global_step2/mp_rank_00_model_states.pt"
-    content = torch.load(model, weights_only=False)
-    content["optimizes"] = content.pop("optimizer")
-    torch.save(content, model)
+    with rewriting(model) as content:
+        content["optimizes"] = content.pop("optimizer")
     assert [note for note in api.open(run).notes if "lacks the entry 'optimizer'" in note]
     assert not any("lacks the entry" in note for note in api.open(fixtures / "toy-zero0").notes)
 

@@ -39,7 +39,7 @@ from tests.support.building import (
 from tests.support.commands import ckpt
 from tests.support.describing import assert_equals_truth, content
 from tests.support.engines import Truth, raw
-from tests.support.model_files import edit
+from tests.support.model_files import edit, rewriting
 
 TOYS = ("toy-zero1", "toy-zero2", "toy-zero3")
 RUNS = {**dict.fromkeys(TOYS, 3), "moe-zero3": 2, "lora-zero3": 2, "trainer-zero2": 2}
@@ -686,13 +686,12 @@ def test_the_last_rank_has_the_padding_of_its_states(
     """DeepSpeed 0.19.8 pads masters when it loads them. Shorter states load, and the next step fails."""
     shutil.copytree(fixtures / run, tmp_path / "run")
     (path,) = (tmp_path / "run").rglob("*_rank_2_*optim_states.pt")
-    saved = torch.load(path, weights_only=False)
-    inner = saved["optimizer_state_dict"]
-    own = inner["base_optimizer_state"]["state"][0]
-    own["exp_avg"] = own["exp_avg"][: len(own["exp_avg"]) - states].clone()
-    kept = inner["single_partition_of_fp32_groups"]
-    kept[0] = torch.cat([kept[0], torch.zeros(masters)])
-    torch.save(saved, path)
+    with rewriting(path) as saved:
+        inner = saved["optimizer_state_dict"]
+        own = inner["base_optimizer_state"]["state"][0]
+        own["exp_avg"] = own["exp_avg"][: len(own["exp_avg"]) - states].clone()
+        kept = inner["single_partition_of_fp32_groups"]
+        kept[0] = torch.cat([kept[0], torch.zeros(masters)])
     checked = ckpt("check", tmp_path / "run")
     assert checked.code == code, checked.out
     assert ("exp_avg does not match the rank part's size" in checked.out) == bool(code), checked.out

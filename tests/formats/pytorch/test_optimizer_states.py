@@ -17,6 +17,7 @@ from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import Checkpoint, Layout, OneElement
 from ckpt.views.lazy import LazyTensor
 from tests.support.engines import raw
+from tests.support.model_files import rewriting
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
@@ -76,9 +77,8 @@ def test_a_first_moment_of_a_single_element_is_damage(fixtures: Path, tmp_path: 
     run = tmp_path / "run"
     shutil.copytree(fixtures / "trainer-plain", run)
     path = max(run.rglob("optimizer.pt"))
-    saved = torch.load(path, weights_only=False)
-    last = saved["state"][max(saved["state"])]
-    last["exp_avg"] = last["exp_avg"].flatten()[:1].clone()
-    torch.save(saved, path)
+    with rewriting(path) as saved:
+        last = saved["state"][max(saved["state"])]
+        last["exp_avg"] = last["exp_avg"].flatten()[:1].clone()
     with pytest.raises(CorruptError, match="exp_avg is a single number"):
         ckpt.open(run)

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.commands import ckpt
 from tests.support.dcp_folders import save
+from tests.support.model_files import rewriting
 
 States = dict[int, dict[str, Any]]
 
@@ -47,9 +48,8 @@ def some_empty(states: States) -> None:
 def trainer(fixtures: Path, run: Path, damage: Callable[[States], None]) -> Path:
     shutil.copytree(fixtures / "trainer-plain", run)
     path = run / "checkpoint-2" / "optimizer.pt"
-    saved = torch.load(path, weights_only=False)
-    damage(saved["state"])
-    torch.save(saved, path)
+    with rewriting(path) as saved:
+        damage(saved["state"])
     return run
 
 

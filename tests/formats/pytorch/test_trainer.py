@@ -21,6 +21,7 @@ from converters.names.transformers.relation import build_model
 from converters.pytorch.trainer import TRAINER, trainer_groups
 from tests.support.describing import content
 from tests.support.engines import Truth, raw
+from tests.support.model_files import merge_json, rewriting
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import TWINS
 
@@ -69,10 +70,9 @@ def test_weights_go_back_to_the_files_that_they_came_from(run: Path, tmp_path: P
 def save_optimizer(run: Path, order: slice) -> None:
     """Rewrite the optimizer with each group's parameter numbers in another order."""
     path = run / "checkpoint-2" / "optimizer.pt"
-    whole = torch.load(path)
-    for group in whole["param_groups"]:
-        group["params"] = group["params"][order]
-    torch.save(whole, path)
+    with rewriting(path) as whole:
+        for group in whole["param_groups"]:
+            group["params"] = group["params"][order]
 
 
 def test_what_shapes_do_not_prove_is_left_out_and_said(run: Path) -> None:
@@ -83,8 +83,7 @@ def test_what_shapes_do_not_prove_is_left_out_and_said(run: Path) -> None:
 
 
 def test_an_architecture_with_other_tensors_proves_nothing(run: Path) -> None:
-    path = run / "checkpoint-2" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
+    merge_json(run / "checkpoint-2" / "config.json", {"num_hidden_layers": 1})
     checkpoint = api.open(run)
     assert not checkpoint.optimizer_states and any("left out" in note for note in checkpoint.notes)
 
