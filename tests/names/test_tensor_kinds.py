@@ -14,6 +14,7 @@ from tests.support import architectures
 _TYPES = (
     *("deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "hunyuan_v1_moe", "lfm2_moe"),
     *("llama", "minimax_m2", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_moe", "solar_open"),
+    *("llava", "qwen2_vl", "qwen3_vl"),
 )
 
 

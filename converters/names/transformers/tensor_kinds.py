@@ -13,6 +13,7 @@ from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import HUB, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from converters.names.families.composites import COMPOSITES
 from converters.names.families.tables import FAMILIES
 from converters.names.transformers.relation import relation
 from converters.names.transformers.tables import PARTS, RULES, UNCHANGED
@@ -114,7 +115,7 @@ def is_known(checkpoint: Checkpoint) -> bool:
     types = list(model_types(checkpoint.config or {}))
     listed = " ".join((*BUFFERS.values(), *FLOAT32.values(), *FLOAT32_IN_FP16.values())).split()
     own_code = {name for name, family in FAMILIES.items() if family.own_code} | {"kimi_k2"}
-    known = {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *listed} - own_code
+    known = {*RULES, *PARTS, *UNCHANGED, *FAMILIES, *COMPOSITES, *listed} - own_code
     return bool(types) and known.issuperset(types)
 
 
