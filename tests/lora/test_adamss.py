@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt.errors import CorruptError, LossError
 from tests.lora.test_kinds import LINEAR, Layers, base, case, trained
-from tests.support.adapters import compare, edited, load_base, merge, merge_by_peft, same
+from tests.support.adapters import compare, differing, edited, load_base, merge, merge_by_peft, same
 from tests.support.commands import ckpt
 
 needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
@@ -50,7 +50,7 @@ def test_it_equals_pefts_own_merge(options: dict[str, Any], own: Path, tmp_path:
     merge([tmp_path / "adapter"], own, tmp_path / "merged")
     found, before = load_file(tmp_path / "merged/model.safetensors"), load_file(own / "model.safetensors")
     theirs = {k.replace(".modules_to_save.default", ""): t for k, t in state.items() if ".original_module." not in k}
-    assert found.keys() == theirs.keys() and all(same(found[name], theirs[name]) for name in found)
+    assert differing(found, theirs) == []
     targets = {*options["target_modules"], *options.get("modules_to_save", [])}
     assert {name.rpartition(".")[0] for name in found if not same(found[name], before[name])} == targets
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.adapters import same, weights
+from tests.support.adapters import differing, weights
 from tests.support.commands import ckpt
 
 RANK, ALPHA = 4, 8
@@ -72,8 +72,7 @@ def merged(base: Path, adapter: Path, model: Any, out: Path) -> None:
     assert done.code == 0, done.err
     model.save_pretrained(out.parent / "truth")
     theirs, ours = weights(out.parent / "truth"), weights(out)
-    assert theirs.keys() == ours.keys()
-    assert [name for name in theirs if not same(theirs[name], ours[name])] == []
+    assert differing(theirs, ours) == []
     assert ckpt("verify", base, out.parent / "truth", "--adapter", adapter).code == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapters import BF16, edited, same, weights
+from tests.support.adapters import BF16, differing, edited, perturb, same, weights
 from tests.support.commands import ckpt
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -90,10 +90,7 @@ def make(
     labels = {} if "QuestionAnswering" in trained or trained.endswith("Model") else {"num_labels": 3}
     model = getattr(transformers, trained).from_pretrained(folder / "base", dtype=BF16, **labels)
     wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **options}))
-    with torch.no_grad():
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                parameter += (0.1 * torch.randn(parameter.shape)).to(parameter.dtype)
+    perturb(wrapped)
     wrapped.save_pretrained(folder / "adapter")
     wrapped.merge_and_unload().save_pretrained(folder / "truth")
 
@@ -106,8 +103,7 @@ def test_the_class_that_was_trained_is_built(name: str, tmp_path: Path) -> None:
     trained = TRAINED[name][3]
     assert done.code == 0 and f"the model is {trained}, as the adapter records" in done.err, done.err
     theirs, ours = weights(truth), weights(out)
-    assert theirs.keys() == ours.keys()
-    assert [key for key in theirs if not same(theirs[key], ours[key])] == []
+    assert differing(theirs, ours) == []
     configs = [json.loads((folder / "config.json").read_text()) for folder in (truth, out)]
     for entry in ("architectures", "id2label", "label2id"):
         assert configs[0].get(entry) == configs[1].get(entry), entry
@@ -177,7 +173,7 @@ def test_a_layer_that_was_drawn_at_random_is_missed_or_taken(tmp_path: Path) -> 
         assert done.code == (0 if saved else 6), done.err
         if saved:
             theirs, ours = weights(folder / "truth"), weights(folder / "out")
-            assert theirs.keys() == ours.keys() and all(same(theirs[key], ours[key]) for key in theirs)
+            assert differing(theirs, ours) == []
         else:
             assert "tensor: pooler.dense.bias" in done.err
 

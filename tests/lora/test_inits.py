@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.adapters import edited, load_base, merge_by_peft, save_adapter, save_base, weights
+from tests.support.adapters import edited, load_base, merge_by_peft, perturb, save_adapter, save_base, weights
 from tests.support.commands import ckpt
 
 
@@ -45,11 +45,7 @@ def trained(init: str, base: Path, folder: Path) -> None:
 
     base_model = load_base(base)
     model = get_peft_model(base_model, prepared(init, base_model))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    perturb(model, 1)
     model.save_pretrained(folder / "adapter")
     copy.deepcopy(model).merge_and_unload().save_pretrained(folder / "live")
     model.unload().save_pretrained(folder / "left")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt.errors import LossError
-from tests.support.adapters import same, weights
+from tests.support.adapters import differing, perturb, weights
 from tests.support.commands import ckpt
 
 BEFORE, AFTER = 37, 40
@@ -52,10 +52,7 @@ def train(base: Path, folder: Path, options: dict[str, Any]) -> Path:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(resized(base, 1), LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **options}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape).to(parameter.dtype)
+    perturb(model)
     model.save_pretrained(folder)
     return folder
 
@@ -72,8 +69,7 @@ def test_it_is_merged_as_peft_merges_it_into_the_resized_base(case: str, tied: b
     assert done.code == 0, done.err
     assert f"the vocabulary has {AFTER} rows, as in training; the base has {BEFORE}" in done.err
     theirs, ours = weights(tmp_path / "peft"), weights(tmp_path / "ours")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not same(ours[name], theirs[name])] == []
+    assert differing(ours, theirs) == []
     configs = [json.loads((tmp_path / one / "config.json").read_text()) for one in ("peft", "ours")]
     assert [one["vocab_size"] for one in configs] == [AFTER, AFTER]
     assert configs[0]["tie_word_embeddings"] == configs[1]["tie_word_embeddings"]

@@ -19,16 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpt as package
 from ckpt.errors import CorruptError, UsageError
-from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
+from tests.support.adapters import differing, edited, equal, load_base, merge_by_peft
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
 META = {"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM"}
-
-
-def equal(one: Path, other: Path) -> bool:
-    a, b = weights(one), weights(other)
-    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
 
 
 def by_verl(base: Path, adapter: Path, folder: Path, *, whole: bool) -> Path:
@@ -73,7 +68,7 @@ def test_verls_rank_files_become_an_adapter_and_a_merged_model(
     assert ckpt("convert", "auto", "peft", actor, "-o", adapter).code == 0
     rounded = {name: t.bfloat16() for name, t in load_file(linear / "adapter_model.safetensors").items()}
     found = load_file(adapter / "adapter_model.safetensors")
-    assert found.keys() == rounded.keys() and all(same(found[name], rounded[name]) for name in found)
+    assert differing(found, rounded) == []
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 7, ["down_proj", "q_proj"])
     merge_by_peft(bases["llama"], [adapter], tmp_path / "peft")
@@ -131,7 +126,7 @@ def test_an_adapter_of_mlx_is_merged_and_written_as_pefts(linear: Path, bases: d
     assert equal(tmp_path / "merged", tmp_path / "expected")
     assert ckpt("convert", "auto", "peft", adapter, "-o", tmp_path / "peft").code == 0
     found, trained = (load_file(one / "adapter_model.safetensors") for one in (tmp_path / "peft", linear))
-    assert found.keys() == trained.keys() and all(same(found[name], trained[name]) for name in found)
+    assert differing(found, trained) == []
     merge_by_peft(bases["llama"], [tmp_path / "peft"], tmp_path / "by-peft")
     assert equal(tmp_path / "merged", tmp_path / "by-peft")
 

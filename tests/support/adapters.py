@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ckpt.commands.merge_lora import find as adapters
 from ckpt.commands.merge_lora import merge as lora
+from tests.support.model_files import merge_json
 from train.config import Config
 from train.models import build_model
 
@@ -51,16 +52,21 @@ def load_base(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **eager)
 
 
+def perturb(model: torch.nn.Module, seed: int | None = None) -> None:
+    """Change all that is trained, by random values from the seed or from torch's own generator."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
 def save_adapter(base: Path, folder: Path, options: dict[str, Any], seed: int = 1) -> Path:
     """Save an adapter on the base as PEFT does, with random values everywhere."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(load_base(base), LoraConfig(r=3, lora_alpha=7, **options))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in trained:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    perturb(model, seed)
     model.save_pretrained(folder)
     return folder
 
@@ -72,6 +78,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+def differing(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return names of tensors that only one side has, or whose bits differ."""
+    return sorted(name for name in a.keys() | b.keys() if not (name in a and name in b and same(a[name], b[name])))
+
+
+def equal(one: Path, other: Path) -> bool:
+    """Return True if two folders hold the same tensors, bit for bit."""
+    return not differing(weights(one), weights(other))
 
 
 def save_base(model: str, dtype: torch.dtype, folder: Path) -> Path:
@@ -109,6 +125,5 @@ def compare(expected: Path, merged: Path, base: Path) -> tuple[int, int, int]:
 def edited(adapter: Path, folder: Path, **changes: Any) -> Path:
     """Copy the adapter and change its config."""
     shutil.copytree(adapter, folder)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    merge_json(folder / "adapter_config.json", changes)
     return folder

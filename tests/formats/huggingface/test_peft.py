@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import ckpt as toolkit
 from ckpt.errors import LossError
 from ckpt.plan.checkpoint import MASTER, WEIGHT
-from tests.support.adapters import BF16, compare, same
+from tests.support.adapters import BF16, compare, differing
 from tests.support.commands import ckpt
 
 
@@ -32,8 +32,7 @@ def test_adapter_of_a_bf16_zero3_run_equals_what_peft_saves(fixtures: Path, tmp_
     )
     live.load_state_dict(truth)
     expected, found = get_peft_model_state_dict(live), load_file(tmp_path / "run-peft" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(same(found[name], expected[name]) for name in expected)
+    assert differing(found, expected) == []
     assert (tmp_path / "run-peft" / "adapter_config.json").read_bytes() == (run / "adapter_config.json").read_bytes()
     base = live.unload()
     base.save_pretrained(tmp_path / "base")
