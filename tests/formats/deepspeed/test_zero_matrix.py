@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from dataclasses import astuple, dataclass
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +17,72 @@ from ckpt import api
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
 from tests.support.describing import assert_equals_truth, expected_weights
-from tests.support.engines import Truth, launch, raw
+from tests.support.engines import Truth, launch_in_turn, raw
 from tests.support.stored import stored
 
 STAGES = (1, 2, 3)
 WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = ("bf16", "fp16", "fp32")
 MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_oss", "toy")
+FACTORS = (STAGES, WORLD_SIZES, DTYPES, MODELS)
 STEPS = 2
 
 pytestmark = pytest.mark.slow
 
 
-def run_name(stage: int, model: str, dtype: str) -> str:
-    return f"{model}-zero{stage}-{dtype}"
+@dataclass(frozen=True)
+class Cell:
+    """A run: stage, number of ranks, dtype and model."""
+
+    stage: int
+    world_size: int
+    dtype: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        return f"w{self.world_size}-{self.stage}-{self.dtype}-{self.model}"
+
+    @property
+    def column(self) -> str:
+        return f"zero{self.stage} w{self.world_size}"
+
+    def job(self, folder: Path) -> dict[str, Any]:
+        job = {"strategy": f"zero{self.stage}", "model": self.model, "dtype": self.dtype, "steps": STEPS}
+        return job | {"truth": True, "output": str(folder / self.name)}
 
 
-@pytest.fixture(scope="session", params=WORLD_SIZES, ids=lambda w: f"w{w}")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """Launch the trainer once per world size. Return the world size and the folder with all runs."""
-    folder = tmp_path_factory.mktemp(f"world{request.param}")
-    jobs = [
-        {
-            "strategy": f"zero{stage}",
-            "model": model,
-            "dtype": dtype,
-            "steps": STEPS,
-            "truth": True,
-            "output": str(folder / run_name(stage, model, dtype)),
-        }
-        for stage in STAGES
-        for model in MODELS
-        for dtype in DTYPES
-    ]
-    launch(jobs, request.param, folder)
-    return request.param, folder
+#: A third of all combinations, in which any three factors meet in every combination.
+CELLS = [
+    Cell(*(levels[index] for levels, index in zip(FACTORS, indexes, strict=True)))
+    for indexes in product(*(range(len(levels)) for levels in FACTORS))
+    if sum(indexes) % 3 == 0
+]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_equals_the_live_engine(
-    runs: tuple[int, Path], stage: int, dtype: str, model: str, tmp_path: Path, tables: Any
-) -> None:
-    world_size, folder = runs
-    run = folder / run_name(stage, model, dtype)
+def test_any_three_factors_meet_in_every_combination() -> None:
+    chosen = [astuple(cell) for cell in CELLS]
+    for some in combinations(range(len(FACTORS)), 3):
+        assert {tuple(cell[one] for one in some) for cell in chosen} == set(product(*(FACTORS[one] for one in some)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train all runs in one launch and return their folder."""
+    folder = tmp_path_factory.mktemp("zero")
+    jobs = [(ranks, [cell.job(folder) for cell in CELLS if cell.world_size == ranks]) for ranks in WORLD_SIZES]
+    launch_in_turn(jobs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_equals_the_live_engine(runs: Path, cell: Cell, tmp_path: Path, tables: Any) -> None:
+    run = runs / cell.name
     truth = Truth.load(run / "truth" / f"global_step{STEPS}.safetensors")
-    checkpoint = api.open(run, f"zero{stage}")
+    checkpoint = api.open(run, f"zero{cell.stage}")
 
     described = assert_equals_truth(checkpoint, truth)
-    assert checkpoint.world_size == world_size
+    assert checkpoint.world_size == cell.world_size
     assert checkpoint.state.step == STEPS
     assert checkpoint.ties == truth.ties
     assert_same_param_groups(checkpoint, truth)
@@ -73,16 +91,15 @@ def test_equals_the_live_engine(
     masters = expected_weights(truth, fp32=True)
     written = 0
     for output, expected in ((in_hf(run), expected_weights(truth, fp32=False)), (tmp_path / "fp32", masters)):
-        found = loaded_by_transformers(output, truth) if model == "qwen3_moe" else stored(output)
+        found = loaded_by_transformers(output, truth) if cell.model == "qwen3_moe" else stored(output)
         assert found == expected
         written += len(found)
 
     peer = zero_to_fp32(run, truth)
     assert peer == {fqn: masters[fqn] for fqn in peer}
-    column = f"zero{stage} w{world_size}"
     tables["ZeRO: tensors bit for bit equal to the live engine: read + written to hf, and to zero_to_fp32.py"][
-        f"{model} {dtype}"
-    ][column] = f"{described}+{written}/{len(peer)}"
+        f"{cell.model} {cell.dtype}"
+    ][cell.column] = f"{described}+{written}/{len(peer)}"
 
 
 @functools.cache
@@ -122,18 +139,13 @@ def zero_to_fp32(run: Path, truth: Truth) -> dict[str, tuple[str, tuple[int, ...
     return {fqn: raw(t.contiguous()) for fqn, t in state.items() if fqn not in truth.ties and fqn not in buffers}
 
 
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "toy"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_transformers_loads_it_and_computes_the_same_logits(
-    runs: tuple[int, Path], stage: int, dtype: str, model: str, tables: Any
-) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.model != "toy"], ids=lambda cell: cell.name)
+def test_transformers_loads_it_and_computes_the_same_logits(runs: Path, cell: Cell, tables: Any) -> None:
     """No key is missing, unexpected or mismatched, and the logits match the live engine."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    world_size, folder = runs
-    run = folder / run_name(stage, model, dtype)
+    run = runs / cell.name
     loaded, info = AutoModelForCausalLM.from_pretrained(
         in_hf(run),
         dtype="auto",
@@ -149,7 +161,7 @@ def test_transformers_loads_it_and_computes_the_same_logits(
     assert logits.dtype == expected.dtype
     equal = torch.equal(logits.view(torch.uint8), expected.view(torch.uint8))
     largest = (logits.double() - expected.double()).abs().max().item()
-    tables["Logits of converted folders in transformers against the live engine"][f"{model} {dtype}"][
-        f"zero{stage} w{world_size}"
+    tables["Logits of converted folders in transformers against the live engine"][f"{cell.model} {cell.dtype}"][
+        cell.column
     ] = "equal" if equal else f"{largest:.1e}"
     assert equal
