@@ -1,10 +1,11 @@
-"""The trainer to copy (`train/simple.py`): every strategy resumes every other one, on other ranks."""
+"""The trainer to copy (`train/simple.py`): every format resumes every other one, on other ranks."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ from tests.support.engines import DEEPSPEED, RESUMING, fork
 from tests.support.places import REPOSITORY
 
 SCRIPT = REPOSITORY / "train" / "simple.py"
-STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "zero1", "zero2", "zero3")
+TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp")
+ZERO = ("zero1", "zero2", "zero3")
+STRATEGIES = (*TORCH, *ZERO)
 BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids 2 by 2, and 2 by 1
-PAIRS = [(one, other) for one in STRATEGIES for other in STRATEGIES]
+#: All of torch's strategies save DCP. Every format goes to every other one; each strategy of torch stops, and goes on,
+#: with another one of torch, with itself, and with a stage of ZeRO.
+PAIRS = [
+    *((one, TORCH[(number + shift) % 5]) for shift in (0, 1) for number, one in enumerate(TORCH)),
+    *((one, ZERO[number % 3]) for number, one in enumerate(TORCH)),
+    *((ZERO[number % 3], one) for number, one in enumerate(TORCH)),
+    *product(ZERO, ZERO),
+]
 PRELOAD = [*DEEPSPEED, "tests.train.deepspeed_op", *RESUMING]
 TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
 #: All strategies in a chain in one folder, in bf16 like the default.
