@@ -55,10 +55,17 @@ def cast_bits(bits: NDArray, source: DType, target: DType, over: Overflow = "ign
     return result
 
 
+def as_fp32(bits: NDArray) -> NDArray:
+    """Return the values of bfloat16 numbers."""
+    wide = bits.astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
+
+
 def _step(bits: NDArray, source: DType, target: DType, over: Overflow) -> NDArray:
     wide: NDArray
     if source == BFLOAT16:
-        wide = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        wide = as_fp32(bits)
     else:
         wide = bits.view(_NUMPY[source])
     with np.errstate(over=over, under="ignore", invalid="ignore"):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.move import groups
+from ckpt.move.casts import as_fp32
 
 _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))  # a half would carry the number below 0.5
 #: Magnitudes of maxima in bfloat16, with finite reciprocals, and scales below float16's end.
@@ -33,9 +34,9 @@ def _write_blocks(bits: NDArray, place: NDArray) -> bool:
     largest = groups.largest_in_rows(rows)
     if largest.max() >= _MOST or ((largest < _LEAST) & (largest > 0)).any():
         return False
-    scales = _as_fp32(largest) / np.float32(127)
+    scales = as_fp32(largest) / np.float32(127)
     factors = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
-    values = _as_fp32(rows)
+    values = as_fp32(rows)
     values *= np.repeat(factors, 4)
     values += _BELOW_HALF  # halves are rounded away from zero
     numbers = values.astype(np.int8)
@@ -44,9 +45,3 @@ def _write_blocks(bits: NDArray, place: NDArray) -> bool:
     place[:, :2].view(np.float16)[:, 0] = scales
     groups.in_groups(numbers, place[:, 2:])
     return True
-
-
-def _as_fp32(bits: NDArray) -> NDArray:
-    wide = bits.astype(np.uint32)
-    wide <<= np.uint32(16)
-    return wide.view(np.float32)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
+from ckpt.move.casts import as_fp32
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box
 from converters.quantized._packed_weight import STEP, PackedPart, PackedParts, PlainWeight, packed_by_rows
@@ -37,7 +38,7 @@ from converters.quantized._weight import (
     rounded,
 )
 from converters.quantized.blocks import spans
-from converters.quantized.floats import E4M3_MAX, E8M0_BIAS, e4m3_bytes
+from converters.quantized.floats import E4M3_MAX, e4m3_bytes, e4m3_sizes, sign_bytes
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     E8M0,
@@ -176,15 +177,11 @@ def _scale_factors(largest: NDArray) -> NDArray:
     return factors
 
 
-#: In bfloat16: a mantissa's bits, and maxima for `_tables`. Others lead to subnormal numbers.
-_MANTISSA, _LEAST, _MOST = 0x7F, 24 << 7, 253 << 7
-_OCTAVES = 20  # a number smaller by a factor of 2 ** 19 becomes zero
-#: Entries of a table before the maximum's exponent, and all.
-_BEFORE, _LENGTH = 1 << 15, 3 << 15
+_INFINITY = 0x7F80  # in bfloat16
 
 
 def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
-    """Look up whole blocks of bfloat16 numbers, with the bits of `_quantized_rows`.
+    """Compute whole blocks of bfloat16 numbers in fewer passes, with the bits of `_quantized_rows`.
 
     Each call of numpy takes all blocks: after a short one, threads wait for the interpreter's lock.
     """
@@ -192,41 +189,16 @@ def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
     if len(bits) % _SIZE or num_columns % _SIZE:
         return None
     sizes = bits.reshape(-1, _SIZE, num_columns) & np.uint16(0x7FFF)
-    for half in (64, 32, 16, 8, 4, 2, 1):
-        np.maximum(sizes[:, :half], sizes[:, half : 2 * half], out=sizes[:, :half])
-    largest = np.maximum.reduceat(sizes[:, 0], np.arange(0, num_columns, _SIZE), axis=1)
-    if ((largest >= _MOST) | (largest < _LEAST) & (largest != 0)).any():
+    largest = np.maximum.reduceat(sizes.max(axis=1), np.arange(0, num_columns, _SIZE), axis=1)
+    factors = _scale_factors(as_fp32(largest))
+    if (largest >= _INFINITY).any() or not np.isfinite(factors).all():
         return None
-    starts = largest.astype(np.intp)
-    starts = (starts & _MANTISSA) * _LENGTH + _BEFORE - (starts & ~_MANTISSA)
-    index = np.add(bits.reshape(-1, _SIZE, num_columns // _SIZE, _SIZE), starts[:, None, :, None])
-    codes = np.empty(bits.shape, np.uint8)
-    _tables().take(index.reshape(bits.shape), out=codes, mode="clip")  # "raise" would copy the codes
-    factors = _scale_factors((largest.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    values = as_fp32(sizes)
+    rows = values.reshape(len(values), -1, 8 * num_columns)  # numpy is faster with longer rows
+    rows *= np.tile(np.repeat(factors, _SIZE, axis=1), 8)[:, None]
+    codes = e4m3_sizes(values).reshape(bits.shape)
+    codes |= sign_bytes(bits > np.uint16(0x7FFF))
     return [codes, np.float32(1) / factors]
-
-
-@cache
-def _tables() -> NDArray:
-    """Return codes of all bfloat16 numbers, one table after the other for each mantissa of the maximum.
-
-    The index in a table is a number's bits, minus the bits of the maximum's exponent, plus `_BEFORE`.
-    """
-    tables = np.zeros((_MANTISSA + 1, _LENGTH), np.uint8)
-    sizes = np.arange(-_OCTAVES << 7, 1 << 7)
-    values = _as_fp32(sizes)
-    sign, end = 1 << 15, 1 << 7
-    tables[:, _BEFORE + 256 : _BEFORE + sign + end] = 0x80
-    for mantissa, table in enumerate(tables):
-        found = e4m3_bytes(values * _scale_factors(_as_fp32(np.array([mantissa]))))
-        table[_BEFORE + sizes] = found
-        table[_BEFORE + sign + sizes] = found | 0x80
-    return tables.reshape(-1)
-
-
-def _as_fp32(steps: NDArray) -> NDArray:
-    """Return the bfloat16 numbers so many steps above 1."""
-    return ((steps + (E8M0_BIAS << 7)).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 _RULE = "transformers 5.23 Fp8Quantize: a block's numbers times 448 / maximum, in fp32; ties to even"
