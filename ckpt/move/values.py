@@ -116,7 +116,7 @@ class Values:
     def scan(self, block: NDArray, start: int) -> None:
         """Add unsigned bits, from element `start` on."""
         bits = FLOATS.get(self.dtype.name)
-        found = _not_finite(block, bits) if bits is not None else None
+        found = not_finite(block, bits) if bits is not None else None
         value = -1 if self.single == -1 else _single(block, bits)
         with self._lock:
             self.scanned += block.size
@@ -134,7 +134,7 @@ def _added(count: int, first: int | None, places: NDArray, start: int) -> tuple[
     return count + places.size, here if first is None else min(first, here)
 
 
-def _not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | None:
+def not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | None:
     """Return positions with NaN and with infinities, or None for a clean block."""
     signed = block.view(f"i{bits.size}")
     if bits.nan_is_minus_zero:

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
-from ckpt.move.casts import too_large
+from ckpt.move.casts import storage_dtype, too_large
+from ckpt.move.values import FLOATS, not_finite
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, FLOAT16, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
@@ -21,14 +23,13 @@ from converters.quantized.parts import QuantizedWeights, quantized_weights
 
 _PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
 _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
-_FLOAT16_INFINITY = 0x7C00
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     """Replace quantized weights by plain weights, and remove `quantization_config`.
 
     `dtype` None uses the model config's. Raise UsageError for unsupported methods, CorruptError if a weight is
-    incomplete. Reading raises LossError for a number too large for float16.
+    incomplete. Reading raises LossError for a number too large for float16, CorruptError for NaN or infinity.
     """
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     stored = StoredWeights(checkpoint, tensors, dtype or model_dtype(checkpoint.config))
@@ -45,9 +46,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     for weight in weights:
         plain[weight.fqn, WEIGHT] = _tensor(weight)
         for number, block in enumerate(weight.blocks):
-            is_narrow = weight.dtype == FLOAT16  # the others have the range of fp32, in which scales are multiplied
-            content = partial(_finite_content, checkpoint, weight, block) if is_narrow else block.content
-            computed[_path(weight, number)] = content
+            computed[_path(weight, number)] = partial(_finite_content, checkpoint, weight, block)
     return replace(
         checkpoint,
         tensors={**kept, **plain},
@@ -125,12 +124,34 @@ def _fragment(weight: Weight, number: int, block: WeightBlock) -> Fragment:
 
 def _finite_content(checkpoint: Checkpoint, weight: Weight, block: WeightBlock) -> memoryview:
     content = block.content()
-    sizes = np.frombuffer(content, np.uint16) & np.uint16(0x7FFF)
-    count = int(np.count_nonzero(sizes == _FLOAT16_INFINITY))
-    if count:
-        found = f"{pluralize(count, 'number')} of the dequantized weight would be infinite"
-        raise too_large(weight.dtype, path=checkpoint.path, fqn=weight.fqn, found=found)
-    return content
+    bits = np.frombuffer(content, storage_dtype(weight.dtype))
+    found = not_finite(bits, FLOATS[weight.dtype.name]) if bits.size else None
+    if found is None:
+        return content
+    nans, infinities = found
+    count, first = nans.size + infinities.size, int(min(places[0] for places in found if places.size))
+    place = _index_in_weight(weight, block, first)
+    facts: dict[str, Any] = {
+        "path": checkpoint.path,
+        "fqn": weight.fqn,
+        "found": f"{pluralize(count, 'number')} in the part computed here, the first at {place}",
+    }
+    if weight.dtype == FLOAT16 and not nans.size:  # the others have the range of fp32, in which scales are multiplied
+        raise too_large(FLOAT16, **facts)
+    raise CorruptError(
+        "a dequantized weight would have NaN or infinite numbers",
+        expected="finite numbers",
+        hint="download or copy the folder again",
+        **facts,
+    )
+
+
+def _index_in_weight(weight: Weight, block: WeightBlock, number: int) -> list[int]:
+    region = block.region
+    if not isinstance(region, Box):
+        return [int(i) for i in np.unravel_index(region.start + number, weight.shape)]
+    inner = np.unravel_index(number, region.sizes, order="F" if block.transposed else "C")
+    return [offset + int(i) for offset, i in zip(region.offsets, inner, strict=True)]
 
 
 def _path(weight: Weight, number: int) -> str:

@@ -7,6 +7,7 @@ original folder or its manifest.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt as library
 from ckpt.base.errors import CkptError, CorruptError, LossError
@@ -252,3 +253,36 @@ def test_a_scale_that_is_not_finite_is_named(model: Model) -> None:
         found, text = ending(lambda run=run: run(folder, model.plain))
         assert found == code and (model.scale in text or model.owner in text), (command, text)
     assert not (model.home / "no").exists()
+
+
+def extreme(model: Model) -> Iterator[tuple[str, Parts]]:
+    """Yield models with one finite scale of the largest size, and with one byte that may be a NaN."""
+    scale = model.parts[model.scale].clone()
+    if scale.element_size() > 1:
+        scale.view(-1)[-1] = torch.finfo(scale.dtype).max
+    else:
+        bits(scale)[-1] = 126 if scale.dtype == torch.float8_e4m3fn else 254
+    yield "scale", {**model.parts, model.scale: scale}
+    name = next(name for name in model.parts if name.startswith(MODULES[1]) and name.endswith((*_VALUES, "qweight")))
+    values = model.parts[name].clone()
+    values.view(-1).view(torch.uint8)[5] = 0x7F
+    yield "value", {**model.parts, name: values}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("model", [layout for layout in EVERY if layout not in UNKNOWN_VALUES], indirect=True)
+def test_plain_values_are_finite_or_refused(model: Model) -> None:
+    refused = set()
+    for what, parts in extreme(model):
+        folder, out = model.save(parts), model.home / "no"
+        for command in ("dequantize", *(() if model.layout == "mxfp4" else ("merge-lora",))):
+            code, text = ending(lambda run=PLAIN[command][0], folder=folder: run(folder, model.plain))
+            if code:
+                assert code == CorruptError.exit_code and model.owner in text and "the first at [" in text, text
+                assert not out.exists()
+                refused.add(what)
+            else:
+                assert all(one.isfinite().all() for one in load_file(out / "model.safetensors").values()), what
+                shutil.rmtree(out)
+    is_e4m3 = any(parts.dtype == torch.float8_e4m3fn for name, parts in model.parts.items() if name.endswith(_VALUES))
+    assert ("value" in refused) == is_e4m3

@@ -134,7 +134,7 @@ def test_mxfp4_is_dequantized_as_transformers_does(dtype: str, gpt_oss: Path, tm
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_every_byte_with_every_finite_exponent_of_mxfp4(dtype: str, tmp_path: Path) -> None:
+def test_every_byte_with_every_exponent_of_mxfp4_that_fits(dtype: str, tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     values = torch.arange(256, dtype=torch.uint8)
@@ -143,8 +143,8 @@ def test_every_byte_with_every_finite_exponent_of_mxfp4(dtype: str, tmp_path: Pa
         "x.w_scales": values[None, :255, None].expand(2, 255, 16).contiguous(),
     }
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=getattr(torch, CASTABLE[dtype].name))
-    fits = 141 if dtype == "fp16" else 255  # exponents: larger ones make infinite numbers
-    assert torch.isfinite(expected[..., :fits]).all() == (dtype == "fp16")
+    fits = 141 if dtype == "fp16" else 253  # exponents: larger ones make infinite numbers
+    assert expected[..., :fits].isfinite().all() and expected[..., fits].isinf().any()
     save_file({name: tensor[:, :fits].contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     plain = api.dequantized(api.open(tmp_path), CASTABLE[dtype])
     assert same(plain["x.w"][...], expected[..., :fits])
@@ -164,9 +164,40 @@ def test_numbers_of_mxfp4_beyond_fp16(tmp_path: Path) -> None:
         assert result.code == code, result.err
         assert ("too large for float16" in result.err) == bool(code)
     assert "tensor: x.w\n" in result.err
-    assert "found: 32 numbers of the dequantized weight would be infinite\n" in result.err
+    assert "found: 32 numbers in the part computed here, the first at [0, 0, 1]\n" in result.err
     assert "hint: use --dtype bf16 or --dtype fp32" in result.err
     assert not weights(out)["x.w"].isinf().any()
+
+
+@pytest.mark.parametrize("dtype", ["keep", "fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("row", "code", "scale", "found"),
+    [
+        (200, 0x7F, 1.0, "1 number in the part computed here, the first at [200, 7]"),  # e4m3's NaN
+        (200, 0xFF, 1.0, "1 number in the part computed here, the first at [200, 7]"),
+        (129, 0x7E, 1e38, "1 number in the part computed here, the first at [129, 7]"),  # 448 times the scale
+    ],
+)
+def test_fp8_numbers_that_are_not_finite_are_refused(
+    row: int, code: int, scale: float, found: str, dtype: str, tmp_path: Path
+) -> None:
+    weight, scales = torch.zeros(256, 128, dtype=torch.uint8), torch.ones(2, 1)
+    weight[row, 7], scales[1] = code, scale
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    tensors = {"x.weight": weight.view(torch.float8_e4m3fn), "x.weight_scale_inv": scales}
+    save_file(tensors, source / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (source / "config.json").write_text(json.dumps(config))
+    command = ("convert", "hf", "hf", source, "-o", out, "--names", "own")
+    assert ckpt(*command).code == 0  # every bit is carried
+    shutil.rmtree(out)
+    result = ckpt(*command, "--dequantize", "--dtype", dtype)
+    is_too_large = dtype == "fp16" and scale != 1
+    assert result.code == (LossError if is_too_large else CorruptError).exit_code, result.err
+    assert "tensor: x.weight\n" in result.err and f"found: {found}\n" in result.err
+    assert ("NaN or infinite numbers" in result.err) != is_too_large
+    assert not out.exists()
 
 
 def test_to_megatron(quantized: Callable[[str, str], Path], fp8: Path, tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ def _eight_bits(stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> 
 def _eight_bit_values(stored: StoredWeights, name: str, scales_name: str, rows: Box) -> memoryview:
     scales = stored.scales(scales_name)[rows.offsets[0] : rows.ends[0]]
     values = stored.read(name, rows).view(np.int8).astype(np.float32)
-    values *= scales[:, None]
+    with np.errstate(over="ignore"):  # infinite in the library, too
+        values *= scales[:, None]
     values *= _PER_127
     return rounded(values, stored.dtype)
 
