@@ -55,7 +55,7 @@ def e4m3_bytes(values: NDArray) -> NDArray:
 def e4m3_sizes(sizes: NDArray) -> NDArray:
     """Return the bytes of fp32 numbers from 0 to `E4M3_MAX`. Overwrite them.
 
-    Adding a power of two rounds to eighths of a smaller power: of the number's own, or 2^-6. The sum's lowest bits count
+    Adding a power of two rounds to eighths of a smaller power: the number's own, or 2^-6. The sum's lowest bits count
     the eighths.
     """
     bits = sizes.view(np.uint32)
