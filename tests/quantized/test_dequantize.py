@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ckpt import api
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.dtypes import BY_NAME, CASTABLE
-from tests.support.adapters import same, save_adapter, weights
+from tests.support.adapters import differing, same, save_adapter, weights
 from tests.support.commands import ckpt
 
 BF16 = torch.bfloat16
@@ -65,8 +65,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same(found[name], expected[name])] == []
+    assert differing(found, expected) == []
 
 
 def assert_carried(source: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ckpt.runs.quantization import quantization_of
 from converters.quantized.parts import QuantizedWeights
 from converters.quantized.scheme import UnknownValues
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 
 LAYERS = 4
 OUT, IN = 128, 256
@@ -327,8 +328,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             for part, (dtype, shape) in parts.items():
                 stored[f"{module}{part}"] = torch.zeros(shape, dtype=getattr(torch, BY_TAG[dtype].name))
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        entries = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**entries, **quantization}))
+        merge_json(folder / "config.json", quantization)
         return folder
 
     return make
@@ -403,8 +403,7 @@ def test_dtype_casts_no_part(layout: str, folders: Callable[[str], Path], tmp_pa
 def test_dtype_with_an_unknown_method_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     source = tmp_path / "unknown"
     shutil.copytree(folders("gptq"), source)
-    entries = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**entries, "quantization_config": {"quant_method": "vptq"}}))
+    merge_json(source / "config.json", {"quantization_config": {"quant_method": "vptq"}})
     checked = ckpt("check", source)
     assert checked.code == 0 and "vptq" in checked.out
     assert "whole" not in checked.out and "every part" not in checked.out
@@ -435,8 +434,7 @@ def test_every_method_of_transformers_is_checked_or_said_not_to_be(
         value, (module, _, word) = stored.pop(name), name.rpartition(".")
         stored |= {f"{module}.{words[word]}": value} if word in words else {}
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
-    entries = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**entries, "quantization_config": {"quant_method": "hqq"}}))
+    merge_json(source / "config.json", {"quantization_config": {"quant_method": "hqq"}})
     checked = ckpt("check", source)
     assert checked.code == 0 and "quantized by hqq were not checked" in checked.out, checked.out
     assert "whole" not in checked.out and "don't have" not in checked.out

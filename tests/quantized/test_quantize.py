@@ -26,8 +26,9 @@ from converters.quantized.floats import _rounding_table, e2m1_codes, e4m3_bytes
 from converters.quantized.methods import quantizer_of
 from converters.quantized.methods.compressed_tensors import _mxfp4_bits, _mxfp4_rows
 from converters.quantized.methods.fp8 import _quantized_bits, _quantized_rows
-from tests.support.adapters import same, weights
+from tests.support.adapters import differing, same, weights
 from tests.support.commands import ckpt
+from tests.support.model_files import save_model
 from tests.support.places import REPOSITORY
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
@@ -208,8 +209,7 @@ def test_fp8_blocks_are_transformers(model: str, tmp_path: Path, request: pytest
     expected = {name: tensor for name, tensor in before.items() if "proj" not in name}
     for name in before.keys() - expected.keys():
         expected |= Fp8Quantize(Quantizer()).convert({name: before[name]})
-    assert after.keys() == expected.keys()
-    assert [name for name in after if not same(after[name], expected[name])] == []
+    assert differing(after, expected) == []
     assert any(tensor.dtype == F8 for tensor in after.values())
 
 
@@ -229,8 +229,7 @@ def test_transformers_loads_the_values_of_dequantize(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out-plain", dtype=BF16)
     assert plain.keys() == weights(source).keys()
     found, expected = loaded.state_dict(), again.state_dict()
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same(found[name], expected[name])] == []
+    assert differing(found, expected) == []
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -262,13 +261,6 @@ def test_mxfp4_keeps_the_values_of_gpt_oss(gpt_oss: Path, tmp_path: Path) -> Non
     assert plan_of(second, "mxfp4")["quant_method"] == "mxfp4"
 
 
-def described(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def test_scales_of_stacked_experts_are_not_said_to_load(tmp_path: Path) -> None:
     """On a CPU, transformers 5.23 does not apply them. On a GPU, it has no class for Llama 4's."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
@@ -281,7 +273,7 @@ def test_scales_of_stacked_experts_are_not_said_to_load(tmp_path: Path) -> None:
     entry = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     entry["modules_to_not_convert"] = [name.removesuffix(".weight") for name in plain if name != fqn]
     parts = {fqn: (plain[fqn] * 2).to(F8), f"{fqn}_scale_inv": scales}
-    folder = described(tmp_path / "fp8", {**plain, **parts}, **config, quantization_config=entry)
+    folder = save_model(tmp_path / "fp8", {**plain, **parts}, {**config, "quantization_config": entry})
     said = ckpt("convert", "hf", "hf", folder, "-o", tmp_path / "out").err.splitlines()[-1]
     assert said.startswith("not checked: if from_pretrained can load this folder")
     assert f"may not apply the scales of stacked weights, such as {fqn}" in said
@@ -493,10 +485,10 @@ def test_stacked_experts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
     assert "hint: --quantize mxfp4 quantizes them" in error
     stack = "model.layers.0.block_sparse_moe.input_linear.weight"
     tensors = {stack: torch.ones(2, 128, 128), "model.layers.0.self_attn.q_proj.weight": torch.ones(128, 128)}
-    granite = described(tmp_path / "granite", tensors, model_type="granitemoe")
+    granite = save_model(tmp_path / "granite", tensors, {"model_type": "granitemoe"})
     assert stack in refusal(granite, "fp8-block", tmp_path / "out")
     tensors["vision.layers.0.mlp.dwconv.weight"] = tensors.pop(stack)[:, :1, :3].clone()
-    quantize(described(tmp_path / "convolution", tensors, model_type="toy"), tmp_path / "kept", "fp8-block")
+    quantize(save_model(tmp_path / "convolution", tensors, {"model_type": "toy"}), tmp_path / "kept", "fp8-block")
     small = REPOSITORY / "fixtures/axolotl-fsdp2/outputs/gpt-oss-out"
     assert "expected: rows and columns in blocks of 32 by 1" in refusal(small, "mxfp4", tmp_path / "out")
 

@@ -20,6 +20,7 @@ import ckpt as library
 from ckpt.errors import CorruptError, UsageError
 from tests.quantized import test_methods
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 from tests.support.places import REPOSITORY
 
 Parts = dict[str, torch.Tensor]
@@ -369,7 +370,7 @@ def test_a_run_is_compared_with_its_quantized_model(run: str, role: str, tmp_pat
     save_file(parts, file, {"format": "pt"})
     config = folder / "config.json"
     settings = {"quantization_config": {"quant_method": "fp8"}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    merge_json(config, settings)
     report = library.verify(source, folder, quantized=True, only="weights")
     assert report.within_bound and len(report.rounded) >= 14, str(report)
     assert {one.role for one in report.rounded} == {role}

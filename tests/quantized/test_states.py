@@ -24,6 +24,7 @@ from ckpt.views.lazy import LazyTensor
 from tests.faults.kinds import pickles_in
 from tests.support.commands import ckpt
 from tests.support.engines import raw
+from tests.support.model_files import rewriting
 from tests.support.places import FIXTURES
 
 METHODS = {
@@ -254,9 +255,8 @@ def zero_with(folder: Path, change: Any) -> Path:
     """Copy bitsandbytes' ZeRO-2 run with edited states on each rank."""
     shutil.copytree(FIXTURES / "quantized-zero2/bnb8", folder)
     for rank, path in enumerate(sorted(folder.rglob("*optim_states.pt"))):
-        content = torch.load(path, weights_only=False)
-        change(content["optimizer_state_dict"]["base_optimizer_state"]["state"][0], rank)
-        torch.save(content, path)
+        with rewriting(path) as content:
+            change(content["optimizer_state_dict"]["base_optimizer_state"]["state"][0], rank)
     return folder
 
 

@@ -20,9 +20,11 @@ from converters.megatron.dist.keys import KeyWriter, ObjectKey, TensorKey, canon
 from converters.megatron.dist.optimizer import bucket_places
 from converters.names.megatron.model.spelling import LayerKind
 from tests.support import commands
+from tests.support.damage import Damage, edited, removed
 from tests.support.describing import content
 from tests.support.engines import Truth
 from tests.support.megatron_runs import check_read, sample, truth
+from tests.support.model_files import rewriting
 from tests.support.places import FIXTURES
 
 FOLDER = "iter_0000002"
@@ -94,9 +96,8 @@ def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None
     """The checkpoint is intact and must not be called damaged: Muon's buffers have another layout."""
     run = tmp_path / "run"
     shutil.copytree(sample("llama-buckets", "buckets"), run)
-    common = torch.load(run / FOLDER / "common.pt", weights_only=False)
-    common["args"].optimizer = "muon"
-    torch.save(common, run / FOLDER / "common.pt")
+    with rewriting(run / FOLDER / "common.pt") as common:
+        common["args"].optimizer = "muon"
     for command in (("check", run), ("convert", "megatron-dist", "hf", run, "-o", tmp_path / "out")):
         done = commands.ckpt(*command)
         assert done.code == 3 and "Megatron's optimizer 'muon'" in done.out + done.err
@@ -209,10 +210,6 @@ def _copy(folder: Path) -> Path:
     return folder / "run"
 
 
-def _remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
 def _write(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
@@ -226,12 +223,6 @@ def _without_chunk(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _other_sharding(folder: Path) -> None:
-    common = torch.load(folder / "common.pt", weights_only=False)
-    common["optimizer"]["param_state_sharding_type"] = "fully_sharded_bucket_space"
-    torch.save(common, folder / "common.pt")
-
-
 def _without_tensor(folder: Path) -> None:
     """Edit the metadata as if the save had forgotten a norm, its master and moments."""
     import pickle
@@ -242,20 +233,16 @@ def _without_tensor(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _other_args(**args: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        common = torch.load(folder / "common.pt", weights_only=False)
-        vars(common["args"]).update(args)
-        torch.save(common, folder / "common.pt")
-
-    return change
+def _other_args(**args: Any) -> Damage:
+    return edited("common.pt", lambda common: vars(common["args"]).update(args))
 
 
+SHARDING = {"param_state_sharding_type": "fully_sharded_bucket_space"}
 ZARR = json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
 FAULTS = {
-    "not a Megatron common state": (_remove("common.pt"), 4, "common.pt"),
-    "no data file": (_remove("__1_0.distcp"), 4, "a data file is missing"),
-    "no metadata": (_remove(".metadata"), 4, "the metadata is missing"),
+    "not a Megatron common state": (removed("common.pt"), 4, "common.pt"),
+    "no data file": (removed("__1_0.distcp"), 4, "a data file is missing"),
+    "no metadata": (removed(".metadata"), 4, "the metadata is missing"),
     "a hole": (_without_chunk, 4, "part of a tensor is stored nowhere"),
     "another backend": (_write("metadata.json", ZARR), 3, "zarr"),
     "no backends": (_write("metadata.json", "{"), 4, "backends"),
@@ -263,7 +250,7 @@ FAULTS = {
     "arguments of a wider model": (_other_args(ffn_hidden_size=9), 4, "shape doesn't match the run's"),
     "arguments of more layers": (_other_args(num_layers=3), 4, "decoder.layers.2.self_attention.linear_qkv.layer_norm"),
     "arguments of experts": (_other_args(num_experts=2), 4, "decoder.layers.0.mlp.router.weight"),
-    "another way of storing": (_other_sharding, 3, "fully_sharded_bucket_space"),
+    "another way of storing": (edited("common.pt", lambda c: c["optimizer"].update(SHARDING)), 3, *SHARDING.values()),
 }
 
 
@@ -313,9 +300,8 @@ def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
     """Only the arguments record the ranks."""
     shutil.copytree(sample("llama-buckets", "buckets"), tmp_path / "run")
     path = tmp_path / "run" / FOLDER / "common.pt"
-    common = torch.load(path, weights_only=False)
-    args = common.pop("args")
-    torch.save(common, path)
+    with rewriting(path) as common:
+        args = common.pop("args")
     with pytest.raises(LossError, match="buffers by rank"):
         ckpt.open(tmp_path / "run")
     args.tensor_model_parallel_size = 1

@@ -38,8 +38,10 @@ from converters.names.megatron.model.splits import (
     rank_shape,
 )
 from tests.support import commands
+from tests.support.damage import Damage, removed
 from tests.support.describing import content
 from tests.support.megatron_runs import RUNS, sample, truth
+from tests.support.model_files import rewriting
 
 FOLDER, MODEL, DISTRIBUTED = "iter_0000002", "model_optim_rng.pt", "distrib_optim.pt"
 
@@ -116,11 +118,10 @@ def test_shards_with_equal_bytes_are_parts_all_the_same(tmp_path: Path) -> None:
     """Shards of a norm are parts even if their bytes are equal (lmms-engine#160)."""
     run = _copy("qwen2", tmp_path)
     for file in run.glob(f"*/*/{MODEL}"):
-        state = torch.load(file, weights_only=False)
-        for name, tensor in state["model"].items():
-            if name.endswith(("linear_qkv.bias", "layernorm.weight")):
-                tensor.fill_(1)
-        torch.save(state, file)
+        with rewriting(file) as state:
+            for name, tensor in state["model"].items():
+                if name.endswith(("linear_qkv.bias", "layernorm.weight")):
+                    tensor.fill_(1)
     checkpoint = ckpt.open(run)
     bias = checkpoint.tensors["decoder.layers.1.self_attention.linear_qkv.bias", WEIGHT]
     norm = checkpoint.tensors["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", WEIGHT]
@@ -139,9 +140,8 @@ def _copy(name: str, folder: Path) -> Path:
 def _edit(run: Path, change: Callable[[dict[str, Any], Path], None], pattern: str = f"*/*/{MODEL}") -> None:
     """Rewrite files. `change(content, path)` works in place."""
     for file in sorted(run.glob(pattern)):
-        state = torch.load(file, weights_only=False)
-        change(state, file)
-        torch.save(state, file)
+        with rewriting(file) as state:
+            change(state, file)
 
 
 @pytest.mark.slow
@@ -391,20 +391,13 @@ def test_an_optimizer_that_no_file_of_a_model_records_is_said_to_be_left(tmp_pat
     assert len(reading.notes) == 1 and "distrib_optim.pt is ignored" in reading.notes[0]
 
 
+LAST = f"{FOLDER}/mp_rank_01_001"
 #: Fault in a run with TP 2 and PP 2, exit code, and required words in the message.
-FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Damage, int, tuple[str, ...]]] = {
     "a rank's folder missing": (lambda run: _without(run, "mp_rank_01_000"), 4, ("mp_rank_01_000", "4 folders")),
     "the first rank's folder missing": (lambda run: _without(run, "mp_rank_00_000"), 4, ("mp_rank_00_000",)),
-    "a rank's file missing": (
-        lambda run: (run / FOLDER / "mp_rank_01_001" / MODEL).unlink(),
-        4,
-        ("mp_rank_01_001", MODEL),
-    ),
-    "distrib_optim.pt missing": (
-        lambda run: (run / FOLDER / "mp_rank_01_001" / DISTRIBUTED).unlink(),
-        4,
-        ("mp_rank_01_001", DISTRIBUTED),
-    ),
+    "a rank's file missing": (removed(f"{LAST}/{MODEL}"), 4, ("mp_rank_01_001", MODEL)),
+    "distrib_optim.pt missing": (removed(f"{LAST}/{DISTRIBUTED}"), 4, ("mp_rank_01_001", DISTRIBUTED)),
     "a rank too many": (_extra_rank, 4, ("mp_rank_02_001", "4 folders")),
     "ranks from different iterations": (_other_iteration, 4, ("different iterations", "mp_rank_01_000: 3")),
     "ranks from different runs": (

@@ -22,9 +22,11 @@ from ckpt.plan.tiling import check_tiling
 from converters.pytorch.fsdp_ranks import FSDP_RANKS
 from converters.pytorch.full import FULL
 from converters.pytorch.rank_parts import local_box
+from tests.support.damage import Fault, copied, edited, removed
 from tests.support.describing import content
 from tests.support.engines import raw
 from tests.support.fsdp_runs import run_ranks
+from tests.support.model_files import rewriting
 
 RUNS = ("fsdp2-2", "fsdp2-3", "hsdp-4", "tp-4", "fsdp1_untied-2", "fsdp1_untied-3", "fsdp1-2")
 TIES = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -147,45 +149,36 @@ def test_verls_folders(runs: Callable[[str], Path], tmp_path: Path) -> None:
         api.open(tmp_path)
 
 
-@pytest.mark.slow
-def test_faults(runs: Callable[[str], Path], tmp_path: Path) -> None:
-    def copied(name: str) -> Path:
-        return Path(shutil.copytree(runs("fsdp2-3") / "ranks", tmp_path / name))
-
-    folder = copied("missing")
-    (folder / "model_world_size_3_rank_1.pt").unlink()
-    with pytest.raises(CorruptError, match="rank files are missing") as caught:
-        api.open(folder)
-    assert caught.value.rank == "1"
-
-    folder = copied("last")  # no gap in the numbers, but fsdp_config.json and the names record the count
-    (folder / "model_world_size_3_rank_2.pt").unlink()
-    with pytest.raises(CorruptError, match="rank files are missing"):
-        api.open(folder)
-
-    folder = copied("left over")
-    shutil.copy(folder / "model_world_size_3_rank_0.pt", folder / "model_world_size_4_rank_3.pt")
-    with pytest.raises(CorruptError, match="different numbers of ranks"):
-        api.open(folder)
-
-    folder = copied("truncated")
-    path = folder / "model_world_size_3_rank_1.pt"
+def truncated(folder: Path) -> None:
+    path = folder / MODEL.format(1)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CorruptError, match="truncated"):
-        api.open(folder)
 
-    folder = copied("steps")
-    path = folder / "optim_world_size_3_rank_2.pt"
-    state = torch.load(path, weights_only=False)
+
+def another_step(state: dict[str, Any]) -> None:
     state["state"][0]["step"] += 1
-    torch.save(state, path)
-    with pytest.raises(CorruptError, match="different steps"):
-        api.open(folder)
 
-    folder = copied("twice")
-    shutil.copy(folder / "model_world_size_3_rank_0.pt", folder / "model_world_size_3_rank_1.pt")
-    with pytest.raises(CorruptError):
-        api.plan(api.open(folder), "hf")
+
+MODEL, OPTIMIZER = "model_world_size_3_rank_{}.pt", "optim_world_size_3_rank_{}.pt"
+MISSING = "rank files are missing"
+FAULTS = {
+    "no rank 1": Fault(removed(MODEL.format(1)), CorruptError, MISSING),
+    # no gap in the numbers, but fsdp_config.json and the names record the count
+    "no last rank": Fault(removed(MODEL.format(2)), CorruptError, MISSING),
+    "left over": Fault(
+        copied(MODEL.format(0), "model_world_size_4_rank_3.pt"), CorruptError, "different numbers of ranks"
+    ),
+    "truncated": Fault(truncated, CorruptError, "truncated"),
+    "another step": Fault(edited(OPTIMIZER.format(2), another_step), CorruptError, "different steps"),
+    "a rank twice": Fault(copied(MODEL.format(0), MODEL.format(1)), CorruptError, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: str, runs: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs("fsdp2-3") / "ranks", tmp_path / "ranks"))
+    error = FAULTS[fault].check(folder, lambda: api.plan(api.open(folder), "hf"))
+    assert fault != "no rank 1" or error.rank == "1"
 
 
 @pytest.mark.slow
@@ -194,10 +187,9 @@ def test_numbers_without_names_are_left_out(runs: Callable[[str], Path], tmp_pat
     folder = Path(shutil.copytree(runs("fsdp2-2") / "ranks", tmp_path / "groups"))
     for rank in range(2):
         path = folder / f"optim_world_size_2_rank_{rank}.pt"
-        state = torch.load(path, weights_only=False)
-        first, numbers = state["param_groups"][0], state["param_groups"][0]["params"]
-        state["param_groups"] = [{**first, "params": numbers[:4]}, {**first, "params": numbers[4:]}]
-        torch.save(state, path)
+        with rewriting(path) as state:
+            first, numbers = state["param_groups"][0], state["param_groups"][0]["params"]
+            state["param_groups"] = [{**first, "params": numbers[:4]}, {**first, "params": numbers[4:]}]
     checkpoint = api.open(folder)
     assert not checkpoint.optimizer_states and not checkpoint.state.param_groups
     assert any("left out" in note and "numbered" in note for note in checkpoint.notes)
@@ -205,10 +197,9 @@ def test_numbers_without_names_are_left_out(runs: Callable[[str], Path], tmp_pat
     names = [fqn for fqn, _ in checkpoint.tensors]
     for rank in range(2):  # as recorded by torch since 2.6
         path = folder / f"optim_world_size_2_rank_{rank}.pt"
-        state = torch.load(path, weights_only=False)
-        state["param_groups"][0]["param_names"] = names[:4]
-        state["param_groups"][1]["param_names"] = names[4:]
-        torch.save(state, path)
+        with rewriting(path) as state:
+            state["param_groups"][0]["param_names"] = names[:4]
+            state["param_groups"][1]["param_names"] = names[4:]
     checkpoint = api.open(folder)
     assert [group.fqns for group in checkpoint.state.param_groups] == [tuple(names[:4]), tuple(names[4:])]
     assert checkpoint.optimizer_states == ("exp_avg", "exp_avg_sq", "step")
@@ -258,9 +249,8 @@ def test_a_buffer_that_each_rank_keeps_for_itself(runs: Callable[[str], Path], t
     """FSDP synchronizes parameters, but not buffers. ckpt reads rank 0's values, with a note."""
     run = shutil.copytree(runs("fsdp2-2"), tmp_path / "run")
     for file in run.rglob("model_world_size_2_rank_*.pt"):
-        model = torch.load(file, weights_only=False)
-        model["norm.running_mean"] = torch.full((3,), float(file.stem[-1]))
-        torch.save(model, file)
+        with rewriting(file) as model:
+            model["norm.running_mean"] = torch.full((3,), float(file.stem[-1]))
     checkpoint = api.open(run, "fsdp-ranks")
     assert content(checkpoint.tensors["norm.running_mean", "weight"]) == raw(torch.zeros(3))
     assert any("every rank saved its own values of 1 buffer" in note for note in checkpoint.notes)
