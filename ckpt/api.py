@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 from ckpt.adapters import services as adapter_services
 from ckpt.adapters.names import check_is_no_others, is_others
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
-from ckpt.base.flags import OptionGroup, others
+from ckpt.base.flags import OptionGroup, check_types, others, takes
 from ckpt.base.results import Returned
-from ckpt.base.sizes import parse_size, show_size
-from ckpt.base.text import pluralize, scheme_of
-from ckpt.base.type_checks import check_types, takes
+from ckpt.base.text import parse_size, pluralize, scheme_of, show_size
 from ckpt.base.words import Keyword, Message, joined
 from ckpt.containers.weights import missing_index
 from ckpt.move.files import check_destination, is_inside_folder
@@ -65,13 +63,11 @@ from ckpt.runs.from_hub import cached_snapshot, is_repository
 from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint, warn_of_skipped
 from ckpt.runs.output_place import check_place, place_notes
-from ckpt.state.naming import as_hub, to_namespace
+from ckpt.state.kept_dtypes import check_casts, check_parts, quantized_parts, with_tensor_kinds, with_uncast_parts
+from ckpt.state.kept_dtypes import check_place as check_quantized_place
+from ckpt.state.naming import as_hub, to_namespace, without_wrappers
 from ckpt.state.positions import with_step_count
-from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
-from ckpt.state.quantized_weights import check_place as check_quantized_place
 from ckpt.state.same_model import difference
-from ckpt.state.tensor_kinds import with_tensor_kinds
-from ckpt.state.wrapper_prefixes import without_wrappers
 from ckpt.stores import placeholder_files
 from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 
 _EVERY = 10.0  # seconds
 _DELAY = 0.5  # seconds, so that short commands and most errors show no bar

@@ -20,10 +20,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, type_of
+from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, short_dtype, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
-from ckpt.base.type_checks import short_dtype
 from ckpt.base.words import Keyword, Message, keywords_in
 from ckpt.cli import command_registry, defaults
 from ckpt.cli.quick import quicken

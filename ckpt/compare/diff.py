@@ -11,8 +11,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from ckpt.base.errors import UsageError, shown
-from ckpt.base.sizes import show_size
-from ckpt.base.text import aligned, one_line, pluralize
+from ckpt.base.text import aligned, one_line, pluralize, show_size
 from ckpt.base.words import Keyword, Message
 from ckpt.compare.changes import Change, Tolerance, can_measure, measure, together
 from ckpt.compare.compare import Reader

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
 from ckpt.base.results import Returned
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line, pluralize
+from ckpt.base.text import one_line, pluralize, show_size
 from ckpt.base.words import Message, Note
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text

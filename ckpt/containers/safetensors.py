@@ -21,8 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError, StorageError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.base.words import Message
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType

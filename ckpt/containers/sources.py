@@ -13,8 +13,8 @@ from typing import Any
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.base.text import pluralize
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickle_reuse import Pickles
 from ckpt.containers.torchfile.read import TorchFile
+from ckpt.containers.torchfile.tree import Pickles
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile

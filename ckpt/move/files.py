@@ -28,7 +28,7 @@ from ckpt.base.errors import (
     UsageError,
     printable,
 )
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 from ckpt.base.words import Message
 from ckpt.move.source import NO_NAME, open_file
 

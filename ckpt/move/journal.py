@@ -21,8 +21,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from ckpt.base.errors import CorruptError, UsageError, shown
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line
+from ckpt.base.text import one_line, show_size
 from ckpt.base.version import __version__
 from ckpt.base.words import Message
 from ckpt.move.filehash import CHUNK, Hasher

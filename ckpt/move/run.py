@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageError, UsageError, printable
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
 from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, translate_os_errors

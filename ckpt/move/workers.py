@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 from ckpt.base.words import Message
 from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch

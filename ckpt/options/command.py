@@ -1,14 +1,15 @@
-"""Command declaration."""
+"""Command declaration, and options of several commands. `ckpt.plan.groups` has options shared with functions."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
-from ckpt.base.flags import OptionGroup
+from ckpt.base.flags import HOW, Flag, OptionGroup, Positional
 
 GROUP = "ckpt.commands"
 
@@ -76,3 +77,25 @@ def split_groups(
         groups[name] = group, list(members)  # type: ignore[assignment]
         parameters |= members
     return parameters, groups
+
+
+PathArgument = Annotated[Path, Positional(metavar="PATH", help="A checkpoint or run folder.")]
+JsonOption = Annotated[bool, Flag(("--json",), help="Print the result as JSON on stdout.")]
+QuietOption = Annotated[bool, Flag(("-q", "--quiet"), help="Print errors and warnings of loss only.")]
+VerboseOption = Annotated[bool, Flag(("-v", "--verbose"), help="Print every tensor or file.")]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    dry_run: Annotated[bool, Flag(help="Print the plan and write nothing.", section=HOW)] = False
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+    verbose: VerboseOption = False
+
+
+def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for key, argument in arguments.items()
+        for name, value in (vars(argument) if is_dataclass(argument) else {key: argument}).items()
+    }

@@ -17,7 +17,7 @@ from ckpt.base.text import aligned, note_lines, pluralize
 if TYPE_CHECKING:
     from ckpt.api import Conversion, Converted
     from ckpt.base.results import Returned
-    from ckpt.options.groups import Outcome
+    from ckpt.options.command import Outcome
     from ckpt.plan.checkpoint import Checkpoint
     from ckpt.plan.groups import Sides
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 from ckpt.pictures.canvas import COLOURS, GAP, LETTER, MARGIN, RED, SANS, Canvas, n, shortened
 
 _LENGTH, _TOTALS = 720.0, 190.0

@@ -1,9 +1,10 @@
-"""Namespaces: relations between a model's tensor names and the Hub's, the common intermediate."""
+"""Namespaces: relations between a model's tensor names and the Hub's, the common intermediate; parts of its config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.tensors import Box
@@ -37,3 +38,9 @@ class Namespace:
 def in_words(namespace: str) -> str:
     known = {OWN: "the checkpoint's own names", HUB: "the Hub's names", TRANSFORMERS: "transformers' names"}
     return known.get(namespace, f"{namespace}'s names")
+
+
+def config_parts(config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return a model's config, followed by its `text_config` if it has one."""
+    text = (config or {}).get("text_config")
+    return [config or {}, *([text] if isinstance(text, Mapping) else [])]

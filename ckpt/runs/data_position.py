@@ -19,7 +19,7 @@ from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.runs.data_loaders import batches_read
 from ckpt.runs.file_table import TRAINING_ARGS, FileKind, fits, is_of
-from ckpt.runs.precision import read_training_args
+from ckpt.runs.recorded_precision import read_training_args
 from ckpt.runs.steps import TRAINER_STATE
 
 _LOADERS = ("dl_state_dict*.bin",)

@@ -1,20 +1,21 @@
-"""Files next to a model's weights, copied except for `config.json`'s dtype."""
+"""Files next to a model's weights, copied except for `config.json`'s dtype, and notes on the rest of a run."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
-from ckpt.base.sizes import show_size
+from ckpt.base.text import Brief, pluralize, show_size
 from ckpt.containers.safetensors import read_header
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import read_json, read_object
 from ckpt.move.listing import files_in, folders_in, names_in
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
@@ -214,3 +215,27 @@ def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[
 def dump_config(config: Mapping[str, Any]) -> bytes:
     """Return bytes like transformers, but with the keys in their given order."""
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def training_left_out(checkpoint: Checkpoint) -> list[str]:
+    lines: list[str] = []
+    if names := checkpoint.optimizer_states:
+        tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
+        size = show_size(sum(t.nbytes for t in tensors))
+        much = f"({pluralize(len(tensors), 'tensor')}, {size})"
+        lines.append(Brief(f"optimizer states {', '.join(names)} {much}", f"optimizer states {much}"))
+    if groups := checkpoint.state.param_groups:
+        lines.append(f"hyperparameters of {pluralize(len(groups), 'param group')}")
+    step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
+    if state := step + sorted(checkpoint.state.entries()):
+        lines.append(
+            Brief(f"training state {', '.join(state)}", " ".join(["training state", *("of " + one for one in step)]))
+        )
+    return lines
+
+
+def run_files_left_out(checkpoint: Checkpoint, carried: Collection[str] = ()) -> list[str]:
+    read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
+    names = [name for name in run_files(checkpoint.run_folders, read) if name not in carried]
+    short = pluralize(len(names), "file") + " of the run"
+    return [Brief(f"files of the run {', '.join(names)}", short)] if names else []

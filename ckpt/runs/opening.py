@@ -29,16 +29,15 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Tensor
 from ckpt.runs import from_hub
-from ckpt.runs.emptiness import empty_parameters, missing_states
 from ckpt.runs.foreign_checkpoints import foreign
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_optimizer, lost_weights, with_hint
-from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG, hooks_folder, read_config
 from ckpt.runs.models import check_one_is_selected, how_to_choose, models_of
-from ckpt.runs.precision import with_computing_dtype
+from ckpt.runs.recorded_precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want
 from ckpt.runs.selection import is_run as is_run
+from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states
 from ckpt.runs.steps import (
     ANY_STEP,
     RECORDS,

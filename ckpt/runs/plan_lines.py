@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.base.errors import printable
-from ckpt.base.sizes import show_size
-from ckpt.base.text import in_short, note_lines, pluralize, typed
+from ckpt.base.text import in_short, note_lines, pluralize, show_size, typed
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.load_check import LoadCheck

@@ -28,10 +28,9 @@ from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.runs.half_checkpoints import check_is_no_optimizer, lost_weights
-from ckpt.runs.mixed_saves import check_one_save
 from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
-from ckpt.runs.placeholders import check_has_elements
 from ckpt.runs.search import models_of_pipeline, run_below
+from ckpt.runs.source_checks import check_has_elements, check_one_save
 from ckpt.runs.step_checks import check_ended
 from ckpt.runs.steps import (
     STEP_PARTS,

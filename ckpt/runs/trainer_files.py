@@ -33,9 +33,9 @@ from ckpt.runs.model_files import (
     dump_config,
     find_config,
     hooks_folders,
+    run_files_left_out,
     with_quantization,
 )
-from ckpt.runs.omitted_content import run_files_left_out
 from ckpt.runs.sentence_modules import trainer_note
 from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, TRAINER_STATE
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
 from ckpt.state.same_model import difference, stated_otherwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 #: Config keys without effect on the model's results, or visible in its tensors.

@@ -14,7 +14,7 @@ from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import Checkpoint, Key, Layout, Slot, Target, TargetFile
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Extent, Shape, whole
-from ckpt.runs.omitted_content import run_files_left_out, training_left_out
+from ckpt.runs.model_files import run_files_left_out, training_left_out
 from converters.gguf.facts import GgufFacts
 from converters.gguf.header import aligned
 from converters.gguf.metadata import ROPE_FACTORS, add_hyperparameters, rope_factors, rounding_notes

@@ -41,8 +41,7 @@ from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.model_files import read_config
-from ckpt.runs.omitted_content import run_files_left_out, training_left_out
+from ckpt.runs.model_files import read_config, run_files_left_out, training_left_out
 from ckpt.runs.sentence_modules import by_module, module_weights, modules_in
 from ckpt.runs.steps import is_ranks_folder
 from ckpt.runs.trainer_files import model_files

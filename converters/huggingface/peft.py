@@ -19,8 +19,7 @@ from ckpt.adapters import names as adapter
 from ckpt.adapters.config import is_of_mlx, settings_of
 from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.base.words import Message
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
@@ -46,10 +45,9 @@ from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.runs.file_table import GENERATION
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.model_files import CONFIG, companions, dump_config
+from ckpt.runs.model_files import CONFIG, companions, dump_config, training_left_out
 from ckpt.runs.model_files import read_config as read_model_config
-from ckpt.runs.omitted_content import training_left_out
-from ckpt.state.wrapper_prefixes import clean_names
+from ckpt.state.naming import clean_names
 from converters.huggingface.peft_options import ServerOptions
 from converters.names.adapter_settings import checked_settings
 

@@ -22,8 +22,8 @@ from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Shape
+from ckpt.state.naming import clean_names
 from ckpt.state.numbered import names_by_shapes
-from ckpt.state.wrapper_prefixes import clean_names
 from converters.optimizers.shapes import per_element, plain_shapes
 from converters.quantized.states import Quantized, understood
 

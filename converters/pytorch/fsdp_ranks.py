@@ -50,7 +50,7 @@ from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of
 from ckpt.runs.steps import TRACKER
-from ckpt.state.wrapper_prefixes import clean_names
+from ckpt.state.naming import clean_names
 from converters.optimizers.ranks import check_same_counts, check_same_options, different_numbers
 from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
 from converters.optimizers.states import OptimizerStates

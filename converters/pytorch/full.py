@@ -83,8 +83,8 @@ from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of, numbered, optimizers_fit
 from ckpt.runs.steps import enclosing_folders, is_ranks_folder, step_number, trainer_step
 from ckpt.runs.trainer_files import run_companions
+from ckpt.state.naming import clean_names
 from ckpt.state.plain import is_plain
-from ckpt.state.wrapper_prefixes import clean_names
 from converters.optimizers.state_dicts import is_optimizer, take_apart
 from converters.pytorch.keys import other_model, several_models
 from converters.pytorch.optimizer_file import optimizer_file

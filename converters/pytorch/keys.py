@@ -25,7 +25,7 @@ from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
-from ckpt.state.wrapper_prefixes import stripper
+from ckpt.state.naming import stripper
 from converters.optimizers.state_dicts import GROUPS, MEMBERS, STATE, is_flat, is_optimizer, take_apart
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")

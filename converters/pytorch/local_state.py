@@ -27,7 +27,7 @@ from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.tensors import Extent, Fragment, Shape, Tensor, whole
-from ckpt.state.wrapper_prefixes import clean_names
+from ckpt.state.naming import clean_names
 from converters.pytorch.flat_parameters import Slice, from_slices, in_turn
 
 _FLAT_PARAM = "_flat_param"

@@ -25,7 +25,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
 from ckpt.plan.tensors import contiguous_strides, whole
-from ckpt.runs.omitted_content import run_files_left_out
+from ckpt.runs.model_files import run_files_left_out
 from ckpt.runs.steps import RANK_FILE, RANKS_METADATA
 from ckpt.runs.trainer_files import model_files
 from converters.names.options import NameOptions

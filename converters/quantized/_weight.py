@@ -18,7 +18,7 @@ from ckpt.move.reading import read_box
 from ckpt.plan import services
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, CASTABLE, FLOAT32, DType
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
 from converters.quantized.blocks import BLOCK, spans
 from converters.quantized.floats import e2m1_pairs, e4m3_values, e8m0_values

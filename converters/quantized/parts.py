@@ -16,7 +16,7 @@ from ckpt.plan import services
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape, Tensor, whole
 from ckpt.runs.model_files import CONFIG
-from ckpt.runs.quantization import Quantization, quantization_of
+from ckpt.runs.recorded_precision import Quantization, quantization_of
 from converters.quantized.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
 from converters.quantized.headers import file_metadata
 from converters.quantized.methods import methods, schemes_of

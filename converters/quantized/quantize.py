@@ -12,7 +12,7 @@ from ckpt.base.text import pluralize
 from ckpt.base.words import Message
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
 from ckpt.runs.model_files import QUANTIZATION_ENTRY

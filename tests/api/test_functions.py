@@ -1,6 +1,6 @@
 """The commands from Python.
 
-`ckpt/api.py`, `ckpt/base/type_checks.py`, `words.py`, `results.py`, `errors.py`, `ckpt/runs/plan_lines.py`,
+`ckpt/api.py`, `ckpt/base/flags.py`, `words.py`, `results.py`, `errors.py`, `ckpt/runs/plan_lines.py`,
 `ckpt/commands/formats/formats.py`, `ckpt/commands/inspect/inspecting.py`, `ckpt/commands/estimate/estimating.py`,
 `ckpt/commands/merge_lora/merging.py`: functions, arguments and results.
 """

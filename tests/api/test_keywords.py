@@ -11,8 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import ckpt
-from ckpt.base.flags import OptionGroup
-from ckpt.base.type_checks import _hints
+from ckpt.base.flags import OptionGroup, _hints
 from ckpt.plan import registry
 from ckpt.plan.options import options_of
 from tests.support.places import REPOSITORY

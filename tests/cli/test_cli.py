@@ -1,7 +1,7 @@
 """The command line; `tests/golden` has its sessions.
 
 `ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`, `ckpt/commands/verify/command.py`,
-`ckpt/options/groups.py`, `printing.py`, `ckpt/api.py`: arguments, output and exit codes.
+`ckpt/options/command.py`, `printing.py`, `ckpt/api.py`: arguments, output and exit codes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 from ckpt.cli import command_registry
 from ckpt.commands.inspect import inspecting
 from ckpt.errors import CkptError, UsageError

@@ -141,7 +141,7 @@ SITUATIONS: dict[str, Callable[[Place], object]] = {
         lambda: _check_same_plan({"sources": []}, others(json.dumps({"sources": [["a", 1, 2, 3]]})))
     ),
     "ckpt.commands.mount.command:mount": mounts_a_store,
-    "ckpt.state.quantized_weights:check_place": torchao,
+    "ckpt.state.kept_dtypes:check_place": torchao,
     "ckpt.views.mount:_check_free": is_left_by_a_dead_mount,
     "ckpt.views.mount:serve": fails_to_mount,
     "converters.megatron.dist.optimizer:_refuse_transposed": lambda at: inner(

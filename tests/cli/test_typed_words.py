@@ -1,4 +1,4 @@
-"""`ckpt/base/type_checks.py`, `ckpt/cli/parser.py`, `ckpt/commands/convert/command.py`, `ckpt/runs/from_hub.py`."""
+"""`ckpt/base/flags.py`, `ckpt/cli/parser.py`, `ckpt/commands/convert/command.py`, `ckpt/runs/from_hub.py`."""
 
 from __future__ import annotations
 

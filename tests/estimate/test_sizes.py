@@ -1,4 +1,4 @@
-"""`ckpt/base/sizes.py`, `ckpt/containers/torchfile/scalars.py`: human-readable sizes."""
+"""`ckpt/base/text.py`, `ckpt/containers/torchfile/scalars.py`: human-readable sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.base.sizes import parse_size, show_size
+from ckpt.base.text import parse_size, show_size
 from ckpt.containers.torchfile.scalars import read_scalar, scalar_from_bytes
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32, INT64

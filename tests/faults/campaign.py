@@ -20,7 +20,7 @@ from random import Random
 import ckpt
 from ckpt.errors import CkptError
 from ckpt.plan.planner import check_source
-from ckpt.runs.precision import TRAINING_ARGS
+from ckpt.runs.recorded_precision import TRAINING_ARGS
 from tests.faults.claims import CLASSES as OF_RUNS
 from tests.faults.claims import Maker, Outcome, lies
 from tests.faults.comparisons import CLASSES as OF_COMPARISONS

@@ -1,4 +1,4 @@
-"""`converters/quantized/parts.py`, `scheme.py`, `_weight.py`, `ckpt/state/quantized_weights.py`: parts of weights.
+"""`converters/quantized/parts.py`, `scheme.py`, `_weight.py`, `ckpt/state/kept_dtypes.py`: parts of weights.
 
 `layouts.json` has the parts of a linear layer by llmcompressor 0.14, torchao 0.18 and mlx-lm 0.30. Other layouts follow
 the code of their libraries.
@@ -23,7 +23,7 @@ from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.dtypes import BY_NAME, BY_TAG
 from ckpt.plan.tensors import Extent, Tensor, Whole
-from ckpt.runs.quantization import quantization_of
+from ckpt.runs.recorded_precision import quantization_of
 from converters.quantized.parts import QuantizedWeights
 from converters.quantized.scheme import UnknownValues
 from tests.support.commands import ckpt

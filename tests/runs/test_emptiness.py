@@ -1,4 +1,4 @@
-"""`ckpt/runs/emptiness.py`: torch's optimizers without states, and empty parameters."""
+"""`ckpt/runs/source_checks.py`: torch's optimizers without states, and empty parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/placeholders.py`: empty ZeRO-3 placeholders saved as weights, in every kind of file."""
+"""`ckpt/runs/source_checks.py`: empty ZeRO-3 placeholders saved as weights, in every kind of file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/precision.py`: a run with float32 weights and 16-bit compute is exported in 16 bits, with a note."""
+"""`ckpt/runs/recorded_precision.py`: runs with float32 weights and 16-bit compute are written in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/state/tensor_kinds.py`: conversions of buffers and float32 tensors, against transformers and torch."""
+"""`ckpt/state/kept_dtypes.py`: conversions of buffers and float32 tensors, against transformers and torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/state/wrapper_prefixes.py`: names under torch.compile: the engine's own names and the state dicts' names."""
+"""`ckpt/state/naming.py`: names under torch.compile: the engine's own names and the state dicts' names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ckpt import api
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.relation import Relation, translate
-from ckpt.state.wrapper_prefixes import without_wrappers
+from ckpt.state.naming import without_wrappers
 from tests.support.describing import content
 
 

@@ -27,10 +27,9 @@ from ckpt.base.errors import (
     SeveralRunsError,
     printable,
 )
+from ckpt.base.flags import check_types
 from ckpt.base.results import Returned
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
-from ckpt.base.type_checks import check_types
+from ckpt.base.text import pluralize, show_size
 from ckpt.commands.check.files import (
     DAMAGED,
     HALF,
@@ -56,14 +55,13 @@ from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
-from ckpt.runs.emptiness import empty_parameters, missing_states
 from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lost_model_of_fsdp, lost_optimizer
-from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
+from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states
 from ckpt.runs.step_checks import check_ranks, content_faults
 from ckpt.runs.steps import (
     ANY_STEP,

@@ -12,10 +12,9 @@ from typing import Any
 
 from ckpt import api
 from ckpt.base.errors import CkptError, NotFoundError, printable
+from ckpt.base.flags import check_types
 from ckpt.base.results import Returned
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
-from ckpt.base.type_checks import check_types
+from ckpt.base.text import pluralize, show_size
 from ckpt.commands.resume.copies import copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.compare import manifest
 from ckpt.move.files import REPLACED, destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors

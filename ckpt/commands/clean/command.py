@@ -9,7 +9,7 @@ from typing import Annotated
 
 from ckpt.base.errors import shown
 from ckpt.base.flags import Flag, Positional
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import print_lines, say
 

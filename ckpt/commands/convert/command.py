@@ -17,7 +17,7 @@ from ckpt.base.flags import WRITTEN, Flag, Positional
 from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
 from ckpt.base.words import Message
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import carry_out, say_result, say_source

@@ -8,7 +8,7 @@ from typing import Annotated
 from ckpt.base.flags import HOW, SHOWN, Flag, Positional
 from ckpt.base.progress import progress
 from ckpt.commands.drawings import HeatMap
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import conclude, open_sides, terminal_width
 from ckpt.plan.groups import Only, Sides

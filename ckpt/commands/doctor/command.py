@@ -8,7 +8,7 @@ from typing import Annotated
 
 from ckpt.base.errors import CkptError, shown
 from ckpt.base.flags import Positional
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import BEFOREHAND, Command
 from ckpt.options.printing import print_lines, terminal_width
 

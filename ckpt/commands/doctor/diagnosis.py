@@ -12,9 +12,9 @@ from typing import Any
 
 from ckpt import api
 from ckpt.base.errors import LossError, UsageError, shown
+from ckpt.base.flags import check_types
 from ckpt.base.results import Returned
 from ckpt.base.text import pluralize
-from ckpt.base.type_checks import check_types
 from ckpt.commands.doctor import facts as known
 from ckpt.commands.doctor import text
 from ckpt.commands.doctor.facts import Facts, Trial

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckpt.base.errors import printable
-from ckpt.base.sizes import show_size
-from ckpt.base.text import aligned, pluralize
+from ckpt.base.text import aligned, pluralize, show_size
 from ckpt.commands.doctor.facts import DISTRIBUTION, NAMESAKE, Disk, Extra, Facts, Package, System, Trial
 
 

@@ -11,7 +11,7 @@ from ckpt.base.flags import SHOWN, WRITTEN, Flag, Positional
 from ckpt.base.words import Message
 from ckpt.commands.drawings import check_place, write
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import BEFOREHAND, Command
 from ckpt.options.printing import say_notes
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import UsageError
+from ckpt.base.flags import takes
 from ckpt.base.results import Returned
-from ckpt.base.sizes import parse_size
-from ckpt.base.text import pluralize
-from ckpt.base.type_checks import takes
+from ckpt.base.text import parse_size, pluralize
 from ckpt.base.words import Message
 from ckpt.commands.estimate import run_config as configs
 from ckpt.commands.estimate import text

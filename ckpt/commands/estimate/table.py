@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from ckpt.adapters.names import BASE, is_adapter, parse_name
 from ckpt.base.entries import lazy_module
 from ckpt.base.errors import NotFoundError, UsageError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.base.words import Note
 from ckpt.commands.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.commands.estimate.setup import (

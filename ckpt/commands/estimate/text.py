@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.base.words import on_command_line
 from ckpt.commands.estimate.table import USABLE, EstimateRow, Sizing, fits
 from ckpt.pictures.bars import Bar

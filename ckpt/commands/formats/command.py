@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import BEFOREHAND, Command
 from ckpt.options.printing import print_table
 

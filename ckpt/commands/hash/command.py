@@ -6,7 +6,7 @@ from typing import Annotated
 
 from ckpt.base.flags import HOW, SHOWN, Flag
 from ckpt.base.progress import progress
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import conclude, say_notes, say_source
 from ckpt.plan.groups import Cast, Selection

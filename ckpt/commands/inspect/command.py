@@ -14,7 +14,7 @@ from ckpt.base.flags import SHOWN, WRITTEN, Flag
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message
 from ckpt.commands.drawings import check_place, write
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import print_lines, print_table, terminal_width
 from ckpt.plan.groups import ConfigOption, FormatOption, Only, TagOption
@@ -70,7 +70,7 @@ def inspect(
     """Describe a checkpoint. Options draw its parts on the ranks."""
     from ckpt.commands.inspect import inspecting, overview
     from ckpt.move.listing import listed_once
-    from ckpt.state.quantized_weights import parts_error
+    from ckpt.state.kept_dtypes import parts_error
 
     if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
         raise UsageError(Message("{only} and {overwrite=True} go with --picture or --html"))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import UsageError, shown
+from ckpt.base.flags import check_types
 from ckpt.base.results import Returned
 from ckpt.base.text import aligned, did_you_mean, pluralize, scheme_of
-from ckpt.base.type_checks import check_types
 from ckpt.base.words import Message
 from ckpt.commands.check.checking import HEADS, Checked, checkpoints_of, survey
 from ckpt.commands.inspect import overview

@@ -14,14 +14,13 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line, pluralize
+from ckpt.base.text import one_line, pluralize, show_size
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.runs.half_checkpoints import holds_model
-from ckpt.runs.quantization import quantization_of
+from ckpt.runs.recorded_precision import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
 UnreadFiles = Sequence[Mapping[str, str]]

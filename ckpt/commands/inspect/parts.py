@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line
+from ckpt.base.text import one_line, show_size
 from ckpt.plan.tensors import Box, Fragment, Tensor
 
 

@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line, pluralize
+from ckpt.base.text import one_line, pluralize, show_size
 from ckpt.commands.inspect.overview import coordinates, mesh, mesh_text, ranks_text
 from ckpt.commands.inspect.rows import Picture, Row
 from ckpt.commands.inspect.sketch import Holder, Patch, holder_text

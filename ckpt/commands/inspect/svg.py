@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line, pluralize
+from ckpt.base.text import one_line, pluralize, show_size
 from ckpt.commands.inspect.rows import Picture, Row
 from ckpt.commands.inspect.sketch import Patch, holder_text
 from ckpt.commands.inspect.summary import draw_head, draw_patch, part_colour, part_of

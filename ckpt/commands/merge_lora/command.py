@@ -14,7 +14,7 @@ from ckpt.base.flags import HUB, WRITTEN, Flag, Positional
 from ckpt.base.words import Message
 from ckpt.commands.merge_lora.options import Combining, Merged, MergeSource, Threads
 from ckpt.commands.push.command import push_target, telling
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.axolotl import run_of
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import carry_out, say_notes, say_result, say_source

@@ -17,7 +17,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.precision import model_dtypes
 from ckpt.plan.tensors import Extent, Tensor, Whole
-from ckpt.state.quantized_weights import quantized_parts
+from ckpt.state.kept_dtypes import quantized_parts
 
 if TYPE_CHECKING:
     from ckpt.plan.protocols import ModelClassProtocol

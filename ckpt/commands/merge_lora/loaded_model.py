@@ -21,7 +21,7 @@ from ckpt.adapters.config import ADAMSS, FROD, UNILORA, AdapterConfig
 from ckpt.adapters.targets import is_named
 from ckpt.base.errors import StorageError, UsageError
 from ckpt.base.memory import available_memory
-from ckpt.base.sizes import show_size
+from ckpt.base.text import show_size
 from ckpt.commands.merge_lora.effect import Update, raw_bytes
 from ckpt.commands.merge_lora.empty_model import EmptyModel
 from ckpt.plan.precision import CAST_SOURCES

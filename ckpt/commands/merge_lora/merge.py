@@ -39,18 +39,16 @@ from ckpt.move.workers import Resources
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.runs.file_table import FileKind, is_of
-from ckpt.runs.model_files import CONFIG, TEMPLATES, companions, dump_config
-from ckpt.runs.omitted_content import training_left_out
+from ckpt.runs.model_files import CONFIG, TEMPLATES, companions, dump_config, training_left_out
 from ckpt.runs.sentence_modules import MODULES, settings, weights_files
 from ckpt.runs.steps import run_at
+from ckpt.state.kept_dtypes import check_casts, check_parts, with_tensor_kinds, with_uncast_parts
 from ckpt.state.naming import to_namespace
-from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_parts
-from ckpt.state.tensor_kinds import with_tensor_kinds
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 from ckpt import api
 from ckpt.base.errors import CkptError, LossError, UsageError, printable, shown
+from ckpt.base.flags import check_types
 from ckpt.base.results import Returned
-from ckpt.base.sizes import show_size
-from ckpt.base.text import one_line, pluralize
-from ckpt.base.type_checks import check_types
+from ckpt.base.text import one_line, pluralize, show_size
 from ckpt.commands.merge_lora import tied
 from ckpt.commands.merge_lora.effect import Effects, Merge
 from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, open_adapter, open_base
@@ -29,8 +28,8 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.groups import Progress
 from ckpt.runs import unread_files
+from ckpt.state.kept_dtypes import quantized_parts
 from ckpt.state.naming import as_hub
-from ckpt.state.quantized_weights import quantized_parts
 from ckpt.state.same_model import stated_otherwise
 
 #: Due to rounding, relative to the adapter's change.

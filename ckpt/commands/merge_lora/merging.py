@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import api
 from ckpt.base.errors import UsageError
-from ckpt.base.flags import others
-from ckpt.base.sizes import parse_size
-from ckpt.base.type_checks import takes
+from ckpt.base.flags import others, takes
+from ckpt.base.text import parse_size
 from ckpt.base.words import Message
 from ckpt.commands.merge_lora.effect import Merge, MergedModel
 from ckpt.commands.merge_lora.find import check_one_base, open_adapter, open_base

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.flags import HOW, Flag, Positional
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say, say_source
 from ckpt.plan.groups import Precision, Selection, Sharding

@@ -10,7 +10,7 @@ from ckpt.base.errors import CorruptError, shown
 from ckpt.base.flags import WRITTEN, Flag, Positional
 from ckpt.base.text import pluralize
 from ckpt.commands.drawings import check_place, write
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from ckpt.base.errors import printable, shown
 from ckpt.base.flags import Flag, Positional
 from ckpt.base.text import pluralize
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import BEFOREHAND, Command
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt.base.errors import printable
 from ckpt.base.flags import Flag, Positional
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say_notes
 from ckpt.plan.groups import HubTarget, Names, NamesOption

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt import api
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
-from ckpt.base.type_checks import check_types
+from ckpt.base.flags import check_types
+from ckpt.base.text import pluralize, show_size
 from ckpt.commands.push import push as hub
 from ckpt.commands.push.card import CARD, model_card
 from ckpt.commands.push.push import Push, Pushed

@@ -12,7 +12,7 @@ from ckpt.base.words import Message
 from ckpt.commands.push.card import CARD
 from ckpt.move.source import read_file
 from ckpt.runs.file_table import TRAINING_ARGS
-from ckpt.runs.precision import read_training_args
+from ckpt.runs.recorded_precision import read_training_args
 from ckpt.runs.steps import enclosing_folders, run_at
 
 _MAX_CARD = 4 << 20

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from ckpt.base.errors import printable, shown
 from ckpt.base.flags import READ, WRITTEN, Flag
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
 from ckpt.plan.groups import WORLD_SIZE, Cast, ConfigOption, TagOption

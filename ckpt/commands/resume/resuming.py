@@ -27,10 +27,9 @@ from ckpt.base.errors import (
     UsageError,
     printable,
 )
+from ckpt.base.flags import check_types
 from ckpt.base.progress import progress
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize, scheme_of
-from ckpt.base.type_checks import check_types
+from ckpt.base.text import pluralize, scheme_of, show_size
 from ckpt.base.words import Message, joined, keywords_in, on_command_line
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in

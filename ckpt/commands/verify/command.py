@@ -11,7 +11,7 @@ from ckpt.base.flags import HOW, READ, SHOWN, Flag, Positional
 from ckpt.base.progress import progress
 from ckpt.base.words import Keyword, Message, joined
 from ckpt.commands.drawings import HeatMap
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import conclude, open_sides
 from ckpt.plan.groups import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckpt.base.flags import Flag, Positional
 from ckpt.base.text import pluralize
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import CONVERT, Command
 
 if TYPE_CHECKING:

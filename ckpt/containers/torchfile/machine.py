@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ckpt.base.errors import CorruptError, UnsafeError, printable
 from ckpt.base.text import pluralize
-from ckpt.containers.torchfile import texts
+from ckpt.containers.torchfile import values
 from ckpt.containers.torchfile.tree import LEAVES, check_tree, children, is_branch
 from ckpt.containers.torchfile.values import (
     MAX_LINE,
@@ -493,7 +493,7 @@ def _pop_mark(machine: Machine, pos: int) -> None:
 
 def _text_get(machine: Machine, pos: int) -> int:
     line, pos = machine.line_at(pos)
-    machine.stack.append(machine.memo[texts.decimal(line)])
+    machine.stack.append(machine.memo[values.decimal(line)])
     return pos
 
 
@@ -502,7 +502,7 @@ def _text_put(machine: Machine, pos: int) -> int:
         raise _numbered()
     line, pos = machine.line_at(pos)
     top = machine.stack[-1]
-    machine.memo[texts.decimal(line)] = top
+    machine.memo[values.decimal(line)] = top
     return pos
 
 
@@ -621,28 +621,28 @@ _ONE_BYTE = b"K\x8chq"
 
 OPCODES: Mapping[bytes, _Handler] = {
     # numbers
-    b"I": _line(texts.decimal_or_bool),
+    b"I": _line(values.decimal_or_bool),
     b"J": _push_number("<i"),
     b"M": _push_number("<H"),
-    b"L": _line(lambda line: texts.decimal(line.removesuffix(b"L"))),
-    b"\x8a": _push_counted("B", texts.two_complement),
-    b"\x8b": _push_counted("<i", texts.two_complement, MAX_LONG, "an integer of {} bytes"),
+    b"L": _line(lambda line: values.decimal(line.removesuffix(b"L"))),
+    b"\x8a": _push_counted("B", values.two_complement),
+    b"\x8b": _push_counted("<i", values.two_complement, MAX_LONG, "an integer of {} bytes"),
     b"F": _line(float),
     b"G": _push_number(">d"),
     # text and bytes
-    b"S": _line(texts.quoted),
-    b"T": _push_counted("<i", texts.python2_text, 1 << 31, "a string of negative length"),
-    b"U": _push_counted("B", texts.python2_text),
+    b"S": _line(values.quoted),
+    b"T": _push_counted("<i", values.python2_text, 1 << 31, "a string of negative length"),
+    b"U": _push_counted("B", values.python2_text),
     b"B": _push_counted("<I", bytes),
     b"C": _push_counted("B", bytes),
     b"\x8e": _push_counted("<Q", bytes),
     b"\x96": _push_counted("<Q", bytearray),
     b"\x97": _malformed("it refers to buffers outside the file"),
     b"\x98": _malformed("it refers to buffers outside the file"),
-    b"V": _line(texts.escaped, MAX_PICKLE),
+    b"V": _line(values.escaped, MAX_PICKLE),
     b"\x8c": _short_text,
-    b"X": _push_counted("<I", texts.text),
-    b"\x8d": _push_counted("<Q", texts.text),
+    b"X": _push_counted("<I", values.text),
+    b"\x8d": _push_counted("<Q", values.text),
     # constants and containers
     b"N": _constant(None),
     b"\x88": _constant(True),

@@ -30,11 +30,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.containers.torchfile.machine import Machine, Table
-from ckpt.containers.torchfile.pickle_reuse import Parsed, Pickles
 from ckpt.containers.torchfile.table import allowed
+from ckpt.containers.torchfile.tree import Parsed, Pickles
 from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
 from ckpt.move.source import opened, read_at

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError

@@ -25,8 +25,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.base.sizes import show_size
-from ckpt.base.text import pluralize
+from ckpt.base.text import pluralize, show_size
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor

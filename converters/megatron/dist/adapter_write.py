@@ -19,7 +19,7 @@ from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
 from ckpt.plan.precision import Choice, choices, describe
 from ckpt.plan.tensors import Box, Shape
-from ckpt.runs.omitted_content import training_left_out
+from ckpt.runs.model_files import training_left_out
 from ckpt.runs.steps import TRACKER
 from converters.megatron.dist.adapter_run import CLASSES, OUTER, is_of_ranks, stored_rows
 from converters.megatron.dist.folder import BACKENDS, COMMON, RUN_CONFIG

@@ -26,7 +26,7 @@ from ckpt.containers.torchfile.write import torch_file
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, Checkpoint, Layout, Target, TargetFile
 from ckpt.plan.precision import describe
-from ckpt.runs.omitted_content import run_files_left_out, training_left_out
+from ckpt.runs.model_files import run_files_left_out, training_left_out
 from ckpt.runs.trainer_files import content_of
 from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.chunks import MegatronModel, describe_model, refuse_encoder

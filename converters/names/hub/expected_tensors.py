@@ -15,7 +15,7 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.base.text import pluralize
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, WEIGHT, Checkpoint
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from ckpt.plan.tensors import Shape
 from ckpt.runs.sentence_modules import modules_in
 from ckpt.state.naming import as_hub

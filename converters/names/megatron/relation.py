@@ -24,7 +24,7 @@ from ckpt.plan.checkpoint import (
     Layout,
     ParamGroup,
 )
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from ckpt.state.positions import megatron_schedule, sequences_seen

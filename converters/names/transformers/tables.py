@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ckpt.plan.model_config import config_parts
+from ckpt.plan.namespace import config_parts
 from converters.names.families.composites import COMPOSITES, Composite
 from converters.names.families.rows import Family, lines, parse
 from converters.names.families.tables import FAMILIES

@@ -29,8 +29,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.containers.torchfile import machine, table, unpickle
-from ckpt.containers.torchfile.enums import ENUMS
 from ckpt.containers.torchfile.machine import OPCODES
+from ckpt.containers.torchfile.table import ENUMS
 from ckpt.containers.torchfile.values import MAX_DEPTH, Array, Global, Record, StoredDict
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.plan import dtypes

@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/pickle_reuse.py`: equal pickles of many ranks are parsed once.
+"""`ckpt/containers/torchfile/tree.py`: equal pickles of many ranks are parsed once.
 
 Each file keeps its own tensors.
 """
@@ -22,7 +22,7 @@ import ckpt
 from ckpt.containers.torchfile import pickle_reuse
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.machine import Machine
-from ckpt.containers.torchfile.pickle_reuse import Parsed, Pickles
+from ckpt.containers.torchfile.tree import Parsed, Pickles
 from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import FLOAT32

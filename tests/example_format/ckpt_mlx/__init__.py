@@ -22,8 +22,7 @@ from ckpt.plan.precision import choices, describe
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, whole
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.model_files import read_config
-from ckpt.runs.omitted_content import training_left_out
+from ckpt.runs.model_files import read_config, training_left_out
 from ckpt.runs.trainer_files import model_files
 
 if TYPE_CHECKING:

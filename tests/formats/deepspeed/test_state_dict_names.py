@@ -1,4 +1,4 @@
-"""`converters/deepspeed/state_dict_names.py`: a `state_dict()` with other names than `param_shapes`."""
+"""`converters/deepspeed/model_file.py`: a `state_dict()` with other names than `param_shapes`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
-from converters.deepspeed.state_dict_names import match
+from converters.deepspeed.model_file import match
 from tests.support.building import assert_holds, groups_of, write_stage2, write_stage3
 
 GROUPS = groups_of({"inner.a.weight": (5, 7), "inner.b.weight": (3,), "v_head.weight": (1, 4)}, {"inner.a.bias": (2,)})

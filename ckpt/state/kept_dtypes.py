@@ -1,4 +1,7 @@
-"""Rules for quantized weights: all parts present, none cast, and only in targets that support them."""
+"""Tensors that no cast may touch: parts of quantized weights, buffers, and float32 tensors of a model's class.
+
+A quantized weight also needs all of its parts, and a target that supports them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ckpt.base.errors import CkptError, LossError
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message
 from ckpt.plan import registry, services
-from ckpt.plan.checkpoint import HUB, PART, Checkpoint, Format, Layout, Target
+from ckpt.plan.checkpoint import BUFFER, FIXED, HUB, PART, WEIGHT, Checkpoint, Format, Layout, Target
 
 _MAX_SHOWN = 3
 
@@ -96,3 +99,26 @@ def check_casts(checkpoint: Checkpoint, target: Target) -> None:
                 found=slot.extent.dtype,
                 hint=dequantizing_hint(checkpoint),
             )
+
+
+def with_tensor_kinds(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Give known buffers their role, and exclude them and float32 tensors from casts."""
+    if checkpoint.is_adapter:
+        return checkpoint
+    run = checkpoint.computes_in
+    dtype = layout.dtype or (run and run.dtype)
+    fixed = services.tensor_kinds.float32(checkpoint, dtype) if dtype else ()
+    return replace(_with_buffers(checkpoint), uncast={**checkpoint.uncast, **dict.fromkeys(fixed, FIXED)})
+
+
+def _with_buffers(checkpoint: Checkpoint) -> Checkpoint:
+    """Keep the source's roles if it has buffers. A tensor in the optimizer is a parameter."""
+    if any(True for _ in checkpoint.with_role(BUFFER)):
+        return replace(checkpoint, has_all_buffers=True)
+    state = checkpoint.state
+    trained = {fqn for fqn, role in checkpoint.tensors if role != WEIGHT}
+    trained.update(*(group.fqns for group in state.param_groups), *state.scalars.values())
+    found = services.tensor_kinds.buffers(checkpoint) - trained
+    with_role = (replace(one, role=BUFFER) if one.fqn in found else one for one in checkpoint.tensors.values())
+    tensors = {tensor.key: tensor for tensor in with_role} if found else checkpoint.tensors
+    return replace(checkpoint, tensors=tensors, has_all_buffers=services.tensor_kinds.is_known(checkpoint))
