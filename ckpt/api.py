@@ -495,8 +495,9 @@ def plan(
         check_is_no_others(checkpoint)
     if requested.dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
-    check_parts(checkpoint)
-    check_quantized_place(checkpoint, target)
+    if services.quantization.is_quantized(checkpoint):
+        check_parts(checkpoint)
+        check_quantized_place(checkpoint, target)
     added: tuple[str, ...] = ()
     quantization: dict[str, str] = {}
     if requested.complete_from is not None:
@@ -516,8 +517,9 @@ def plan(
     if target.loads_from == "run":
         named, counted_step = with_step_count(named)
         renamed += counted_step
-    named, moved = with_data_positions(named, layout.world_size)
-    renamed += moved
+    if layout.world_size is not None:
+        named, moved = with_data_positions(named, layout.world_size)
+        renamed += moved
     named = with_tensor_kinds(named, layout)
     if layout.quantize is not None and target.carries_quantized:
         run_dtype = named.computes_in and named.computes_in.dtype
@@ -529,11 +531,14 @@ def plan(
         check_parts(named)
         added += named.notes
         named = replace(named, notes=())
-    named = with_uncast_parts(named, layout)
+    is_quantized = services.quantization.is_quantized(named)
+    if is_quantized:
+        named = with_uncast_parts(named, layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
     if layout.quantize is not None and laid_out.rule:
         quantization = {"method": layout.quantize, "rule": laid_out.rule}
-    check_casts(named, laid_out)
+    if is_quantized:
+        check_casts(named, laid_out)
     unread = checkpoint.unread if target.carries_optimizer else ()
     if not target.carries_optimizer and any(map(_is_at_gradients_point, checkpoint.state.param_groups)):
         note = (

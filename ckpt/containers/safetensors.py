@@ -58,7 +58,7 @@ _FIELD = re.compile(
 _USUAL = re.compile(
     rb'"(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
     rb'"shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
-    rb'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\},'
+    rb'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\}([,}])'
 )
 _VALUE = re.compile(_STRING + rb"[ \t\r\n]*([,}])")
 _NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]{0,19})[ \t\r\n]*")
@@ -151,10 +151,14 @@ class _Entries:
         empty = _EMPTY.match(self.text, 1)
         if empty:
             self.at = empty.end()
-        while not empty:
-            while (usual := _USUAL.match(self.text, self.at)) and usual[1] != b"__metadata__":
+        has_more = not empty
+        while has_more:
+            usual = _USUAL.match(self.text, self.at)
+            if usual and usual[1] != b"__metadata__":
                 self.at, name = usual.end(), self.string(usual[1])
                 yield name, self.entry(name, usual[2], _usual_shape(usual[3]), int(usual[4]), int(usual[5]))
+                has_more = usual[6] == b","
+                continue
             key = _KEY.match(self.text, self.at)
             if key is None:
                 raise self.fault("the header is not valid safetensors JSON: a name was expected")
@@ -170,8 +174,7 @@ class _Entries:
             if following is None:
                 raise self.fault("the header is not JSON: ',' or '}' was expected", name)
             self.at = following.end()
-            if following[1] == b"}":
-                break
+            has_more = following[1] == b","
         if self.text[self.at :].strip(b" \t\r\n"):
             raise self.fault("something follows the header's JSON")
 

@@ -94,6 +94,8 @@ def deal(
     A node gets whole files: two nodes writing to one page of a file would overwrite each other's bytes (NFS). Processes
     of one node share a page cache, and each gets a contiguous range. A coherent cluster file system counts as one node.
     """
+    if len(nodes) == 1:
+        return [Share(file, pieces[file.name], todo[file.name]) for file in files]
     sizes = {file.name: _own_size(file, pieces) + sum(length for _, length in todo[file.name]) for file in files}
     members: dict[Hashable, list[int]] = {}
     for number, node in enumerate(nodes):

@@ -15,7 +15,7 @@ from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageEr
 from ckpt.base.text import show_size
 from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
-from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, translate_os_errors
+from ckpt.move.files import SharedStaging, Staging, disk_bytes, translate_os_errors
 from ckpt.move.journal import (
     JOURNAL,
     Digests,
@@ -78,8 +78,6 @@ def execute(
     resources = resources or Resources()
     progress = group.count_all_ranks(progress or (lambda _: None))
     is_first = group.rank == 0
-    for source in plan.checkpoint.files:  # links may leave the checkpoint's folder
-        check_destination(destination, Path(source.path))
     whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) if is_first else None
     with whole or contextlib.nullcontext(SharedStaging(destination)) as staging, _keeping(whole):
         work, done, journal = _prepare(plan, staging, resources, group, restart, say)
@@ -153,14 +151,16 @@ def _prepare(
     at_most = max_pieces(len(files))
     pieces = {file.name: pieces_of(file, at_most) for file in files}
     begin, done = header(plan), Digests()
-    _check_same_plan(begin, group)
-    nodes = group.gather(_page_cache(staging.path))
+    if group.size > 1:
+        _check_same_plan(begin, group)
+    nodes = group.gather(_page_cache(staging.path) if group.size > 1 else None)
     claimed = group.gather(_claimed(staging, begin, restart, say) if isinstance(staging, Staging) else {})[0]
-    known = {name: {*inside} & {*claimed.get(name, ())} for name, inside in pieces.items()}
-    share = {part.file.name: sorted(part.todo) for part in deal(files, pieces, known, nodes, group.rank)}
-    for found in group.gather(still_there(staging.path, claimed, share, resources.max_memory)):
-        for name, digests in found.items():
-            done.setdefault(name, {}).update(digests)
+    if claimed:
+        known = {name: {*inside} & {*claimed.get(name, ())} for name, inside in pieces.items()}
+        share = {part.file.name: sorted(part.todo) for part in deal(files, pieces, known, nodes, group.rank)}
+        for found in group.gather(still_there(staging.path, claimed, share, resources.max_memory)):
+            for name, digests in found.items():
+                done.setdefault(name, {}).update(digests)
     journal: Journal | None = None
     if isinstance(staging, Staging):
         journal = Journal(staging.path, begin, done)  # before removing the old journals
@@ -219,7 +219,7 @@ def _node() -> str:
 def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:
     """Raise StorageError in a process with another plan or other files."""
     first = group.gather(json.dumps(begin) if group.rank == 0 else None)[0]
-    if first != json.dumps(begin) and group.size > 1:
+    if first != json.dumps(begin):
         here = {path: SourceFile(path, *facts).facts() for path, *facts in begin["sources"]}
         there = {path: SourceFile(path, *facts).facts() for path, *facts in json.loads(str(first))["sources"]}
         path = next((path for path in {**there, **here} if there.get(path) != here.get(path)), None)

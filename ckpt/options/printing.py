@@ -78,8 +78,8 @@ def carry_out(
             nonlocal meter
             shown_now.close()
             show(conversion)
-            conversion.check_destination(destination)
             if outcome.dry_run:
+                conversion.check_destination(destination)
                 report = conversion.to_json(str(destination))
                 if outcome.as_json:
                     print(shown(json.dumps(report, indent=2)))

@@ -142,6 +142,7 @@ class QuantizedWeightsProtocol(Protocol):
 
 
 class QuantizationProtocol(Protocol):
+    def is_quantized(self, checkpoint: Checkpoint) -> bool: ...
     def quantized_weights(self, checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeightsProtocol: ...
 
 

@@ -303,28 +303,31 @@ class Chooser:
             is_own = place == run.path or place in models_of_pipeline(run.path)
             told = [*(told if is_own else []), *averages]
             return _with_notes(checkpoint, passed, told, [*passed, *averages])
-        newer = [step for step in beside if step.number > number]
-        recorded = [step for step in newer if self._is_ruled_out(run, step)]
-        later = [step for step in newer if step not in recorded and self._holds_any(step)]
-        others = [step for step in newer if step not in (*recorded, *later)]
-        record = run.record_of(place)
-        name = run.name(holder.path if holder else place)
-        told = _note(f"{name} is recorded in `{record}`; there is also ", run, recorded)
-        twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
-        told += _note(f"also of step {number}: ", run, twins)
+        told, passed_here = self._beside(run, checkpoint, number, beside) if beside else ([], [])
         if holder and not self.want.is_newest:
             others_here = [Step(one, 0) for one in folders_beside(run) if self._finds_run(one)]
             told += _note("also here, not a step: ", run, others_here)
-        also_passed = [
-            *_note("later than the selected step: ", run, later),
-            *(
-                [f"skipped, newer folders have no {checkpoint.format} checkpoint: {_names(run, others)}"]
-                if others
-                else []
-            ),
-            *averages,
-        ]
+        also_passed = [*passed_here, *averages]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
+
+    def _beside(
+        self, run: Run, checkpoint: Checkpoint, number: int, steps: Sequence[Step]
+    ) -> tuple[list[str], list[str]]:
+        """Return notes on other steps: recorded ones and twins, then newer ones that were passed over."""
+        place = Path(checkpoint.path)
+        holder = run.holder(place)
+        newer = [step for step in steps if step.number > number]
+        recorded = [step for step in newer if self._is_ruled_out(run, step)]
+        later = [step for step in newer if step not in recorded and self._holds_any(step)]
+        others = [step for step in newer if step not in (*recorded, *later)]
+        name, record = run.name(holder.path if holder else place), run.record_of(place)
+        told = _note(f"{name} is recorded in `{record}`; there is also ", run, recorded)
+        twins = [step for step in steps if holder and _is_twin(step, holder) and self._holds_any(step)]
+        told += _note(f"also of step {number}: ", run, twins)
+        passed = _note("later than the selected step: ", run, later)
+        if others:
+            passed += [f"skipped, newer folders have no {checkpoint.format} checkpoint: {_names(run, others)}"]
+        return told, passed
 
     def _finds_run(self, folder: Path) -> bool:
         try:

@@ -36,7 +36,7 @@ from ckpt.containers.weights import (
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
-from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, PART, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
@@ -136,8 +136,7 @@ class HuggingFace(Format):
         files = model_weights(model[1], layout.max_shard_size, stem, **totals)
         for place, part in parts:
             files += weight_files(part, f"{place}/model", {})[0]
-        quantized = quantized_weights(checkpoint).parts
-        plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
+        plain = [choice for choice in chosen.values() if checkpoint.uncast.get(choice.tensor.fqn) != PART]
         config = checkpoint.config if untied else None
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen), config=config)
         wrapped = _adapter_notes(chosen, checkpoint, layout)

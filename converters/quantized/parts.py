@@ -579,6 +579,12 @@ def _is_padded(found: Shape, wanted: Shape) -> bool:
     return found[:-1] == wanted[:-1] and 0 <= found[-1] - wanted[-1] < 32
 
 
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Return False if nothing records a quantization and no tensor has a packed dtype."""
+    is_recorded = quantization_of(checkpoint.config, checkpoint.folders) is not None
+    return is_recorded or any(one.dtype.name in PACKED for one in checkpoint.with_role(WEIGHT, BUFFER))
+
+
 def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeights:
     """Find quantized weights. Without `reads`, recorded states are unproved."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}

@@ -513,9 +513,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
     root = _known_root(region, archive, alike.get(data)) if alike is not None else None
     if root is None:
         root = loads(data, path=region.path, name=name, persistent=persistent, table=region.table)
-        if alike is not None:
-            parsed = Parsed(root, storages, region.table, region.start)
-            alike.keep(data, parsed)
+        if alike is not None and alike.keep(data, parsed := Parsed(root, storages, region.table, region.start)):
             root = parsed.in_file(region.path) or root
     return TorchFile(region.path, region.start, region.size, "zip", root, archive.located, archive.folder[:-1])
 

@@ -67,62 +67,47 @@ def tensors_in(value: Any) -> Iterator[StoredTensor]:
 
 def check_tree(root: Any, length: int) -> None:
     """Raise MalformedError for deep nesting, cycles without a `Record`, and lists that unfold to a huge tree."""
-    budget = 10 * length + (1 << 20)
-    done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
-    open_: set[int] = set()
-    # One frame per open container: [container, children left, height, elements].
-    frames: list[list[Any]] = [[root, iter(children(root)), 1, 1]] if is_branch(root) else []
-    if frames:
-        open_.add(id(root))
-    while frames:
-        frame = frames[-1]
-        for child in frame[1]:
-            kind = type(child)
-            if kind in LEAVES:
-                frame[3] += 1
-                continue
-            # A shape, by far the most frequent branch.
-            if kind is tuple and len(child) <= 8 and LEAVES.issuperset(map(type, child)):
-                frame[2] = max(frame[2], 2)
-                frame[3] += 1 + len(child)
-                continue
-            # DCP's metadata has three records with plain fields per chunk.
-            if kind is Record and (elements := _plain_record(child)):
-                frame[2] = max(frame[2], 4)
-                frame[3] += elements
-                continue
-            if not is_branch(child):
-                frame[3] += 1
-                continue
-            known = done.get(id(child))
-            if known is not None:
-                if known[0] >= frame[2]:
-                    frame[2] = known[0] + 1
-                frame[3] += known[1]
-                continue
-            if id(child) in open_:
-                if not _cycle_has_record(frames, child):
-                    raise MalformedError("an object that contains itself")
-                continue
-            if len(frames) >= MAX_DEPTH:
-                raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
-            open_.add(id(child))
-            frames.append([child, iter(children(child)), 1, 1])
-            break
+    if is_branch(root):
+        _measured(root, {}, {}, 10 * length + (1 << 20))
+
+
+def _measured(value: Any, above: dict[int, Any], done: dict[int, tuple[int, int]], budget: int) -> tuple[int, int]:
+    """Return the height of a container and its number of elements when unfolded.
+
+    `above` holds the containers around it, outermost first, and `done` all finished ones, both by id.
+    """
+    if len(above) >= MAX_DEPTH:
+        raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
+    above[id(value)] = value
+    height, elements = 1, 1
+    for child in children(value):
+        kind = type(child)
+        if kind in LEAVES:
+            elements += 1
+        # A shape, by far the most frequent branch.
+        elif kind is tuple and len(child) <= 8 and LEAVES.issuperset(map(type, child)):
+            height = max(height, 2)
+            elements += 1 + len(child)
+        # DCP's metadata has three records with plain fields per chunk.
+        elif kind is Record and (few := _plain_record(child)):
+            height = max(height, 4)
+            elements += few
+        elif not is_branch(child):
+            elements += 1
+        elif id(child) in above:
+            if not _cycle_has_record(above, child):
+                raise MalformedError("an object that contains itself")
         else:
-            frames.pop()
-            value, _, height, elements = frame
-            open_.discard(id(value))
-            done[id(value)] = (height, elements)
-            if height > MAX_DEPTH:
-                raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
-            if elements > budget:
-                raise MalformedError("an object too large after unfolding")
-            if frames:
-                above = frames[-1]
-                if height >= above[2]:
-                    above[2] = height + 1
-                above[3] += elements
+            inner = done.get(id(child)) or _measured(child, above, done, budget)
+            height = max(height, inner[0] + 1)
+            elements += inner[1]
+    del above[id(value)]
+    if height > MAX_DEPTH:
+        raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
+    if elements > budget:
+        raise MalformedError("an object too large after unfolding")
+    done[id(value)] = height, elements
+    return height, elements
 
 
 def _plain_record(record: Record) -> int:
@@ -146,11 +131,11 @@ def _plain_record(record: Record) -> int:
     return elements if LEAVES.issuperset(map(type, state)) else 0
 
 
-def _cycle_has_record(frames: list[list[Any]], start: Any) -> bool:
-    for frame in reversed(frames):
-        if type(frame[0]) is Record:
+def _cycle_has_record(above: dict[int, Any], start: Any) -> bool:
+    for one in reversed(above.values()):
+        if type(one) is Record:
             return True
-        if frame[0] is start:
+        if one is start:
             return False
     return False
 
@@ -179,11 +164,13 @@ class Parsed:
 
 
 class Pickles(dict[bytes, Parsed]):
-    def keep(self, pickle: bytes, parsed: Parsed) -> None:
-        if _MIN_PICKLE <= len(pickle) <= _MAX_PICKLE:
+    def keep(self, pickle: bytes, parsed: Parsed) -> bool:
+        """Return False if the pickle is too small or too large to be kept."""
+        if is_kept := _MIN_PICKLE <= len(pickle) <= _MAX_PICKLE:
             if len(self) >= _MOST:
                 del self[next(iter(self))]
             self[pickle] = parsed
+        return is_kept
 
 
 class _UnknownError(Exception):

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.containers.torchfile import pickle_reuse
 from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile import tree
 from ckpt.containers.torchfile.machine import Machine
 from ckpt.containers.torchfile.tree import Parsed, Pickles
 from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
@@ -98,9 +98,9 @@ def test_files_of_deepspeed(name: str) -> None:
 
 
 def test_a_checkpoint_of_ranks_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_reuse, "_MIN_PICKLE", 1)
+    monkeypatch.setattr(tree, "_MIN_PICKLE", 1)
     found = ckpt.open(FIXTURES / "toy-zero3")
-    monkeypatch.setattr(pickle_reuse, "_MAX_PICKLE", 0)
+    monkeypatch.setattr(tree, "_MAX_PICKLE", 0)
     alone = ckpt.open(FIXTURES / "toy-zero3")
     assert found.tensors == alone.tensors
     assert structure(found.state.entries()) == structure(alone.state.entries())
