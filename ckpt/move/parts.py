@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -29,26 +30,32 @@ class Share:
     pieces: Sequence[Piece] | None
     todo: Collection[Piece] = ()
     is_owner: bool = True
-    _starts: list[int] = field(init=False, repr=False)
-    _is_todo: list[bool] = field(init=False, repr=False)
-    #: Ranges (start, stop) that this process writes, in order.
-    ranges: list[tuple[int, int]] = field(init=False, repr=False)
-    _firsts: list[int] = field(init=False, repr=False)
-    #: True if this process fills the whole file.
-    is_whole: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_starts", [offset for offset, _ in self.pieces or ()])
-        todo = set(self.todo)
-        is_todo = [piece in todo for piece in self.pieces or ()]
-        object.__setattr__(self, "_is_todo", is_todo)
-        object.__setattr__(self, "is_whole", all(is_todo))
+    @cached_property
+    def is_whole(self) -> bool:
+        """True if this process writes every piece."""
+        return {*self.todo}.issuperset(self.pieces or ())
+
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Ranges (start, stop) that this process writes, in order."""
         others = between(self.file.size, self.pieces or ()) if self.is_owner else ()
-        object.__setattr__(self, "ranges", _merged([*todo, *others]))
-        object.__setattr__(self, "_firsts", [start for start, _ in self.ranges])
+        return _merged([*self.todo, *others])
+
+    @cached_property
+    def _is_todo(self) -> list[bool]:
+        todo = {*self.todo}
+        return [piece in todo for piece in self.pieces or ()]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [offset for offset, _ in self.pieces or ()]
 
     def literals(self) -> Iterator[tuple[int, memoryview]]:
         for offset, data in self.file.literals:
+            if self.is_whole and self.is_owner:
+                yield offset, memoryview(data)
+                continue
             for start, length in self._mine(offset, len(data)):
                 yield start, memoryview(data)[start - offset : start - offset + length]
 
@@ -58,7 +65,8 @@ class Share:
 
     def _mine(self, offset: int, length: int) -> Iterator[Piece]:
         end = offset + length
-        for start, stop in self.ranges[max(0, bisect_right(self._firsts, offset) - 1) : bisect_left(self._firsts, end)]:
+        first = max(0, bisect_right(self.ranges, (offset, self.file.size)) - 1)
+        for start, stop in self.ranges[first : bisect_left(self.ranges, (end,))]:
             if stop > offset:
                 yield max(start, offset), min(stop, end) - max(start, offset)
 

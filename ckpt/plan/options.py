@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -75,6 +76,7 @@ def read_options(declaration: type[Options], requested: Mapping[str, Any]) -> Op
     return declaration(**{name: value for name, value in requested.items() if name in names})
 
 
+@cache
 def options_of(declaration: type) -> tuple[Option, ...]:
     hints = get_type_hints(declaration)
     return tuple(

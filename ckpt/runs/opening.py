@@ -29,10 +29,10 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Tensor
 from ckpt.runs import from_hub
+from ckpt.runs.finding import check_one_is_selected, how_to_choose, models_of
 from ckpt.runs.foreign_checkpoints import foreign
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_optimizer, lost_weights, with_hint
 from ckpt.runs.model_files import CONFIG, hooks_folder, read_config
-from ckpt.runs.models import check_one_is_selected, how_to_choose, models_of
 from ckpt.runs.recorded_precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want

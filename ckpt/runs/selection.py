@@ -27,8 +27,8 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
+from ckpt.runs.finding import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.runs.half_checkpoints import check_is_no_optimizer, lost_weights
-from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.source_checks import check_has_elements, check_one_save
 from ckpt.runs.step_checks import check_ended

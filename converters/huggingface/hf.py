@@ -219,8 +219,7 @@ def _is_plain(chosen: Mapping[str, Choice]) -> bool:
 
 def _as_trained(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Untie weights in the config if the run trained both, and return notes."""
-    apart = trained_apart(checkpoint)
-    if not apart or checkpoint.config is None:
+    if checkpoint.config is None or not (apart := trained_apart(checkpoint)):
         return checkpoint, []
     names = "; ".join(f"{alias} and {owner}" for alias, owner in apart.values())
     config = untied_config(checkpoint.config, apart)

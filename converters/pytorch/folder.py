@@ -22,8 +22,7 @@ from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK, read_met
 from ckpt.containers.weights import INDEX, SINGLE
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
-from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.models import number_of
+from ckpt.runs.finding import Steps, find_step, number_of
 from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 from converters.pytorch.keys import OPTIMIZER_NAMES
 

@@ -45,10 +45,9 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, whole
-from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.finding import Steps, find_step, number_of
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
-from ckpt.runs.models import number_of
 from ckpt.runs.steps import TRACKER
 from ckpt.state.naming import clean_names
 from converters.optimizers.ranks import check_same_counts, check_same_options, different_numbers

@@ -77,10 +77,9 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.runs.file_table import TORCH_SUFFIXES, TRAINING_STATE, fits, is_of
-from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.finding import Steps, find_step, number_of, numbered, optimizers_fit
 from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
-from ckpt.runs.models import number_of, numbered, optimizers_fit
 from ckpt.runs.steps import enclosing_folders, is_ranks_folder, step_number, trainer_step
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.naming import clean_names

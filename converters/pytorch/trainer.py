@@ -50,9 +50,8 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.tensors import Tensor
-from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.finding import Steps, find_step, number_of, numbered
 from ckpt.runs.model_files import read_config
-from ckpt.runs.models import number_of, numbered
 from ckpt.runs.sentence_modules import by_module, module_weights, modules_in, registered
 from ckpt.runs.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.runs.trainer_files import run_companions

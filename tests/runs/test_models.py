@@ -1,4 +1,4 @@
-"""`ckpt/runs/models.py`: several models in one Accelerate save: commands ask, `check` checks all."""
+"""`ckpt/runs/finding.py`: several models in one Accelerate save: commands ask, `check` checks all."""
 
 from __future__ import annotations
 

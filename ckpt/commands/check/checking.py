@@ -55,9 +55,9 @@ from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
+from ckpt.runs.finding import free_tags, missing_models, models_of, number_of
 from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lost_model_of_fsdp, lost_optimizer
 from ckpt.runs.model_files import CONFIG
-from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray

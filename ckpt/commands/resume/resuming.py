@@ -46,8 +46,8 @@ from ckpt.runs.data_loaders import LoaderStates, loader_states
 from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
+from ckpt.runs.finding import models_of, name_of, save_around, sibling_models
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, check_holds_model
-from ckpt.runs.models import models_of, name_of, save_around, sibling_models
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.runs.step_checks import check_ranks, content_faults
 from ckpt.runs.steps import (
