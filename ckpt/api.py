@@ -69,7 +69,7 @@ from ckpt.state.naming import as_hub, to_namespace, without_wrappers
 from ckpt.state.positions import with_step_count
 from ckpt.state.same_model import difference
 from ckpt.stores import placeholder_files
-from ckpt.stores.places import local
+from ckpt.stores.placeholder_files import local
 from ckpt.views.lazy import OpenCheckpoint
 
 if TYPE_CHECKING:

@@ -14,26 +14,22 @@ A field with a `Flag` in its annotation is also a command-line option.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from inspect import Parameter
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
 import builtins
 import functools
 import inspect
 import sys
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable
-from typing import Literal, ParamSpec, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from inspect import Parameter
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: In order. Options without a section come last, under Options.
 READ, WRITTEN, HOW, SHOWN, HUB = SECTIONS = (

@@ -24,9 +24,9 @@ from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, short_dtype, ty
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.words import Keyword, Message, keywords_in
-from ckpt.cli import command_registry, defaults
-from ckpt.cli.quick import quicken
+from ckpt.cli import command_registry, values
 from ckpt.cli.usage import say_error, saying_usage_errors
+from ckpt.cli.values import quicken
 from ckpt.options import completion
 from ckpt.options.command import Command, split_groups
 from ckpt.plan.options import Option, options_of
@@ -244,7 +244,7 @@ class CommandGroup(_Help, TyperGroup):
         if declared.format_options:
             command = _built(declared)
         _check_spelled_once(command.params, rest)
-        found = defaults.of_command(name, command.params)
+        found = values.of_command(name, command.params)
         found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
         ctx.default_map = {name: found}
         streams.json_by_default = str(found.get("as_json")).lower() in _TRUE

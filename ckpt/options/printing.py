@@ -14,9 +14,6 @@ from ckpt.base.progress import progress
 from ckpt.base.streams import coloured, folded, width_of
 from ckpt.base.text import aligned, note_lines, pluralize
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST = 32 << 20  # bytes; glibc's maximum for arrays outside mmap
-
 if TYPE_CHECKING:
     from ckpt.api import Conversion, Converted
     from ckpt.base.results import Returned
@@ -26,6 +23,9 @@ if TYPE_CHECKING:
 
 Planned = TypeVar("Planned", bound="Conversion")
 Written = TypeVar("Written", bound="Converted")
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST = 32 << 20  # bytes; glibc's maximum for arrays outside mmap
 
 
 class _DryRunError(Exception):

@@ -50,7 +50,7 @@ from ckpt.runs.steps import (
     run_at,
     step_mismatch,
 )
-from ckpt.stores import places
+from ckpt.stores import placeholder_files
 
 #: nemo/lightning/io/api.py
 _NEMO_CONTEXT = "model.yaml"
@@ -80,7 +80,7 @@ def open_checkpoint(
     for one in formats:
         if not one.reads:
             raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
-    path = places.local(path)
+    path = placeholder_files.local(path)
     how: dict[str, Any] = {"unfinished": unfinished, "replica": replica, "options": options}
     checkpoint = _opened(path, formats, tag, config, accepted=frozenset(accept_settings or ()), **how)
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
@@ -391,7 +391,7 @@ def with_folders_around(path: Path) -> Path:
 
 def find_config(where: str) -> Path:
     """Return the folder with a model's config, from a folder, a URL, a config.json, or a Hub id (cached files)."""
-    path = places.local(where)
+    path = placeholder_files.local(where)
     if where and path.is_dir():
         if any((path / name).exists() for name in (CONFIG, ADAPTER_CONFIG, _NEMO_CONTEXT)):
             return path

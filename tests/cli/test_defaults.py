@@ -1,4 +1,4 @@
-"""`ckpt/cli/defaults.py`: option defaults from the environment and from pyproject.toml."""
+"""`ckpt/cli/values.py`: option defaults from the environment and from pyproject.toml."""
 
 from __future__ import annotations
 

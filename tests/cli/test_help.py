@@ -1,4 +1,4 @@
-"""`ckpt/options/completion.py`, `ckpt/cli/quick.py`, `parser.py`: help, completion, hints for mistyped commands."""
+"""`ckpt/options/completion.py`, `ckpt/cli/values.py`, `parser.py`: help, completion, hints for mistyped commands."""
 
 from __future__ import annotations
 

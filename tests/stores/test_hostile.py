@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`, `places.py`, `placeholder_files.py`: hostile stores and URLs."""
+"""`ckpt/stores/objects.py`, `placeholder_files.py`: hostile stores and URLs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name` reads a Hub repository without a download."""
+"""`ckpt/runs/from_hub.py`, `ckpt/stores/placeholder_files.py`: `hf://org/name` reads a Hub repository in place."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _HOLE = """
 from tests.support import portable
 portable.remove_linux_calls()
 import sys, ckpt
-from ckpt.stores import places
-path = places.local(sys.argv[1])
+from ckpt.stores import placeholder_files
+path = placeholder_files.local(sys.argv[1])
 assert ckpt.open(sys.argv[1])
 try:
     (path / "latest").read_bytes()

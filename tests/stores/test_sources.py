@@ -30,7 +30,7 @@ from ckpt.commands.inspect import overview
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.move.source import read_file
 from ckpt.move.workers import Resources
-from ckpt.stores import objects, placeholder_files, places, ranges
+from ckpt.stores import objects, placeholder_files, ranges
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
 from tests.support.mounting import no_fuse, unmount
@@ -259,14 +259,14 @@ def test_keys_that_are_folders_and_odd_names(store: ObjectStore, tmp_path: Path)
         store.put(f"{key}{folder}", b"")
     there, here = ckpt.open(url), ckpt.open(FIXTURES / "moe-zero3")
     assert api.digests(there) == api.digests(here)
-    assert len([*(places.local(url) / "logs").iterdir()]) == 1100
+    assert len([*(placeholder_files.local(url) / "logs").iterdir()]) == 1100
     store.put(f"{key}/logs", b"and a file")
     with pytest.raises(StorageError, match=r"an object and a folder have the same name\n.*run/logs"):
         ckpt.open(url)
 
 
 def test_a_file_that_stands_for_an_object_is_no_hole(store: ObjectStore) -> None:
-    path = places.local(store.upload(FIXTURES / "toy-zero3", "hole")) / "latest"
+    path = placeholder_files.local(store.upload(FIXTURES / "toy-zero3", "hole")) / "latest"
     assert path.stat().st_size == (FIXTURES / "toy-zero3" / "latest").stat().st_size
     for look in (path.read_bytes, lambda: os.open(path, os.O_RDONLY), lambda: shutil.copyfile(path, "/dev/null")):
         with pytest.raises(RuntimeError, match="s3://runs/hole/latest was to be opened as if it were a local file"):
@@ -489,11 +489,11 @@ def test_what_fsspec_knows() -> None:
 
 def test_opened_again_it_is_looked_at_again(store: ObjectStore) -> None:
     url = store.upload(FIXTURES / "toy-zero3", "again")
-    path = places.local(url)
+    path = placeholder_files.local(url)
     store.put("again/latest", b"global_step3")
     store.put("again/another", b"file")
     store.client.delete_object(Bucket=BUCKET, Key="again/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt")
-    assert places.local(url) == path == placeholder_files.place(url)
+    assert placeholder_files.local(url) == path == placeholder_files.place(url)
     assert read_file(path / "latest") == b"global_step3"
     assert (path / "another").is_file()
     assert not (path / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()

@@ -85,7 +85,7 @@ from ckpt.runs.steps import (
 )
 from ckpt.runs.trainer_files import carried_files
 from ckpt.runs.unread_files import STATE, list_unread, may_hold_tensors, stray_names
-from ckpt.stores.places import local
+from ckpt.stores.placeholder_files import local
 
 WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")

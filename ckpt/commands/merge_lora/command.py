@@ -57,7 +57,7 @@ def merge_lora(
     from ckpt.commands.merge_lora import merging
     from ckpt.commands.push.push import check_room
     from ckpt.runs.output_place import default_output
-    from ckpt.stores import places
+    from ckpt.stores import placeholder_files
 
     quiet = outcome.quiet
     if not push and at_hub != HubTarget():
@@ -107,7 +107,7 @@ def merge_lora(
     if to is not None:
         from ckpt.commands.push.pushing import push_files
 
-        report["pushed"] = push_files(places.local(destination), to, None, **telling(quiet)).to_json()
+        report["pushed"] = push_files(placeholder_files.local(destination), to, None, **telling(quiet)).to_json()
     say_result(report, outcome)
     if to is not None and not outcome.as_json:
         print(printable(report["pushed"]["url"]))

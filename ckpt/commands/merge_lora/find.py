@@ -34,7 +34,7 @@ from ckpt.runs.selection import Want
 from ckpt.state.naming import to_namespace
 from ckpt.state.same_model import difference
 from ckpt.stores import placeholder_files
-from ckpt.stores.places import local
+from ckpt.stores.placeholder_files import local
 from ckpt.views.lazy import LazyTensor, becomes_infinite
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ckpt.commands.push.card import CARD, model_card
 from ckpt.commands.push.push import Push, Pushed
 from ckpt.commands.push.recorded_repo import recorded_repo
 from ckpt.commands.push.run_state import check_no_run
-from ckpt.stores.places import local
+from ckpt.stores.placeholder_files import local
 
 
 @check_types

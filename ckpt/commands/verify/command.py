@@ -161,7 +161,7 @@ def _verify_merge(
 def _verify_one(path: Path, loads: bool, as_json: bool, quiet: bool) -> None:
     from ckpt import api
     from ckpt.compare import manifest
-    from ckpt.stores.places import local
+    from ckpt.stores.placeholder_files import local
 
     with progress(0 if loads else manifest.expected_bytes(local(path)), "hash", quiet=quiet or loads) as meter:
         report = api.verify(path, loads=True) if loads else api.verify(path, progress=meter)
