@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
@@ -188,6 +189,19 @@ def _check_replaceable(destination: Path, format: str) -> None:
     )
 
 
+@contextmanager
+def _naming_overflow(plan: Plan) -> Iterator[None]:
+    """Name the tensor in the error about a number too large for its new dtype."""
+    try:
+        yield
+    except LossError as error:
+        from ckpt.move.finite import first_overflow
+
+        if error.fqn is not None or (found := first_overflow(plan)) is None:
+            raise
+        raise found from None
+
+
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
     """Return `checkpoint` with plain weights instead of quantized ones.
 
@@ -303,7 +317,6 @@ class Conversion(Returned):
             group: The processes that each write their share.
             say: Called with each note.
         """
-        from ckpt.move.finite import naming_overflow
         from ckpt.move.run import execute
 
         place = Path(destination) if scheme_of(destination) is None else placeholder_files.place(str(destination))
@@ -333,7 +346,7 @@ class Conversion(Returned):
             if group is not None and group.size > 1:
                 raise UsageError(f"only one process can write to a store, and there are {group.size}", path=place)
             phase("move", self.plan.moved_bytes)
-            with naming_overflow(self.plan):
+            with _naming_overflow(self.plan):
                 upload(self.plan, self.views, place, hashing=manifest, **what)
             return 0
         if overwrite and (group is None or group.rank == 0):
@@ -342,7 +355,7 @@ class Conversion(Returned):
             what |= {"phase": phase, "group": group, "resources": self.resources, "say": say}
             if verify:
                 what["verify"] = partial(self._check_written, phase)
-            with naming_overflow(self.plan):
+            with _naming_overflow(self.plan):
                 return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
         except (CorruptError, NotFoundError) as error:
             try:
@@ -413,7 +426,7 @@ class Conversion(Returned):
         files = dict(describe(folder))
         if manifest:
             from ckpt.compare.manifest import MANIFEST, make_manifest
-            from ckpt.move.filehash import digest_of_bytes
+            from ckpt.move.file_pieces import digest_of_bytes
 
             digests = {**digests, **{name: digest_of_bytes(content) for name, content in files.items()}}
             files[MANIFEST] = make_manifest(folder, registry.get(self.format), digests, self.quantization)

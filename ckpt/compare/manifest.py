@@ -21,7 +21,7 @@ from ckpt.base.errors import CkptError, CorruptError, NotFoundError, printable, 
 from ckpt.base.results import Returned
 from ckpt.base.text import pluralize
 from ckpt.compare.digest import ALGORITHM, Progress, digests
-from ckpt.move.filehash import FileDigest, Hasher, jobs
+from ckpt.move.file_pieces import FileDigest, Hasher, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import listed_once

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -46,19 +45,8 @@ def as_finite_values(bits: NDArray, choice: Choice, box: Box, computed: Computed
     return values
 
 
-@contextlib.contextmanager
-def naming_overflow(plan: Plan) -> Iterator[None]:
-    """Name the tensor in the error about a number too large for its new dtype."""
-    try:
-        yield
-    except LossError as error:
-        found = _first_overflow(plan) if error.fqn is None else None
-        if found is None:
-            raise
-        raise found from None
-
-
-def _first_overflow(plan: Plan) -> LossError | None:
+def first_overflow(plan: Plan) -> LossError | None:
+    """Return the error for the first number that is too large for its new dtype, with its tensor's name."""
     checkpoint = plan.checkpoint
     slots = (slot for file in plan.target.files for slot in file.slots)
     for key, dtype in dict.fromkeys((slot.key, slot.extent.dtype) for slot in slots):

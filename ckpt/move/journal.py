@@ -24,9 +24,8 @@ from ckpt.base.errors import CorruptError, UsageError, shown
 from ckpt.base.text import one_line, show_size
 from ckpt.base.version import __version__
 from ckpt.base.words import Message
-from ckpt.move.filehash import CHUNK, Hasher
+from ckpt.move.file_pieces import CHUNK, Hasher, Pieces
 from ckpt.move.files import OpenFiles, disk_bytes, translate_os_errors
-from ckpt.move.parts import Pieces
 from ckpt.move.source import is_standin, open_stream
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Key, SourceFile

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageError, UsageError, printable
 from ckpt.base.text import show_size
 from ckpt.move.blocks import batches, write_all
-from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
+from ckpt.move.file_pieces import FileDigest, Share, deal, max_pieces, pieces_of
 from ckpt.move.files import SharedStaging, Staging, disk_bytes, translate_os_errors
 from ckpt.move.journal import (
     JOURNAL,
@@ -26,7 +26,6 @@ from ckpt.move.journal import (
     still_there,
     without_journals,
 )
-from ckpt.move.parts import Share, deal
 from ckpt.move.workers import MAX_UNFINISHED, FileDigests, Output, Progress, Resources, Workers
 from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan

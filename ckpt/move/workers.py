@@ -19,9 +19,8 @@ from ckpt.base.text import show_size
 from ckpt.base.words import Message
 from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
-from ckpt.move.filehash import CHUNK, FileDigest, Hasher
+from ckpt.move.file_pieces import CHUNK, FileDigest, Hasher, Share
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
-from ckpt.move.parts import Share
 from ckpt.move.source import in_use, is_standin
 from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan

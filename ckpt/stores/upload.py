@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message, joined
-from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
+from ckpt.move.file_pieces import FileDigest, max_pieces, pieces_of
 from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TypeVar
 
-from converters.deepspeed.partitions import slot_size
+from converters.deepspeed.flat_groups import slot_size
 
 T = TypeVar("T")
 

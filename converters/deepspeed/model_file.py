@@ -24,8 +24,8 @@ from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from converters.deepspeed.config import is_bf16_optimizer
+from converters.deepspeed.flat_groups import InSlots, slot_size
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
-from converters.deepspeed.partitions import InSlots, slot_size
 from converters.deepspeed.rank_files import check_lengths, flat_extent
 
 

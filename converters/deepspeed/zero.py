@@ -38,6 +38,7 @@ from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers, sharers_under_stage3, sharing_under_stage3
 from converters.deepspeed.autotp import RankSlice, sharing_of, together
 from converters.deepspeed.facts import DeepSpeedFacts
+from converters.deepspeed.flat_groups import FlatGroup, InFlatGroup, InSlots, flat_group_states, group_states, slot_size
 from converters.deepspeed.folder import (
     ALIASES,
     StepFolder,
@@ -50,7 +51,6 @@ from converters.deepspeed.folder import (
     tensor_parallel_ranks,
 )
 from converters.deepspeed.layout import before_dealing
-from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
     base_groups,
     check_lengths,
@@ -65,7 +65,6 @@ from converters.deepspeed.rank_files import (
     partition_counts,
     partition_size,
 )
-from converters.deepspeed.states import flat_group_states, group_states
 from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 

@@ -19,7 +19,7 @@ from ckpt.compare import digest, manifest
 from ckpt.compare.digest import MASTERS, OPTIMIZER, WEIGHTS, TensorDigest, row_major
 from ckpt.compare.manifest import MANIFEST
 from ckpt.errors import CorruptError
-from ckpt.move import filehash
+from ckpt.move import file_pieces
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.tensors import Extent, whole
@@ -286,7 +286,7 @@ def test_the_manifest_has_the_digests_where_tensors_lie_in_one_piece(tmp_path: P
 
 def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest of a very large checkpoint stays small, and a change is located to a few tensors."""
-    monkeypatch.setattr(filehash, "_MAX_PIECES", 2)
+    monkeypatch.setattr(file_pieces, "_MAX_PIECES", 2)
     folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
     assert len(json.loads((folder / MANIFEST).read_text())["files"]["model.safetensors"]["pieces"]) <= 3
     extents = {
@@ -318,7 +318,7 @@ def test_a_small_tensor_among_large_ones_is_a_piece_of_its_own(tmp_path: Path) -
 
 def test_so_many_files_have_few_pieces_each() -> None:
     """A checkpoint's digests can still be read at once if it has thousands of files."""
-    assert (filehash.max_pieces(1), filehash.max_pieces(1000), filehash.max_pieces(10**7)) == (4096, 1000, 1)
+    assert (file_pieces.max_pieces(1), file_pieces.max_pieces(1000), file_pieces.max_pieces(10**7)) == (4096, 1000, 1)
 
 
 HOSTILE: dict[str, Any] = {
@@ -371,7 +371,7 @@ def test_pieces_do_not_overlap_and_hold_every_slot(data: st.DataObject) -> None:
             extent = Extent("f", at + half * columns, UINT8, (rows, columns), strides)
             slots.append(Slot((f"t{number}", "weight"), whole((rows, columns)), extent))
         at += rows * columns * (1 + is_split)
-    pieces = filehash.pieces_of(TargetFile("f", at + 2, slots=tuple(slots)), data.draw(st.integers(1, 9)))
+    pieces = file_pieces.pieces_of(TargetFile("f", at + 2, slots=tuple(slots)), data.draw(st.integers(1, 9)))
     ends = [offset + length for offset, length in pieces]
     assert all(end <= start for end, (start, _) in zip(ends, pieces[1:], strict=False))
     for slot in slots:

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/states.py`: DeepSpeed's engine loads optimizers of its own suite on other ranks."""
+"""`converters/deepspeed/flat_groups.py`: DeepSpeed's engine loads optimizers of its own suite on other ranks."""
 
 from __future__ import annotations
 

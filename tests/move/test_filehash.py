@@ -1,4 +1,4 @@
-"""`ckpt/move/filehash.py`: a piece's digest is the digest of its bytes, however they are read."""
+"""`ckpt/move/file_pieces.py`: a piece's digest is the digest of its bytes, however they are read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128
 
 from ckpt.errors import CorruptError
-from ckpt.move import filehash
-from ckpt.move.filehash import Hasher, Piece
+from ckpt.move import file_pieces
+from ckpt.move.file_pieces import Hasher, Piece
 
 
 @st.composite
@@ -37,7 +37,7 @@ class TestHasher:
             told += count
 
         with tempfile.TemporaryFile() as file, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(filehash, "GAP", gap)
+            patch.setattr(file_pieces, "GAP", gap)
             file.write(content)
             file.flush()
             hasher = Hasher(chunk, advance)
@@ -53,8 +53,8 @@ class TestHasher:
 
     def test_many_small_pieces_take_few_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = []
-        read = filehash.read_into
-        monkeypatch.setattr(filehash, "read_into", lambda *args: reads.append(args) or read(*args))
+        read = file_pieces.read_into
+        monkeypatch.setattr(file_pieces, "read_into", lambda *args: reads.append(args) or read(*args))
         with tempfile.TemporaryFile() as file:
             file.write(bytes(1 << 20))
             file.flush()

@@ -33,7 +33,7 @@ from ckpt.plan.tensors import (
     runs_of,
     whole,
 )
-from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
+from converters.deepspeed.flat_groups import FlatGroup, InFlatGroup, InSlots, slot_size
 from tests.support.pieces import all_copies
 from tests.support.strategies import shapes, stored, tensor_of, tilings
 

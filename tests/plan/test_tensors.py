@@ -31,7 +31,7 @@ from ckpt.plan.tensors import (
     whole,
 )
 from ckpt.plan.tiling import check_tiling, tiling_faults
-from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
+from converters.deepspeed.flat_groups import FlatGroup, InFlatGroup, InSlots, slot_size
 from tests.support.strategies import Store, assembled, indices, positions, shapes, stored, tilings
 
 WORLD_SIZES = st.integers(1, 17)

@@ -1,4 +1,4 @@
-"""`ckpt/processes/group.py`, `ckpt/move/parts.py`: several processes write one checkpoint with the same bytes."""
+"""`ckpt/processes/group.py`, `ckpt/move/file_pieces.py`: several processes write one checkpoint with the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import ckpt
 from ckpt.errors import UsageError
 from ckpt.move import run
-from ckpt.move.parts import Share, deal
+from ckpt.move.file_pieces import Share, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
 from tests.processes.group_worker import SIZE

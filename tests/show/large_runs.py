@@ -10,7 +10,7 @@ from ckpt.containers.dcp.tensors import Chunks
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.tensors import Extent, Shape, Source, Tensor
-from converters.deepspeed.partitions import InSlots, slot_size
+from converters.deepspeed.flat_groups import InSlots, slot_size
 
 RANKS = 512
 #: A Mixture of Experts: its tensors with masters and Adam states are 100,000.

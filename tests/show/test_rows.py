@@ -34,7 +34,7 @@ from ckpt.pictures.canvas import COLOURS, RED
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole
-from converters.deepspeed.partitions import InSlots
+from converters.deepspeed.flat_groups import InSlots
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
 from tests.support.drawing import SVG, Drawn, parsed

@@ -12,9 +12,9 @@ from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Shape, Source, Tensor, Whole
+from converters.deepspeed.flat_groups import FlatGroup, InFlatGroup, flat_group_states
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
-from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.parts import Joined, RankPart
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.pipeline.folder import Folder
@@ -28,7 +28,6 @@ from converters.deepspeed.rank_files import (
     parameter_starts,
     partition_size,
 )
-from converters.deepspeed.states import flat_group_states
 from converters.names.megatron.model.spelling import registered
 from converters.names.megatron.model.splits import (
     GATED,

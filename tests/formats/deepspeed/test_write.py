@@ -1,4 +1,4 @@
-"""`converters/deepspeed/write.py`, `layout.py`, `partitions.py`: ZeRO files for other ranks and stages."""
+"""`converters/deepspeed/write.py`, `layout.py`, `flat_groups.py`: ZeRO files for other ranks and stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ckpt.move.run import execute
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import make_plan
+from converters.deepspeed.flat_groups import slot_size
 from converters.deepspeed.layout import before_dealing, dealt, flat_layout, parameter_alignment, slot_layout, sub_groups
-from converters.deepspeed.partitions import slot_size
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
 from tests.support.describing import content
 

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/zero.py`, `states.py`: one run per DeepSpeed option matches the live engine."""
+"""`converters/deepspeed/zero.py`, `flat_groups.py`: one run per DeepSpeed option matches the live engine."""
 
 from __future__ import annotations
 
