@@ -21,6 +21,8 @@ _ITEMS = (*_COUNTS, "step", "iteration")
 
 def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> None:
     """Raise CorruptError, with each file's value, unless all are equal."""
+    if all(value is said[0][1] or value == said[0][1] for _, value in said):
+        return
     values: list[tuple[Any, list[RankFile]]] = []
     for file, value in said:
         held = next((files for known, files in values if known == value), None)
@@ -28,8 +30,6 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
             values.append((value, [file]))
         else:
             held.append(file)
-    if len(values) <= 1:
-        return
     common, most = max(values, key=lambda pair: len(pair[1]))
     odd = next(files[0] for value, files in values if value != common)
 
