@@ -11,8 +11,7 @@ from collections.abc import Hashable, Sequence
 import ckpt
 from benchmarks.runner import verdict
 from ckpt.base.text import pluralize
-from ckpt.move.file_pieces import max_pieces, pieces_of
-from ckpt.move.file_pieces import deal
+from ckpt.move.file_pieces import deal, max_pieces, pieces_of
 
 PER_NODE, GOAL = 8, 0.05
 

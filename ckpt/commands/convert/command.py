@@ -105,11 +105,11 @@ def _with_output_last(
     source: str | None, target: str | None, path: Path | None, place: Place
 ) -> tuple[str | None, str | None, Path | None, Place]:
     """Accept PATH, TO and OUT too."""
+    if source is None or path is None or not Path(source).exists() or path.exists():
+        return source, target, path, place
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
 
-    if source is None or path is None or not Path(source).exists() or path.exists():
-        return source, target, path, place
     formats = registry.words()
     if source in (*formats, AUTO) or target not in formats or str(path) in formats or place.out is not None:
         return source, target, path, place
@@ -123,12 +123,13 @@ def _resolve_arguments(
 
     Raise UsageError if there is no terminal, or if the words come in another order.
     """
+    if source is not None and target is not None and path is not None and path.exists() and to is None:
+        return source, target, *run_and_config(path, reading.config, quiet=quiet)
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
 
     words = [str(word) for word in (source, target, path) if word is not None]
-    is_usual = len(words) == 3 and Path(words[2]).exists()
-    formats = [] if is_usual else registry.words()  # imports every format
+    formats = registry.words()  # imports every format
     if not words:
         raise UsageError("there is nothing to convert", expected=_USAGE, hint=Message("see {help=convert}"))
     if to is not None:
