@@ -15,7 +15,7 @@ from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageEr
 from ckpt.base.text import show_size
 from ckpt.move.blocks import batches, write_all
 from ckpt.move.file_pieces import FileDigest, Share, deal, max_pieces, pieces_of
-from ckpt.move.files import SharedStaging, Staging, disk_bytes, translate_os_errors
+from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, translate_os_errors
 from ckpt.move.journal import (
     JOURNAL,
     Digests,
@@ -77,6 +77,8 @@ def execute(
     resources = resources or Resources()
     progress = group.count_all_ranks(progress or (lambda _: None))
     is_first = group.rank == 0
+    for source in plan.checkpoint.files:  # links may leave the checkpoint's folder
+        check_destination(destination, Path(source.path))
     whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) if is_first else None
     with whole or contextlib.nullcontext(SharedStaging(destination)) as staging, _keeping(whole):
         work, done, journal = _prepare(plan, staging, resources, group, restart, say)
