@@ -31,6 +31,7 @@ from benchmarks import (
     processes,
     quantized,
     readme,
+    release,
     reshard,
     small,
     stores,
@@ -58,7 +59,7 @@ SECTIONS = {
     "processes": processes,
     "quantized": quantized,
 }
-NAMED_ONLY = {"disk": disk, "huge": huge, "many": many}
+NAMED_ONLY = {"disk": disk, "huge": huge, "many": many, "release": release}
 ALL = SECTIONS | NAMED_ONLY
 
 _SHORT = readme.RESULTS.relative_to(Path(__file__).parents[1])

@@ -5,6 +5,7 @@
 prints the number of tensors. The kinds:
 
     safetensors       two folders
+    mxfp4-plain       a plain folder, and gpt-oss's packed experts, dequantized by transformers
     zero3-hf          a safetensors folder, and a step folder's masters
     zero3-bf16        the same, with rounded masters
     zero3-loaded      a folder loaded by transformers, and a step folder's masters rounded to the loaded dtype
@@ -58,6 +59,17 @@ def _safetensors(folder: Path) -> Tensors:
     for path in sorted(folder.glob("*.safetensors")):
         file = safe_open(path, "pt")  # each opening reads all names
         found |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return found
+
+
+def _dequantized(folder: Path) -> Tensors:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packed = _safetensors(folder)
+    found = {name: read for name, read in packed.items() if not name.endswith(("_blocks", "_scales"))}
+    for owner in (name.removesuffix("_blocks") for name in packed if name.endswith("_blocks")):
+        parts = packed[f"{owner}_blocks"], packed[f"{owner}_scales"]
+        found[owner] = lambda parts=parts: convert_moe_packed_tensors(*(read() for read in parts))
     return found
 
 
@@ -135,6 +147,8 @@ def _universal(folder: Path) -> Tensors:
 def main(kind: str, ours: Path, theirs: Path) -> int:
     if kind == "safetensors":
         return compare(_safetensors(ours), _safetensors(theirs))
+    if kind == "mxfp4-plain":
+        return compare(_safetensors(ours), _dequantized(theirs))
     if kind == "zero3-hf":
         return compare(_safetensors(ours), _masters(theirs))
     if kind == "zero3-bf16":

@@ -18,6 +18,7 @@ SOURCES = {
     "dcp": "benchmarks.dcp_source",
     "lora": "benchmarks.lora_source",
     "hf": "benchmarks.hf_source",
+    "gpt-oss": "benchmarks.gpt_oss_source",
 }
 
 PEAK_MB = 500

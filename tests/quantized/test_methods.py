@@ -82,6 +82,17 @@ def test_plain_values_are_the_librarys(path: Path, tmp_path: Path, monkeypatch: 
         assert same(wide, expected.to(torch.float32))
 
 
+def test_the_page_counts_the_recorded_weights() -> None:
+    rows = re.findall(r"^\| ([\w-]+) \| (\d+) \| (\d+) \|$", (REPOSITORY / "docs/testing.md").read_text(), re.MULTILINE)
+    told = {name.lower().replace("_", "-"): (int(read), int(written)) for name, read, written in rows}
+    recorded: dict[str, list[int]] = {}
+    for number, kind in enumerate(("weights", "quantize")):
+        for folder in (REPOSITORY / "fixtures").glob(f"{kind}-*"):
+            counts = recorded.setdefault(folder.name.removeprefix(f"{kind}-"), [0, 0])
+            counts[number] = len(list(folder.glob("*.safetensors")))
+    assert told == {name: tuple(counts) for name, counts in recorded.items()}
+
+
 def damaged(parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     for name, part in parts.items():
         if name == "layer.input_scale":  # has no effect
