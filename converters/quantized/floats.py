@@ -48,64 +48,49 @@ def e2m1_pairs() -> NDArray:
 def e4m3_bytes(values: NDArray) -> NDArray:
     """Round fp32 `values` to nearest, ties to even. Larger ones become `E4M3_MAX`."""
     codes = e4m3_sizes(np.clip(np.abs(values), np.float32(0), np.float32(E4M3_MAX)))
-    codes |= sign_bytes(np.signbit(values))
+    codes |= sign_codes(np.signbit(values), 0x80)
     return codes
 
 
 def e4m3_sizes(sizes: NDArray) -> NDArray:
-    """Return the bytes of fp32 numbers from 0 to `E4M3_MAX`. Overwrite them.
-
-    Adding a power of two rounds to eighths of a smaller power: the number's own, or 2^-6. The sum's lowest bits count
-    the eighths.
-    """
-    bits = sizes.view(np.uint32)
-    powers = bits & _POWER
-    np.clip(powers, np.uint32(E8M0_BIAS - 6 << 23), _POWER, out=powers)  # `maximum` is slow with a scalar
-    powers += np.uint32(20 << 23)
-    sizes += powers.view(np.float32)
-    bits *= np.uint32((1 << 20) + 1)  # the count is added to the power
-    bits >>= np.uint32(20)
-    codes: NDArray = bits.astype(np.uint8)
-    codes -= np.uint8((E8M0_BIAS - 6 + 20 << 3) % 256)
-    return codes
-
-
-def sign_bytes(is_negative: NDArray) -> NDArray:
-    """Return 0x80 for True. numpy is slow at shifting bytes."""
-    signs = is_negative.view(np.int8)
-    return np.negative(signs).view(np.uint8) & np.uint8(0x80)
+    """Return the bytes of fp32 numbers from 0 to `E4M3_MAX`. Overwrite them."""
+    return _rounded(sizes, 3, E8M0_BIAS - 6)
 
 
 def e2m1_codes(values: NDArray) -> NDArray:
     """Round fp32 `values` to nearest, ties to even. Larger ones become `E2M1_MAX`."""
-    return _rounded(values, _rounding_table(_E2M1, 0x8))
+    codes = _rounded(np.clip(np.abs(values), np.float32(0), np.float32(E2M1_MAX)), 1, E8M0_BIAS)
+    codes |= sign_codes(np.signbit(values), 0x08)
+    return codes
 
 
 def unsigned_zero_codes(values: NDArray) -> NDArray:
     """Round like `e2m1_codes`, but without a zero's sign. A number rounded to zero keeps its sign."""
-    return _rounded(values, _rounding_table(_E2M1, 0x8, zero_sign=0))
+    return e2m1_codes(values + np.float32(0))
 
 
-@cache
-def _rounding_table(numbers: tuple[float, ...], sign: int, zero_sign: int | None = None) -> NDArray:
-    """Return codes for all fp32 numbers' upper halves. `numbers` are the values of codes from 0 on."""
-    halves = np.arange(1 << 16, dtype=np.uint32)
-    sizes = (np.minimum(halves & np.uint32(0x7FFF), np.uint32(0x7F80)) << np.uint32(16)).view(np.float32)  # no NaN
-    middles = np.convolve(np.array(numbers, np.float64), (0.5, 0.5), "valid")
-    low, high = (np.searchsorted(middles, sizes, side) for side in ("left", "right"))
-    codes = np.where(low % 2, high, low)  # a tie lies between them
-    codes |= np.where(halves >> np.uint32(15), sign, 0)
-    codes[0x8000] = sign if zero_sign is None else zero_sign
-    table: NDArray = codes.astype(np.uint8)
-    return table
+def _rounded(sizes: NDArray, num_bits: int, least: int) -> NDArray:
+    """Round to a small float's `num_bits` of mantissa, and overwrite `sizes`. `least` is its lowest exponent in fp32.
+
+    Adding a larger power of two rounds to a fraction of the number's own power, and the sum's lowest bits count the
+    fractions.
+    """
+    shift, bits = 23 - num_bits, sizes.view(np.uint32)
+    powers = bits & _POWER
+    np.clip(powers, np.uint32(least << 23), _POWER, out=powers)  # `maximum` is slow with a scalar
+    powers += np.uint32(shift << 23)
+    sizes += powers.view(np.float32)
+    bits *= np.uint32((1 << shift) + 1)  # the count is added to the exponent
+    bits >>= np.uint32(shift)
+    codes: NDArray = bits.astype(np.uint8)
+    codes -= np.uint8((least + shift << num_bits) % 256)
+    return codes
 
 
-def _rounded(values: NDArray, table: NDArray) -> NDArray:
-    """Look up upper halves, with the last bit set if the lower half is not zero: no false ties."""
-    halves = np.ascontiguousarray(values).view("<u2").reshape(*values.shape, 2)
-    index = halves[..., 1] | (halves[..., 0] != 0)
-    found: NDArray = np.take(table, index)
-    return found
+def sign_codes(is_negative: NDArray, sign: int) -> NDArray:
+    """Return `sign` for True. numpy is slow at shifting bytes."""
+    ones = np.negative(is_negative.view(np.int8)).view(np.uint8)
+    return ones & np.uint8(sign)
 
 
 def packed_pairs(codes: NDArray) -> NDArray:

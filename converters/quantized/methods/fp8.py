@@ -38,7 +38,7 @@ from converters.quantized._weight import (
     rounded,
 )
 from converters.quantized.blocks import spans
-from converters.quantized.floats import E4M3_MAX, e4m3_bytes, e4m3_sizes, sign_bytes
+from converters.quantized.floats import E4M3_MAX, e4m3_bytes, e4m3_sizes, sign_codes
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
 from converters.quantized.scheme import (
     E8M0,
@@ -197,7 +197,7 @@ def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
     rows = values.reshape(len(values), -1, 8 * num_columns)  # numpy is faster with longer rows
     rows *= np.tile(np.repeat(factors, _SIZE, axis=1), 8)[:, None]
     codes = e4m3_sizes(values).reshape(bits.shape)
-    codes |= sign_bytes(bits > np.uint16(0x7FFF))
+    codes |= sign_codes(bits > np.uint16(0x7FFF), 0x80)
     return [codes, np.float32(1) / factors]
 
 
