@@ -64,9 +64,10 @@ from ckpt.runs.from_hub import cached_snapshot, is_repository
 from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint, warn_of_skipped
 from ckpt.runs.output_place import check_place, place_notes
+from ckpt.runs.sentence_modules import modules_in, trainers_prefix
 from ckpt.state.kept_dtypes import check_casts, check_parts, quantized_parts, with_tensor_kinds, with_uncast_parts
 from ckpt.state.kept_dtypes import check_place as check_quantized_place
-from ckpt.state.naming import as_hub, to_namespace, without_wrappers
+from ckpt.state.naming import as_hub, to_namespace, with_trainers_prefix, without_wrappers
 from ckpt.state.positions import with_step_count
 from ckpt.state.same_model import difference
 from ckpt.stores import placeholder_files
@@ -547,6 +548,10 @@ def plan(
     is_quantized = services.quantization.is_quantized(named)
     if is_quantized:
         named = with_uncast_parts(named, layout)
+    if target.namespace == TRANSFORMERS:
+        prefix, inner = trainers_prefix(named.folders), (*modules_in(named.folders),)
+        named = with_trainers_prefix(replace(named, notes=()), prefix, inner, splits_modules=target.splits_modules)
+        renamed += named.notes
     laid_out = target.lay_out(replace(named, notes=()), layout)
     if layout.quantize is not None and laid_out.rule:
         quantization = {"method": layout.quantize, "rule": laid_out.rule}

@@ -481,6 +481,8 @@ class Format(Protocol):
     always_has_optimizer: bool = False
     #: True if the files record every parameter's shape.
     records_shapes: bool = False
+    #: True if it has a folder for each module of sentence-transformers.
+    splits_modules: bool = False
     #: Folder that an engine needs to load a step: the step's own, or the run's with its record.
     loads_from: Literal["step", "run"] = "step"
     #: True if an engine loads it on another number of ranks, or with other Megatron axis sizes.

@@ -28,6 +28,11 @@ MODULES = "modules.json"
 WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 #: Classes without files.
 WITHOUT_FILES = ("Normalize",)
+#: Prefix of the model's names in `SentenceTransformerTrainer`, by its class: release 6, and older ones.
+_TRAINERS_PREFIX = {
+    "sentence_transformers.base.modules.transformer.Transformer": "0.model.",
+    "sentence_transformers.models.Transformer": "0.auto_model.",
+}
 #: Config entries for the sizes of classes with known tensors.
 _SIZES = {"Dense": ("in_features", "out_features"), "LayerNorm": ("dimension",)}
 _SETTINGS = "config_sentence_transformers.json"
@@ -38,7 +43,11 @@ _T = TypeVar("_T")
 
 class InnerModule(NamedTuple):
     folder: Path
-    kind: str
+    type: str
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
 
 
 def modules_in(folders: Iterable[str | Path]) -> dict[str, InnerModule]:
@@ -54,10 +63,17 @@ def modules_in(folders: Iterable[str | Path]) -> dict[str, InnerModule]:
 def _modules_of(home: Path) -> dict[str, InnerModule]:
     try:
         listed = json.loads(read_file(confined(home, MODULES), _MAX_JSON))
-        found = {f"{one['idx']}.": (one["path"], str(one["type"]).rpartition(".")[2]) for one in listed}
+        found = {f"{one['idx']}.": (one["path"], str(one["type"])) for one in listed}
     except (ValueError, TypeError, KeyError):
         return {}
-    return {prefix: InnerModule(home / path, kind) for prefix, (path, kind) in found.items() if _is_inner(path)}
+    return {prefix: InnerModule(home / path, type_) for prefix, (path, type_) in found.items() if _is_inner(path)}
+
+
+def trainers_prefix(folders: Iterable[str | Path]) -> str | None:
+    """Return the prefix of the model's names in sentence-transformers' trainer, or None if it is unknown."""
+    home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
+    model = None if home is None else _modules_of(home).get("0.")
+    return _TRAINERS_PREFIX.get(model.type) if model else None
 
 
 def _is_inner(path: object) -> bool:

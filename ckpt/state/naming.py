@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ckpt.base.errors import CorruptError, NotFoundError
@@ -110,9 +110,34 @@ def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     names = {*checkpoint.shapes, *checkpoint.ties}
     if not any(_INNER.search(name) for name in names):
         return checkpoint
-    shapes, clean = checkpoint.shapes, clean_names(names, checkpoint.path)
-    ties = {clean[alias]: clean[owner] for alias, owner in checkpoint.ties.items()}
-    relation = Relation.renaming({name: clean[name] for name in shapes}, shapes)
-    named = translate(replace(checkpoint, ties={}), relation, checkpoint.namespace)
     note = "left out wrapper prefixes (torch.compile) from the model's names, like torch's state dicts"
-    return replace(named, ties=ties, notes=(*checkpoint.notes, note))
+    named = _renamed(checkpoint, clean_names(names, checkpoint.path))
+    return replace(named, notes=(*checkpoint.notes, note))
+
+
+def with_trainers_prefix(
+    checkpoint: Checkpoint, prefix: str | None, others: tuple[str, ...], *, splits_modules: bool
+) -> Checkpoint:
+    """Name the tensors as sentence-transformers' trainer does, and add a note if that renames any.
+
+    `others` are the prefixes of other modules. `splits_modules` is True for formats with a folder for each module:
+    they have the model's own names.
+    """
+    names = {*checkpoint.shapes, *checkpoint.ties}
+    if prefix is None or (checkpoint.namespace == OWN and not splits_modules):
+        return checkpoint
+    is_named = any(name.startswith(prefix) for name in names)
+    if is_named != splits_modules:
+        return checkpoint
+    if splits_modules:
+        return _renamed(checkpoint, {name: name.removeprefix(prefix) for name in names})
+    note = f"put {prefix!r} before the model's names, like SentenceTransformerTrainer of the release in modules.json"
+    named = _renamed(checkpoint, {name: name if name.startswith(others) else prefix + name for name in names})
+    return replace(named, notes=(*checkpoint.notes, note))
+
+
+def _renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    shapes = checkpoint.shapes
+    ties = {names[alias]: names[owner] for alias, owner in checkpoint.ties.items()}
+    relation = Relation.renaming({name: names[name] for name in shapes}, shapes)
+    return replace(translate(replace(checkpoint, ties={}), relation, checkpoint.namespace), ties=ties)

@@ -95,6 +95,7 @@ class Trainer(Format):
     title = "HF Trainer's and Accelerate's own"
     namespace = TRANSFORMERS
     always_has_optimizer = True
+    splits_modules = True
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -461,12 +462,26 @@ def test_lightnings_single_files_are_resumed_as_files(
     assert api.open(last.parent).path == str(first)
 
 
-@pytest.mark.parametrize(("target", "is_told"), [("dcp", True), ("zero3", True), ("trainer", False)])
-def test_names_without_the_prefix_of_sentence_transformers_are_told(
-    copied: Callable[[str], Path], target: str, is_told: bool
+@pytest.mark.parametrize("target", ["dcp", "zero3", "full", "trainer"])
+@pytest.mark.parametrize(
+    ("module", "prefix"),
+    [("base.modules.transformer", "0.model."), ("models", "0.auto_model."), ("sparse_encoder.models.other", None)],
+)
+def test_names_have_the_prefix_of_sentence_transformers(
+    copied: Callable[[str], Path], target: str, module: str, prefix: str | None
 ) -> None:
-    """The trainer calls the model `0.model`, and its saved folder has transformers' names."""
+    """The trainer of release 6 calls the model `0.model`, of 5 `0.auto_model`; its saved folder has no prefix."""
     step = copied("sentence-transformers") / "checkpoint-2"
+    modules = json.loads((step / "modules.json").read_text())
+    modules[0]["type"] = f"sentence_transformers.{module}.Transformer"
+    (step / "modules.json").write_text(json.dumps(modules))
     ranks = ("--world-size", "2") if target == "zero3" else ()
     done = ckpt("convert", "auto", target, step, *ranks, "-v", "-o", step.with_name("out"))
-    assert done.code == 0 and ("SentenceTransformerTrainer can't load this step" in done.err) == is_told, done.err
+    is_unknown = prefix is None and target in ("dcp", "zero3")
+    assert done.code == 0 and ("SentenceTransformerTrainer can't load this step" in done.err) == is_unknown, done.err
+    names = {fqn for fqn, _ in api.open(step.with_name("out")).tensors}
+    before = {fqn for fqn, _ in api.open(step).tensors}
+    expected = "" if target == "trainer" else prefix or ""
+    assert names == {fqn if fqn[0].isdecimal() else expected + fqn for fqn in before}
+    back = ckpt("convert", "auto", "trainer", step.with_name("out"), "-o", step.with_name("back"))
+    assert back.code == 0 and {fqn for fqn, _ in api.open(step.with_name("back")).tensors} == before, back
