@@ -305,6 +305,10 @@ def _faults(raw: Mapping[str, Any], known: Mapping[str, _Values], within: str = 
             yield from _faults(value, values.entries, f"{within}{entry}.")
 
 
+#: Entries that PEFT refuses for parameters (0.21, `lora/layer.py`, `ParamWrapper`).
+_NOT_OF_PARAMETERS = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora", "velora_config", "kasa_config")
+
+
 def _contradictions(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
     kind, layers = raw.get("peft_type"), raw.get("layers_to_transform")
     if kind in _TAKES_LAYERS and raw.get("layers_pattern") and layers is None:
@@ -314,6 +318,9 @@ def _contradictions(raw: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ..
             yield f"{entry} needs a list in target_modules", ("target_modules", entry)
     if raw.get("lora_bias") and (raw.get("use_dora") or raw.get("init_lora_weights", True) not in (True, False)):
         yield "lora_bias works with neither DoRA nor another init", ("lora_bias", "use_dora", "init_lora_weights")
+    if kind == "LORA" and raw.get("target_parameters"):
+        for entry in filter(raw.get, _NOT_OF_PARAMETERS):
+            yield f"{entry} works with no target_parameters", ("target_parameters", entry)
     if kind == "SUPERTUNING" and raw.get("lora_alpha") is not None and raw.get("r") is None:
         yield "lora_alpha needs r", ("lora_alpha", "r")
     sizes = _ONE_SIZE.get(str(kind), ())

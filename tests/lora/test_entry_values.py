@@ -267,6 +267,16 @@ def test_contradictions_are_damage(
     assert is_refused(changed)
 
 
+@pytest.mark.parametrize(
+    "entry", [{"lora_dropout": 0.1}, {"fan_in_fan_out": True}, {"lora_bias": True}, {"use_dora": True}, {}], ids=str
+)
+def test_parameters_take_no_variant_that_peft_refuses(entry: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's `ParamWrapper` refuses the same entries."""
+    adapter = trained("LORA", tmp_path / "known", target_modules=[], target_parameters=["up.weight"])
+    changed = edited(adapter, tmp_path / "changed", **entry)
+    assert loads_in_peft(changed) != bool(entry) and is_refused(changed) == bool(entry)
+
+
 def test_bd_lora_that_is_turned_off_is_damage(tmp_path: Path) -> None:
     from peft.tuners.lora.config import BdLoraConfig
 
