@@ -26,7 +26,8 @@ from ckpt.base.errors import printable
 from ckpt.base.results import Returned
 from ckpt.base.text import pluralize
 from ckpt.compare.compare import Reader, blocks, check_replicas, location, number_text
-from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.blocks import cast
+from ckpt.move.casts import storage_dtype
 from ckpt.move.reading import strided
 from ckpt.move.source import DIRECT, GAP, is_standin
 from ckpt.move.threads import in_threads
@@ -198,7 +199,7 @@ def _hash_contents(
                 hashers = {dtype: xxh3_128() for dtype in forms[key]}
                 for bits in row_major(tensor, reader):
                     for dtype, hasher in hashers.items():
-                        as_form = bits if dtype == tensor.dtype else cast_bits(bits, tensor.dtype, dtype)
+                        as_form = cast(bits, tensor.dtype, dtype, path=checkpoint.path, fqn=tensor.fqn)
                         hasher.update(as_form.view(np.uint8).data)
                     num_bytes = bits.nbytes
                     del bits, as_form  # release a store's answer

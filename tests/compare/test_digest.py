@@ -70,6 +70,19 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
     assert parameters(written, BFLOAT16) == weights
 
 
+def test_a_number_too_large_for_the_dtype_has_no_digest(tmp_path: Path) -> None:
+    """`convert` refuses the same cast."""
+    done = convert(FIXTURES / "trainer-plain", "hf", tmp_path / "hf")
+    tensors = load_file(done / "model.safetensors")
+    tensors["model.norm.weight"][2] = 1e6
+    save_file(tensors, done / "model.safetensors", {"format": "pt"})
+    for words in (("hash", done), ("convert", "hf", "hf", done, "-o", tmp_path / "out")):
+        assert ckpt(*words, "--dtype", "bf16").code == 0
+        refused = ckpt(*words, "--dtype", "fp16", *(("--overwrite",) if words[0] == "convert" else ()))
+        assert refused.code == 6 and "a number is too large for float16" in refused.err, refused
+        assert "model.norm.weight" in refused.err and "--dtype bf16" in refused.err and not refused.out, refused
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["toy-zero3", "trainer-plain", "marked buffer", "quantized"])
 def test_a_dtype_is_applied_as_in_a_conversion(name: str, dtype: Any, tmp_path: Path) -> None:
