@@ -354,6 +354,15 @@ def swap_down_for_a_smaller_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors["more.weight"] = tensors.pop(DOWN)[:-1].clone()
 
 
+def swap_down_for_another_kind_of_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[DOWN]
+    tensors["more.weight"] = torch.zeros(100, 100)
+
+
+def fuse_down(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["mlps.weight"] = torch.stack([tensors.pop(DOWN)] * 2)
+
+
 def add_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors["more.weight"] = torch.zeros(3, 4)
 
@@ -362,6 +371,8 @@ def add_one(tensors: dict[str, torch.Tensor]) -> None:
     ("act", "state", "what"),
     [
         (rename_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+        (fuse_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+        (swap_down_for_another_kind_of_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
         (swap_down_for_a_smaller_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
         (add_one, "whole", "{cls} don't have 1 tensor: more.weight"),
     ],

@@ -7,6 +7,7 @@ that it does not hold. Writers don't notice, but servers fail.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -88,8 +89,19 @@ def _without_towers(missing: Sequence[str], config: Mapping[str, Any], shapes: M
 
 
 def _may_hold(others: Sequence[Shape], missing: Sequence[Shape]) -> bool:
-    """Return True if tensors with unknown names have enough elements for the missing ones."""
-    return UNKNOWN_SHAPE in others or sum(map(prod, others)) >= sum(map(prod, missing))
+    """Return True if tensors with unknown names may be the missing ones, fused, stacked or split."""
+    if UNKNOWN_SHAPE in others:
+        return True
+    absent = {*missing}
+    related = {other: {one for one in absent if _may_be_part(other, one)} for other in {*others}}
+    elements = sum(prod(other) for other in others if related[other])
+    return absent <= set[Shape]().union(*related.values()) and elements >= sum(map(prod, missing))
+
+
+def _may_be_part(one: Shape, other: Shape) -> bool:
+    """Return True if the larger shape has all dims of the smaller one but one, or is flat."""
+    small, large = sorted((one, other), key=prod)
+    return len(large) == 1 or (Counter(small) - Counter(large)).total() <= 1
 
 
 def _first(names: Sequence[str]) -> str:
