@@ -8,9 +8,9 @@ from typing import Any
 from ckpt.base.text import one_line, pluralize
 from ckpt.compare.other_files import differing_files, first_names
 from ckpt.containers.torchfile.tree import tensors_in
-from ckpt.plan.checkpoint import Checkpoint, OneElement
+from ckpt.plan.checkpoint import HUB, Checkpoint, OneElement
 from ckpt.runs.unread_files import STATE, list_unread
-from ckpt.state.same_model import stated_otherwise
+from ckpt.state.same_model import loaded_otherwise, stated_otherwise
 
 WHY = "they are outside the model and the optimizer; use `ckpt verify --run` to compare them"
 _RANDOM = ("rng", "random")
@@ -32,7 +32,10 @@ def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     for label, side in (("A", a), ("B", b)):
         if names := [one.name for one in list_unread(side) if one.kind == STATE]:
             yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
-    if entries := [_entry(*one) for one in stated_otherwise(a.config, b.config, alone=True)]:
+    differing = [*stated_otherwise(a.config, b.config, alone=True)]
+    if {a.namespace, b.namespace} == {HUB}:  # a run's config is for its own class and precision
+        differing += loaded_otherwise(a.config or {}, b.config or {})
+    if entries := [_entry(*one) for one in differing]:
         yield f"only tensors are compared, and the configs differ between A and B: {first_names(entries)}"
     yield from differing_files(a, b)
 

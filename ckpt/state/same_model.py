@@ -23,6 +23,14 @@ def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -
     return None
 
 
+def loaded_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the class and the dtype for loading if two models' configs state others, with both values."""
+    for names in (("architectures",), ("dtype", "torch_dtype")):
+        a, b = (next((config[name] for name in names if config.get(name)), None) for config in (one, other))
+        if None not in (a, b) and str(a).removeprefix("torch.") != str(b).removeprefix("torch."):
+            yield names[0], a, b
+
+
 def stated_otherwise(
     one: Mapping[str, Any] | None, other: Mapping[str, Any] | None, within: str = "", *, alone: bool = False
 ) -> Iterator[tuple[str, Any, Any]]:

@@ -87,6 +87,10 @@ def test_configs_that_differ_and_unread_tensors_are_named(tmp_path: Path) -> Non
         ("tie_word_embeddings", True, False, "tie_word_embeddings True and False"),
         ("quantization_config", {"bits": 4}, {"bits": 8}, "quantization_config.bits 4 and 8"),
         ("quantization_config", {"bits": 4}, None, None),
+        ("architectures", ["A"], ["B"], "architectures ['A'] and ['B']"),
+        ("dtype", "float32", "bfloat16", "dtype 'float32' and 'bfloat16'"),
+        ("dtype", "float32", None, None),
+        ("dtype", "float32", "torch.float32", None),
     ],
 )
 def test_a_config_entry_that_tensors_do_not_show_is_named(
