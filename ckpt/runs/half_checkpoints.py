@@ -23,7 +23,7 @@ from ckpt.runs.unread_files import holds_tensors, may_hold_tensors
 OPTIMIZER_FILE = re.compile(
     r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
 )
-_MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
+MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
 _OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$|^training_state$")
 _FULL_OPTIMIZER = "optimizer.bin"
 _MAX_SHOWN = 8  # names per message
@@ -125,7 +125,7 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
     if path.is_file():
         places = [path.parent]
     elif ANY_STEP.fullmatch(path.name) and ANY_STEP.fullmatch(path.parent.name):
-        places = [path.parent / name for name in names_in(path.parent) if _MODEL_FILE.fullmatch(name)]
+        places = [path.parent / name for name in names_in(path.parent) if MODEL_FILE.fullmatch(name)]
     else:
         is_optimizers = _OPTIMIZER_FOLDER.search(path.name) is not None
         beside = folders_in(path.parent) if is_optimizers else []

@@ -56,6 +56,12 @@ def hooks_folders(step: Path) -> list[Path]:
     return [one for one in inside if is_of_diffusers(one)]
 
 
+def missing_hooks_folders(step: Path, others: Iterable[Path]) -> list[str]:
+    """Return the names of a save hook's models that all `others` have, steps of the same run."""
+    found = [{one.name for one in hooks_folders(other)} for other in others]
+    return sorted(set.intersection(*found) - {one.name for one in hooks_folders(step)}) if found else []
+
+
 def is_of_diffusers(folder: Path) -> bool:
     try:
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None

@@ -485,3 +485,30 @@ def test_names_have_the_prefix_of_sentence_transformers(
     assert names == {fqn if fqn[0].isdecimal() else expected + fqn for fqn in before}
     back = ckpt("convert", "auto", "trainer", step.with_name("out"), "-o", step.with_name("back"))
     assert back.code == 0 and {fqn for fqn, _ in api.open(step.with_name("back")).tensors} == before, back
+
+
+def test_a_model_next_to_the_steps_is_named(copied: Callable[[str], Path]) -> None:
+    run = copied("trainer-plain")
+    told = "other: a model next to the steps, not checked with them"
+    (run / "other").mkdir()
+    shutil.copy(run / "checkpoint-2" / "config.json", run / "other")
+    assert told not in ckpt("check", run).out
+    shutil.copy(run / "checkpoint-2" / "model.safetensors", run / "other")
+    checked = ckpt("check", run)
+    assert checked.code == 0 and told in checked.out and "every part" in checked.out, checked.out
+    assert told not in ckpt("check", run / "checkpoint-2").out
+
+
+@pytest.mark.parametrize("name", ["diffusers", "diffusers-zero2"])
+@pytest.mark.parametrize("folder", ["unet", "unet_ema"])
+def test_a_save_hooks_folder_that_other_steps_have_is_missed(
+    copied: Callable[[str], Path], name: str, folder: str
+) -> None:
+    run = copied(name)
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-1")
+    told = f"{folder}/: missing; the run's other steps have it"
+    assert told not in ckpt("check", run).out
+    shutil.rmtree(run / "checkpoint-1" / folder)
+    assert told in ckpt("check", run).out and ckpt("check", run / "checkpoint-1").code == 4
+    shutil.rmtree(run / "checkpoint-2" / folder)  # a run without it
+    assert told not in ckpt("check", run).out

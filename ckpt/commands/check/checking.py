@@ -56,8 +56,8 @@ from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
 from ckpt.runs.finding import free_tags, missing_models, models_of, number_of
-from ckpt.runs.half_checkpoints import check_holds_model, formats_of, lost_model_of_fsdp, lost_optimizer
-from ckpt.runs.model_files import CONFIG
+from ckpt.runs.half_checkpoints import MODEL_FILE, check_holds_model, formats_of, lost_model_of_fsdp, lost_optimizer
+from ckpt.runs.model_files import CONFIG, missing_hooks_folders
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
@@ -70,6 +70,8 @@ from ckpt.runs.steps import (
     TRACKER,
     TRAINER_STATE,
     TRAINER_STEP,
+    folders_beside,
+    is_step,
     link_target,
     lost_step_number,
     lost_trainer_state,
@@ -371,6 +373,10 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     for name in names_in(path) if path.is_dir() else ():
         if _is_being_written(path / name):
             yield Problem(INCOMPLETE, name, "it was being written: it never got its name")
+    run = run_at(path)
+    for folder in folders_beside(run) if run.steps else ():
+        if folder not in places and any(map(MODEL_FILE.fullmatch, names_in(folder))):
+            yield Problem(LEFT, run.name(folder), "a model next to the steps, not checked with them")
 
 
 def _is_being_written(place: Path) -> bool:
@@ -675,6 +681,9 @@ def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterat
         yield Problem(INCOMPLETE, name, "missing; Lightning writes it after the shards, and loads no folder without it")
     for name in missing_trainer_state(place):
         yield Problem(INCOMPLETE, name, "missing; the trainer writes it with the model, and other steps have it")
+    others = [one.path for one in run_at(place.parent).steps if one.path != place] if is_step(place) else []
+    for name in missing_hooks_folders(place, others[:2]):
+        yield Problem(INCOMPLETE, f"{name}/", "missing; the run's other steps have it, by their save hook")
     is_run = checkpoint is not None and has_optimizer(checkpoint)
     if is_run and (lost := lost_trainer_state(place)):
         yield Problem(LACKING, "trainer state", lost)
