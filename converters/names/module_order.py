@@ -1,7 +1,7 @@
 """Order in which a transformers model registers its parameters, used by optimizers to number them.
 
-It follows from the tables in `converters.names.megatron`. For other architectures, the installed transformers builds
-its own model without data.
+It follows from the rows of architectures with a table in `converters.names.megatron`. For others, the installed
+transformers builds its own model without data.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape
+from converters.names.families.tables import FAMILIES, saved
 from converters.names.hub.proof import prove
-from converters.names.megatron.relation import architectures
+from converters.names.megatron.relation import BUFFERS, architectures, table_of
+from converters.names.megatron.table import Table
 from converters.names.parameters import in_memory
 from converters.names.transformers.order import as_registered
-from converters.names.transformers.relation import build_model
+from converters.names.transformers.relation import build_model, relation
 from converters.names.transformers.transformers_source import package
 
 
@@ -51,8 +53,21 @@ def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     if model_type not in architectures() and find_spec("torch") is None:
         return {}
     try:
-        shapes = {parameter.name: parameter.shape for parameter in in_memory(config).parameters}
+        if model_type not in architectures() or model_type not in FAMILIES:
+            return {parameter.name: parameter.shape for parameter in in_memory(config).parameters}
+        shapes = _parameters(config, table_of(model_type))
     except CkptError:
         return {}
-    order = as_registered(shapes, model_type) if model_type in architectures() else shapes
-    return {fqn: shapes[fqn] for fqn in order}
+    return {fqn: shapes[fqn] for fqn in as_registered(shapes, model_type)}
+
+
+def _parameters(config: Mapping[str, Any], table: Table) -> Mapping[str, Shape]:
+    """Return the shapes in memory of a table's parameters, without its buffers."""
+    found = saved(config)
+    if found is None:
+        return {}
+    places = (place for place in table.places(table.family.sizes(config)) if place.megatron.endswith(BUFFERS))
+    buffers = {hub for place in places for hub in place.hubs}
+    shapes = {fqn: shape for fqn, shape in found.required.items() if fqn not in buffers}
+    memory = relation(config, shapes, "to_memory")
+    return shapes if memory is None else memory.b_shapes
