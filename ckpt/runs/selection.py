@@ -24,7 +24,7 @@ from ckpt.base.errors import (
 from ckpt.base.text import Brief
 from ckpt.base.words import Keyword, Message, Note, joined, keywords_in
 from ckpt.move.files import confined
-from ckpt.move.listing import folders_in
+from ckpt.move.listing import files_below, folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.runs.finding import check_all_there, free_tags, models_of, save_around, several_models, tagged
@@ -33,6 +33,7 @@ from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.source_checks import check_has_elements, check_one_save
 from ckpt.runs.step_checks import check_ended
 from ckpt.runs.steps import (
+    RECORDS,
     STEP_PARTS,
     Run,
     Step,
@@ -47,6 +48,9 @@ from ckpt.runs.steps import (
 )
 from ckpt.runs.unread_files import holds_tensors, stray_names
 
+#: Files that no format reads. Records like `latest_checkpointed_iteration.txt` are read.
+_LOGS = (".log", ".out", ".err", ".txt", ".csv", ".yaml", ".wandb", ".png", ".html", ".md")
+_LOG_PREFIXES = ("events.out.tfevents.", "wandb-")
 #: The checkpoint in the folder itself.
 OWN_TAG = "."
 _MAX_NAMES = 8  # names per message
@@ -331,7 +335,7 @@ class Chooser:
 
     def _finds_run(self, folder: Path) -> bool:
         try:
-            return not stray_names(folder) and is_run(folder)
+            return not (_has_only_logs(folder) or stray_names(folder)) and is_run(folder)
         except CkptError:  # damaged
             return True
 
@@ -415,6 +419,15 @@ def _raise_first(reasons: Iterable[CkptError | None]) -> None:
 
 def _holds_any(step: Path) -> bool:
     return _is_checkpoint(step, _readable())
+
+
+def _has_only_logs(folder: Path) -> bool:
+    """Return True if no format needs to be loaded to see that this is no checkpoint."""
+    return all(map(_is_log, (path.name for path in files_below(folder))))
+
+
+def _is_log(name: str) -> bool:
+    return name not in RECORDS and (name.endswith(_LOGS) or name.startswith(_LOG_PREFIXES))
 
 
 def _readable() -> list[Format]:

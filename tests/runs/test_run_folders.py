@@ -9,6 +9,8 @@ import pytest
 
 from ckpt import api
 from ckpt.errors import UsageError
+from ckpt.runs import selection
+from ckpt.runs.selection import is_run
 from tests.support.commands import ckpt
 
 #: Files Trainer needs to resume, except for the model and the optimizer.
@@ -123,6 +125,21 @@ def test_models_beside_the_steps_are_named(fixtures: Path, tmp_path: Path) -> No
     assert Path(api.open(run, tag="final").path) == run / "final"
     assert all("also here" not in note for note in api.open(run, tag="checkpoint-2").notes)
     assert all("also here" not in note for note in api.open(run / "checkpoint-2").notes)
+
+
+def test_folder_of_logs_next_to_steps_loads_no_format(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, searched = tmp_path / "run", []
+    shutil.copytree(fixtures / "trainer-plain/checkpoint-2", run / "checkpoint-2")
+    for name in ("logs/train.log", "runs/a/events.out.tfevents.1", "wandb/b/wandb-summary.json", "wandb/b/config.yaml"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("1")
+    (run / "other").mkdir()
+    (run / "other/latest").write_text("global_step1")
+    monkeypatch.setattr(selection, "is_run", lambda path, *rest: searched.append(path.name) or is_run(path, *rest))
+    assert "also here, not a step: other (tag takes it)" in api.open(run).notes
+    assert "other" in searched and not {"logs", "runs", "wandb"} & {*searched}
 
 
 def test_a_last_checkpoint_without_a_number_is_compared(fixtures: Path, tmp_path: Path) -> None:
