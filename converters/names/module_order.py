@@ -55,13 +55,13 @@ def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     try:
         if model_type not in architectures() or model_type not in FAMILIES:
             return {parameter.name: parameter.shape for parameter in in_memory(config).parameters}
-        shapes = _parameters(config, table_of(model_type))
+        shapes = _table_parameters(config, table_of(model_type))
     except CkptError:
         return {}
     return {fqn: shapes[fqn] for fqn in as_registered(shapes, model_type)}
 
 
-def _parameters(config: Mapping[str, Any], table: Table) -> Mapping[str, Shape]:
+def _table_parameters(config: Mapping[str, Any], table: Table) -> Mapping[str, Shape]:
     """Return the shapes in memory of a table's parameters, without its buffers."""
     found = saved(config)
     if found is None:
