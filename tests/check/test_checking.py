@@ -17,6 +17,7 @@ from ckpt.commands.check import checking, files
 from ckpt.containers.dcp.metadata import read_metadata
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot
+from tests.support.model_files import rewriting
 from tests.support.places import REPOSITORY
 
 WHOLE = ("toy-zero1", "toy-zero3", "toy-zero0", "dcp-fsdp2", "megatron-fsdp", "trainer-plain", "trainer-zero2")
@@ -158,10 +159,9 @@ def test_an_optimizer_of_a_later_save_is_not_resumed(fixtures: Path, tmp_path: P
     later = Path(shutil.copytree(run / "checkpoint-2", run / "checkpoint-3"))
     (later / "trainer_state.json").write_text(json.dumps(state | {"global_step": 3}))
     assert run_ckpt("resume", run).out.strip() == str(later)
-    saved = torch.load(later / "optimizer.pt", weights_only=False)
-    for values in saved["state"].values():
-        values["step"] = torch.tensor(7.0)
-    torch.save(saved, later / "optimizer.pt")
+    with rewriting(later / "optimizer.pt") as saved:
+        for values in saved["state"].values():
+            values["step"] = torch.tensor(7.0)
     result = run_ckpt("resume", run)
     assert result.code == 0 and result.out.strip() == str(run / "checkpoint-2"), result
     assert "checkpoint-3 is skipped" in result.err and "the optimizer has taken 7" in result.err
@@ -278,10 +278,9 @@ def test_skipped_optimizer_states_are_noted(fixtures: Path, tmp_path: Path) -> N
     healthy = run_ckpt("check", run)
     assert healthy.code == 0 and note not in healthy.out
     for path in run.rglob("*optim_states.pt"):
-        content = torch.load(path, weights_only=False)
-        for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
-            state["row"] = state["exp_avg"].mean(-1)
-        torch.save(content, path)
+        with rewriting(path) as content:
+            for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
+                state["row"] = state["exp_avg"].mean(-1)
     checked = run_ckpt("check", run)
     assert checked.code == 0 and checked.out.count(note) == 1 and "it is not of the parameter's shape" in checked.out
     (one,) = json.loads(run_ckpt("check", run, "--json").out)["checkpoints"]

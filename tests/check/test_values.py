@@ -16,6 +16,7 @@ import ckpt as toolkit
 from ckpt.base.errors import CorruptError
 from ckpt.move import values as scanning
 from tests.support.commands import ckpt
+from tests.support.model_files import save_model
 from tests.support.places import REPOSITORY
 
 FIXTURES = REPOSITORY / "fixtures"
@@ -31,13 +32,6 @@ DTYPES = {
     "float8_e5m2fnuz": ("u1", 0x80, None),
     "float8_e8m0fnu": ("u1", 0xFF, None),
 }
-
-
-def folder(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config or {}))
-    return path
 
 
 def found(path: Path) -> list[dict[str, Any]]:
@@ -75,12 +69,12 @@ def test_nan_and_infinities_are_damage_with_count_and_first_index(name: str, tmp
     bits = np.ones((40, 50), unsigned)
     dtype = getattr(torch, name)
     clean = torch.from_numpy(bits.view(np.uint8).copy()).view(dtype)
-    good = folder(tmp_path / "good", {"x": clean})
+    good = save_model(tmp_path / "good", {"x": clean})
     assert ckpt("check", good, "--values").code == 0
     bits[3, 7] = bits[39, 49] = nan
     if infinity is not None:
         bits[5, 0] = infinity
-    bad = folder(tmp_path / "bad", {"x": torch.from_numpy(bits.view(np.uint8).copy()).view(dtype)})
+    bad = save_model(tmp_path / "bad", {"x": torch.from_numpy(bits.view(np.uint8).copy()).view(dtype)})
     assert ckpt("check", bad, "--bytes").code == 0
     result = ckpt("check", bad, "--values")
     assert result.code == CorruptError.exit_code
@@ -94,7 +88,7 @@ def test_nan_and_infinities_are_damage_with_count_and_first_index(name: str, tmp
 def test_packed_fp4_and_integers_have_no_nan(tmp_path: Path) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     tensors = {"a": every, "b": every.to(torch.int8), "c": every.view(torch.int32).clone(), "d": every > 7}
-    assert ckpt("check", folder(tmp_path / "x", tensors), "--values").code == 0
+    assert ckpt("check", save_model(tmp_path / "x", tensors), "--values").code == 0
 
 
 def test_remarkable_values_are_notes(tmp_path: Path) -> None:
@@ -111,7 +105,7 @@ def test_remarkable_values_are_notes(tmp_path: Path) -> None:
         "q.lora_B.weight": torch.zeros(8, 4),
         "attn_mask": torch.full((4, 4), float("-inf")).triu(1),
     }
-    source = folder(tmp_path / "x", tensors)
+    source = save_model(tmp_path / "x", tensors)
     result = ckpt("check", source, "--values")
     assert result.code == 0, result.out
     assert "every value was read" in result.out
@@ -178,9 +172,9 @@ def test_parts_of_quantized_weights_are_judged_by_their_meaning(tmp_path: Path) 
     blocks += 1
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     tensors = {"x.experts.w_blocks": blocks, "x.experts.w_scales": scales}
-    assert ckpt("check", folder(tmp_path / "good", tensors, config), "--values").code == 0
+    assert ckpt("check", save_model(tmp_path / "good", tensors, config), "--values").code == 0
     scales[1, 2, 1] = 255
-    result = ckpt("check", folder(tmp_path / "nan", tensors, config), "--values")
+    result = ckpt("check", save_model(tmp_path / "nan", tensors, config), "--values")
     assert result.code == CorruptError.exit_code
     assert "x.experts.w_scales: 1 of 32 values are NaN, the first at [1, 2, 1]" in result.out
     gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}
@@ -190,20 +184,20 @@ def test_parts_of_quantized_weights_are_judged_by_their_meaning(tmp_path: Path) 
         "a.scales": torch.ones(2, 8, dtype=torch.float16) / 3,
         "a.g_idx": torch.arange(128, dtype=torch.int32) // 64,
     }
-    assert ckpt("check", folder(tmp_path / "gptq", parts, gptq), "--values").code == 0
+    assert ckpt("check", save_model(tmp_path / "gptq", parts, gptq), "--values").code == 0
     parts["a.g_idx"][100] = 2
-    result = ckpt("check", folder(tmp_path / "gidx", parts, gptq), "--values")
+    result = ckpt("check", save_model(tmp_path / "gidx", parts, gptq), "--values")
     assert result.code == CorruptError.exit_code and "not in 0 to 1, the first at [100]" in result.out
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
     tensors = {"a.weight": plain(8, 8).to(torch.float8_e4m3fn), "a.weight_scale_inv": plain(2, 2).abs()}
     tensors["a.weight_scale_inv"][1, 0] = -1
-    (one,) = found(folder(tmp_path / "fp8", tensors, fp8))
+    (one,) = found(save_model(tmp_path / "fp8", tensors, fp8))
     assert one["kind"] == "scale out of range" and one["first"] == [1, 0]
 
 
 def test_empty_tensors_and_scalars(tmp_path: Path) -> None:
     assert (
-        ckpt("check", folder(tmp_path / "empty", {"x": torch.zeros(0, 3), "y": torch.tensor(1.5)}), "--values").code
+        ckpt("check", save_model(tmp_path / "empty", {"x": torch.zeros(0, 3), "y": torch.tensor(1.5)}), "--values").code
         == 0
     )
     assert found(tmp_path / "empty") == []

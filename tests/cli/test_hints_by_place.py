@@ -38,6 +38,7 @@ from tests.cli.test_rare_hints import (
 )
 from tests.faults.claims import write_model
 from tests.quantized.test_parts import model as quantized_model
+from tests.support.model_files import rewriting
 from tests.support.places import FIXTURES
 
 
@@ -115,10 +116,9 @@ def another_buffer(place: Place) -> str:
     """Return the error for a distributed optimizer without the last element of its buffers."""
     toolkit.plan(FIXTURES / "megatron-lm", "megatron").run(place / "run")
     for path in place.folder.rglob("distrib_optim.pt"):
-        content = torch.load(path, weights_only=False)
-        for state in (state for one in content if one is not None for state in one[0].values()):
-            state.update({name: value[:-1] for name, value in state.items() if isinstance(value, torch.Tensor)})
-        torch.save(content, path)
+        with rewriting(path) as content:
+            for state in (state for one in content if one is not None for state in one[0].values()):
+                state.update({name: value[:-1] for name, value in state.items() if isinstance(value, torch.Tensor)})
     return typed("inspect", place / "run")
 
 

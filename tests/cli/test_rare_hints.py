@@ -33,6 +33,7 @@ from ckpt.processes.group import check_alike
 from converters.pytorch.trainer import trainer_groups
 from tests.support import advice
 from tests.support.commands import ckpt
+from tests.support.model_files import save_model
 from tests.support.places import FIXTURES
 
 RUN = FIXTURES / "toy-zero3"
@@ -60,10 +61,7 @@ class Place:
 
 
 def model(folder: Path, tensors: Mapping[str, torch.Tensor] | None = None, **config: Any) -> Path:
-    folder.mkdir(parents=True)
-    save_file(dict(tensors or {"model.a.weight": torch.ones(4, 4)}), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_model(folder, tensors or {"model.a.weight": torch.ones(4, 4)}, config)
 
 
 def quantized(folder: Path) -> Path:

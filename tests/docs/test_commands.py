@@ -16,7 +16,7 @@ from transformers import models
 import ckpt as api
 from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt, ckpt_in_order, process
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import HubServer
 from tests.support.pages import Command, blocks, commands, differences, row_differs
 from tests.support.places import FIXTURES, REPOSITORY
 from tests.support.run_folders import in_the_order_of_steps
@@ -122,11 +122,8 @@ def pages() -> list[str]:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     with HubServer() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+        running.configure(monkeypatch, tmp_path / "hf-home")
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield running
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckpt.plan.checkpoint import MASTER
-from tests.support.adapters import load_base, same, weights
+from tests.support.adapters import differing, load_base, same, weights
 from tests.support.engines import Truth
 from tests.support.places import FIXTURES, REPOSITORY
 
@@ -80,8 +80,7 @@ def test_merge_lora(here: Path) -> None:
     model = PeftModel.from_pretrained(load_base(base), here / "lora/checkpoint-2")
     model.merge_and_unload().save_pretrained(here / "peft")
     merged, before, expected = (weights(folder) for folder in (here / "merged", base, here / "peft"))
-    assert merged.keys() == expected.keys()
-    assert all(same(merged[name], expected[name]) for name in expected)
+    assert differing(merged, expected) == []
     changed = {name for name in merged if not same(merged[name], before[name])}
     assert changed == {line.strip() for line in lines[1:]} and lines[0].startswith(f"{len(changed)} tensors of ")
 

@@ -38,6 +38,7 @@ from tests.quantized.test_damaged_scales import (
     other_value,
 )
 from tests.quantized.test_parts import UNKNOWN_VALUES
+from tests.support.model_files import merge_json
 
 EQUAL, MANIFESTED, ADAPTED, LOADS = "equal", "as the manifest says", "as the adapter says", "loads"
 #: `ckpt doctor`'s sentences, by the claim it checks.
@@ -281,8 +282,7 @@ def unloadable(sample: Sample, random: Random) -> Lie:
         if kind in of_files:
             change(file, lambda tensors: _TENSORS[kind](tensors, Random(seed)))
         else:
-            config = json.loads((run / "config.json").read_text())
-            (run / "config.json").write_text(json.dumps({**config, **_CONFIGS[kind]}))
+            merge_json(run / "config.json", _CONFIGS[kind])
 
     def loaded(run: Path) -> Iterator[tuple[str, str]]:
         yield from _claim(LOADS, _lines(lambda: ckpt.verify(run, loads=True)))

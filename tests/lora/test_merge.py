@@ -26,6 +26,7 @@ from tests.support.adapters import (
     TABLE,
     Tables,
     compare,
+    differing,
     edited,
     load_base,
     merge,
@@ -232,8 +233,7 @@ def test_attention_of_torch_s_own(dtype: torch.dtype, tmp_path: Path, tables: Ta
         merge(adapters_given, tmp_path / "base", out)
         found = weights(out)
         theirs = expected.state_dict()
-        assert found.keys() == theirs.keys()
-        assert [name for name in theirs if not same(theirs[name], found[name])] == []
+        assert differing(found, theirs) == []
     tables[TABLE][f"nn.MultiheadAttention, {str(dtype).removeprefix('torch.')}"]["own model"] = "6/6 (3)"
 
 
@@ -304,8 +304,7 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
         assert result.code == 0, result.err
         adapter = run.with_name(f"{run.name}-peft")
         expected, found = get_peft_model_state_dict(model), load_file(adapter / "adapter_model.safetensors")
-        assert found.keys() == expected.keys()
-        assert all(same(found[name], expected[name]) for name in expected)
+        assert differing(found, expected) == []
         result = ckpt("merge-lora", run, "-v")
         assert result.code == 0, result.err
         assert "using the base model in the checkpoint itself" in result.err
@@ -353,8 +352,7 @@ def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> Non
     plan.run(tmp_path / "many")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 10
     one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
-    assert one.keys() == many.keys()
-    assert all(same(one[name], many[name]) for name in one)
+    assert differing(one, many) == []
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "mxfp4"])

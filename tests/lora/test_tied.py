@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapters import same, weights
+from tests.support.adapters import differing, perturb, same, weights
 from tests.support.commands import Result, ckpt
+from tests.support.model_files import merge_json
 
 IDS = torch.arange(16).reshape(2, 8)
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -90,11 +91,7 @@ def train(base: Path, folder: Path, config: Any, model: Any) -> tuple[torch.Tens
     from peft import get_peft_model
 
     live = get_peft_model(type(model).from_pretrained(base), config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in live.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    perturb(live, 1)
     live.save_pretrained(folder)
     return logits(live), live
 
@@ -187,16 +184,15 @@ def test_as_peft_has_the_bits_of_its_merge_and_says_so(tmp_path: Path) -> None:
     done = merge(tmp_path, "--as-peft")
     assert "not the trained model" in done.err and "as trained," not in done.err
     ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "peft")
-    assert ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
+    assert differing(ours, theirs) == []
     for merged, words in (("trained", "as trained,"), ("out", "not the trained"), ("peft", "not the trained")):
         proved = verify(tmp_path, merged)
         assert proved.code == 0 and words in proved.out
     config = tmp_path / "trained" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    merge_json(config, {"tie_word_embeddings": True})
     refused = verify(tmp_path, "trained")
     assert refused.code == 1 and "lm_head.weight" in refused.out and "config.json ties it" in refused.out
-    config = tmp_path / "peft" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    merge_json(tmp_path / "peft" / "config.json", {"tie_word_embeddings": False})
     refused = verify(tmp_path, "peft")
     assert refused.code == 1 and "lm_head.weight" in refused.out and "does not tie it" in refused.out
 
@@ -255,8 +251,7 @@ def test_peft_adds_all_changes_of_a_replicated_layer_to_its_one_weight(tmp_path:
     shared = [layer.self_attn.q_proj.weight for layer in peft.model.layers]
     assert len(shared) == 2 and all(torch.allclose(one, before + added, atol=1e-6) for one in shared)
     assert float((logits(peft) - trained).abs().max()) > 1e-4
-    config = tmp_path / "adapter" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"layer_replication": None}))
+    merge_json(tmp_path / "adapter" / "adapter_config.json", {"layer_replication": None})
     assert sentence not in merge(tmp_path).err
 
 
@@ -331,6 +326,6 @@ def test_a_model_that_computes_otherwise_untied_is_refused(tmp_path: Path) -> No
     assert merge(tmp_path, "--as-peft").code == 0
     live.merge_and_unload().save_pretrained(tmp_path / "peft")
     ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "peft")
-    assert ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
+    assert differing(ours, theirs) == []
     proved = verify(tmp_path)
     assert proved.code == 0 and "not the trained model" in proved.out

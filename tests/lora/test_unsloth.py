@@ -21,7 +21,7 @@ from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
 from ckpt.plan.checkpoint import TRANSFORMERS
 from ckpt.state.naming import to_namespace
-from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
+from tests.support.adapters import edited, equal, load_base, merge_by_peft
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
@@ -43,11 +43,6 @@ def logits(folder: Path) -> torch.Tensor:
     with torch.no_grad():
         computed: torch.Tensor = load_base(folder)(input_ids=load_file(FIXTURE / "logits.safetensors")["ids"]).logits
     return computed
-
-
-def equal(one: Path, other: Path) -> bool:
-    a, b = weights(one), weights(other)
-    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("layout", ["grouped_by_expert", "rank_major"])

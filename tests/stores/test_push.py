@@ -12,7 +12,7 @@ import pytest
 
 import ckpt
 from tests.support.commands import process
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import HubServer
 from tests.support.object_store import BUCKET, Faults, ObjectStore
 from tests.support.places import FIXTURES
 
@@ -22,10 +22,7 @@ REPO = "org/name"
 @pytest.fixture
 def hub(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     with HubServer() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        running.configure(monkeypatch, tmp_path / "hf-home")
         yield running
 
 

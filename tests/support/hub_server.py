@@ -14,8 +14,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 from tests.support import xet
 
@@ -94,6 +97,13 @@ class HubServer:
     def __enter__(self) -> HubServer:
         self._thread.start()
         return self
+
+    def configure(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+        """Let huggingface_hub use this server in the test and in processes that it starts."""
+        monkeypatch.setenv("HF_ENDPOINT", self.endpoint)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("HF_HOME", str(home))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
     def __exit__(self, *exc: object) -> None:
         if self.hold is not None:

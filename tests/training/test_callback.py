@@ -20,7 +20,7 @@ from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
 from ckpt.move.files import staging_folder
 from ckpt.training.after_save import AfterSave, carry_out
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import HubServer
 from tests.support.places import FIXTURES, REPOSITORY
 
 
@@ -83,10 +83,8 @@ def test_a_checkpoint_that_a_run_saves_again_is_converted_though_a_former_conver
 
 def test_the_newest_checkpoint_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer() as server:
-        for name, value in {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        server.configure(monkeypatch, tmp_path / "home")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         trained(tmp_path / "outputs", ckpt.TrainerCallback(push="org/name", output=tmp_path / "out"))
         pushed = server.tree("org/name")
     weights = (tmp_path / "out" / "checkpoint-4" / "model.safetensors").read_bytes()

@@ -24,6 +24,7 @@ from converters.megatron.dist.keys import TensorKey
 from converters.names.megatron.facts import MegatronFacts
 from tests.support.adapters import load_base, weights
 from tests.support.commands import ckpt
+from tests.support.model_files import merge_json
 from tests.support.pages import commands
 from tests.support.places import FIXTURES, REPOSITORY
 
@@ -144,8 +145,7 @@ def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(kept, adapter / "adapter_model.safetensors")
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj", "v_proj"]}))
+    merge_json(adapter / "adapter_config.json", {"target_modules": ["q_proj", "v_proj"]})
     run, base = tmp_path / "run", base_of("canonical-tp2")
     outcome = ckpt("convert", "peft", "megatron-dist", adapter, "-o", run, "--config", base)
     assert outcome.code == 0, outcome.err

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckpt import api
 from tests.support.commands import ckpt
 from tests.support.megatron_runs import sample
+from tests.support.model_files import rewriting
 from tests.support.places import FIXTURES
 
 FOLDER = "iter_0000002"
@@ -70,9 +70,8 @@ def test_a_parameter_that_was_frozen_has_none(tmp_path: Path) -> None:
 
 def _edit(run: Path, file: str, change: Callable[[Any], object]) -> None:
     path = next(run.glob(f"{FOLDER}/mp_rank_01*/{file}"))
-    state = torch.load(path, weights_only=False)
-    change(state)
-    torch.save(state, path)
+    with rewriting(path) as state:
+        change(state)
 
 
 def _without_a_moment(state: Any) -> None:

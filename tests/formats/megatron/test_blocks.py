@@ -21,6 +21,7 @@ from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK, G
 from tests.names.test_megatron import saved
 from tests.support.commands import ckpt
 from tests.support.describing import content
+from tests.support.model_files import rewriting
 
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "moe_intermediate_size": 8}
 EVEN |= {"intermediate_size": 16, "shared_expert_intermediate_size": 16, "hidden_size": 16}
@@ -207,8 +208,7 @@ def test_a_pipeline_that_megatron_core_refuses_is_not_called_damage(fixtures: Pa
     source = in_blocks(api.open(fixtures / "megatron-lm"), None)
     written(source, "megatron", tmp_path / "run", pp=2)
     for file in tmp_path.rglob("model_optim_rng.pt"):
-        content = torch.load(file, weights_only=False)
-        content["args"].decoder_first_pipeline_num_layers = 5
-        torch.save(content, file)
+        with rewriting(file) as content:
+            content["args"].decoder_first_pipeline_num_layers = 5
     done = ckpt("inspect", tmp_path / "run")
     assert done.code == 6 and "megatron-core rejects the recorded pipeline" in done.err, done.err

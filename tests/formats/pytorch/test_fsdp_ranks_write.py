@@ -20,6 +20,7 @@ from converters.pytorch.flat_parameters import find_units, slice_length, slice_p
 from tests.support.describing import content
 from tests.support.engines import raw
 from tests.support.fsdp_runs import run_ranks
+from tests.support.model_files import rewriting
 
 RUNS = ("verl-fsdp1", "verl-fsdp2")
 ACTOR = "global_step_3/actor"
@@ -121,9 +122,8 @@ def test_parameters_of_one_flat_one_have_taken_the_same_steps(fixtures: Path) ->
 def test_steps_of_different_ranks_are_refused(fixtures: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(fixtures / "verl-fsdp1", tmp_path / "run"))
     path = run / ACTOR / "optim_world_size_2_rank_1.pt"
-    state = torch.load(path, weights_only=False)
-    state["state"][1]["step"] += 1
-    torch.save(state, path)
+    with rewriting(path) as state:
+        state["state"][1]["step"] += 1
     with pytest.raises(CorruptError, match="different steps"):
         api.open(run)
 
