@@ -12,7 +12,7 @@ omits it with torch's optimizers. An engine without `elastic_checkpoint` would p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import (
     FromSource,
     NewTensor,
+    Part,
     copy_of,
     number,
     one_element,
@@ -143,13 +144,15 @@ File = tuple[str, Any]
 
 
 def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any, rank: int, mp_rank: int = 0) -> File:
-    """Return a rank's optimizer file.
-
-    The name's prefix only shows that bf16 is enabled (engine.py, `_get_zero_ckpt_prefix`).
-    """
-    prefix = "bf16_" if is_enabled(config, "bf16") else ""
+    """Return a rank's optimizer file."""
     root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt", root
+    return optimizer_name(config, rank, mp_rank), root
+
+
+def optimizer_name(config: Mapping[str, Any], rank: int, mp_rank: int = 0) -> str:
+    """Return the file's name. Its prefix only shows that bf16 is enabled (engine.py, `_get_zero_ckpt_prefix`)."""
+    prefix = "bf16_" if is_enabled(config, "bf16") else ""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def model_root(
@@ -240,7 +243,7 @@ def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | N
         if part is not None:
             rank, num_ranks = part
             layout = slot_layout([tensor.numel], num_ranks)
-            fragments[fqn] = _flat(dtype, layout.length, [tensor], layout.parts(rank))
+            fragments[fqn] = _flat(dtype, layout.length, [tensor], layout.parts, rank)
     return shapes, fragments
 
 
@@ -268,22 +271,29 @@ def _flat(
     dtype: DType,
     length: int,
     tensors: Sequence[Tensor | None],
-    places: Iterator[FlatPart],
+    parts: Callable[[int], Iterator[FlatPart]],
+    rank: int | None,
     local: Sequence[LocalParameter | None] = (),
     **options: Any,
 ) -> NewTensor:
-    """Fill gaps and missing tensors with zeros."""
-    fill: list[FromSource] = []
-    for place in places:
-        tensor = tensors[place.index]
-        if tensor is None:
-            continue
-        own = local[place.index] if local else None
-        if own is not None:
-            fill.extend(own.parts(tensor, place.start, place.stop, place.at))
-        else:
-            fill.append(FromSource(tensor.key, FlatRange(place.start, place.stop), place.at))
-    return NewTensor(dtype, (length,), tuple(with_gaps(fill, length)), **options)
+    """Return a rank's buffer, or every rank's if `rank` is None. Fill gaps and missing tensors with zeros."""
+
+    def fill_of(rank: int) -> tuple[Part, ...]:
+        fill: list[FromSource] = []
+        for place in parts(rank):
+            tensor = tensors[place.index]
+            if tensor is None:
+                continue
+            own = local[place.index] if local else None
+            if own is not None:
+                fill.extend(own.parts(tensor, place.start, place.stop, place.at))
+            else:
+                fill.append(FromSource(tensor.key, FlatRange(place.start, place.stop), place.at))
+        return tuple(with_gaps(fill, length))
+
+    if rank is None:
+        return NewTensor(dtype, (length,), fill_of=fill_of, **options)
+    return NewTensor(dtype, (length,), fill_of(rank), **options)
 
 
 def _state(
@@ -291,7 +301,7 @@ def _state(
     fqns: Sequence[str],
     length: int,
     layout: FlatLayout | SlotLayout,
-    rank: int,
+    rank: int | None,
     local: Sequence[LocalParameter | None] = (),
 ) -> dict[str, Any]:
     """Return a flat buffer's states; empty before the first step."""
@@ -301,7 +311,7 @@ def _state(
     state: dict[str, Any] = {name: scalar(value) for name, value in numbers.items()}
     for role in roles:
         tensors = [model.states.get(fqn, {}).get(role) for fqn in fqns]
-        state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts(rank), local)
+        state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts, rank, local)
     return state
 
 
@@ -434,7 +444,7 @@ def partitions(model: DeepSpeedModel, groups: Sequence[FlattenedGroup], ranks: S
         kept = layout.partition - layout.padding(rank)
         tensors = [model.masters[fqn] for fqn in group.fqns]
         dtype = model.master_dtype(group.fqns)
-        masters.append(_flat(dtype, kept, tensors, layout.parts(rank), group.in_order, requires_grad=True))
+        masters.append(_flat(dtype, kept, tensors, layout.parts, rank, group.in_order, requires_grad=True))
         length = kept if model.is_elastic else layout.partition
         state = _state(model, group.fqns, length, layout, rank, group.in_order)
         if state:
@@ -502,10 +512,11 @@ def slot_groups(model: DeepSpeedModel, num_ranks: int) -> _SubGroups:
 
 def _stage3_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
     groups = slot_groups(model, num_ranks)
-    items = stage3_items(model, config, num_ranks)
+    inner = stage3_items(model, config, num_ranks) | _slots(model, groups)
+    root = pickled(optimizer_file(model, config, inner, 0)[1])
     for rank, model_file in enumerate(slot_model_files(model, config, num_ranks)):
         yield model_file
-        yield optimizer_file(model, config, items | _slots(model, groups, rank), rank)
+        yield optimizer_name(config, rank), root.of_rank(rank)
 
 
 def slot_model_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
@@ -526,13 +537,14 @@ def stage3_items(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: in
     return {"zero_stage": stage_record(3), **items, "partition_count": num_ranks}
 
 
-def _slots(model: DeepSpeedModel, groups: _SubGroups, rank: int) -> dict[str, Any]:
+def _slots(model: DeepSpeedModel, groups: _SubGroups) -> dict[str, Any]:
+    """Return every rank's slots: only their elements differ."""
     masters, states = [], {}
     for index, (fqns, layout) in enumerate(zip(groups.fqns, groups.layouts, strict=True)):
         tensors = [model.masters[fqn] for fqn in fqns]
         dtype = model.master_dtype(fqns)
-        masters.append(_flat(dtype, layout.length, tensors, layout.parts(rank), requires_grad=True))
-        state = _state(model, fqns, layout.length, layout, rank)
+        masters.append(_flat(dtype, layout.length, tensors, layout.parts, None, requires_grad=True))
+        state = _state(model, fqns, layout.length, layout, None)
         if state:
             states[index] = state
     optimizer = {"state": states, "param_groups": param_groups(model, groups.members)}

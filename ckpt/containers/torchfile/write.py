@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -74,19 +74,21 @@ Part = FromSource | Bytes | Zeros
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
-    """A shared storage, tiled by the parts in `fill`."""
+    """A shared storage, tiled by the parts in `fill`, or by those of `fill_of` a rank (`Pickled.of_rank`)."""
 
     dtype: DType
     numel: int
     fill: tuple[Part, ...]
+    fill_of: Callable[[int], tuple[Part, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTensor:
     """A tensor to write.
 
-    It has either its own storage, tiled by `fill` in row-major order, or a view of `storage` with `offset` and
-    `strides` (in elements; None: contiguous). One NewTensor at two places in the tree is one tensor after loading.
+    It has either its own storage, tiled by `fill` (or `fill_of`) in row-major order, or a view of `storage` with
+    `offset` and `strides` (in elements; None: contiguous). One NewTensor at two places in the tree is one tensor after
+    loading.
     """
 
     dtype: DType
@@ -98,6 +100,7 @@ class NewTensor:
     offset: int = 0
     strides: tuple[int, ...] | None = None
     parameter: bool = False
+    fill_of: Callable[[int], tuple[Part, ...]] | None = None
 
     @property
     def numel(self) -> int:
@@ -147,6 +150,11 @@ class Pickled:
 
     data: bytes
     storages: Sequence[NewStorage]
+
+    def of_rank(self, rank: int) -> Pickled:
+        return Pickled(
+            self.data, [replace(one, fill=one.fill_of(rank)) if one.fill_of else one for one in self.storages]
+        )
 
 
 def pickled(root: Any) -> Pickled:
@@ -301,7 +309,7 @@ class _Storages:
         owner = value if value.storage is None else value.storage
         if id(owner) not in self._known:
             self._known[id(owner)] = str(len(self.found)), owner
-            self.found.append(value.storage or NewStorage(value.dtype, value.numel, value.fill))
+            self.found.append(value.storage or NewStorage(value.dtype, value.numel, value.fill, value.fill_of))
         key = self._known[id(owner)][0]
         storage = self.found[int(key)]
         strides = contiguous_strides(value.shape) if value.strides is None else value.strides
