@@ -26,8 +26,8 @@ from math import prod
 
 import torch
 
-#: Elements merged at once: they stay in the processor's cache.
-AT_ONCE = 1 << 17
+#: Elements merged at once: they stay in the processor's cache, and torch's calls cost little.
+AT_ONCE = 1 << 19
 
 
 @dataclass

@@ -294,6 +294,7 @@ class _Merge:
         for module, factor in rows.items():  # before a tied head's factors: its layer has these rows
             for owner in self._weights_of_rows(adapter, module, rows.keys()):
                 self._place_tokens(adapter, module, owner, factor)
+        targeted = {fqn.rpartition(".")[0] for fqn in self.shapes if adapter.config.targets_parameter(fqn)}
         for module in self._in_order(modules):
             parts = modules[module]
             if not self.as_peft and self._is_tied_duplicate(
@@ -304,7 +305,7 @@ class _Merge:
                 self._place_embedding(adapter, module, parts)
             elif names.A in parts:
                 inner = _without_wrappers(module)
-                if any(adapter.config.targets_parameter(fqn) for fqn in self._own_parameters(inner)):
+                if inner in targeted:
                     nested.setdefault(inner, []).append(module)
                 else:
                     self._place_linear(adapter, module, parts)
