@@ -131,8 +131,13 @@ def digests(
             forms.setdefault(entry.tensor.key, {})[entry.dtype] = None
         contents = _hash_contents(checkpoint, forms, workers, progress)
     else:
-        contents = {entry.tensor.key: _known_hashes(entry, known) for entry in entries}
-        left_out = {entry.kind for entry in entries if entry.dtype not in contents[entry.tensor.fqn, entry.tensor.role]}
+        contents = {}
+        for entry in entries:
+            content = None if entry.kind in left_out else _known_hash(entry, known)
+            if content is None:
+                left_out.add(entry.kind)
+            else:
+                contents[entry.tensor.key] = {entry.dtype: content}
     names = names or {}
     found = [
         _named_digest(OPTIMIZER, names.get(fqn, fqn), role, _NUMBER, (), content)
@@ -246,16 +251,15 @@ def _together(a: Span, b: Span) -> Span | None:
     return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
 
 
-def _known_hashes(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
+def _known_hash(entry: _Entry, known: Mapping[Span, bytes]) -> bytes | None:
     tensor = entry.tensor
     if tensor.dtype != entry.dtype:
-        return {}
+        return None
     if not tensor.numel:
-        return {tensor.dtype: xxh3_128().digest()}
+        return xxh3_128().digest()
     fragment, *others = islice(tensor.fragments(), 2)
     extent = fragment.extent
-    content = known.get((extent.path, extent.offset, extent.nbytes)) if extent.is_contiguous and not others else None
-    return {} if content is None else {tensor.dtype: content}
+    return known.get((extent.path, extent.offset, extent.nbytes)) if extent.is_contiguous and not others else None
 
 
 def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:

@@ -20,7 +20,7 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckpt.base.errors import CorruptError, LossError, StorageError
+from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError
 from ckpt.base.text import pluralize, show_size
 from ckpt.base.words import Message
 from ckpt.move.source import opened, read_up_to
@@ -235,10 +235,11 @@ class _Entries:
         return tag, lists[b"shape"], *offsets
 
     def entry(self, name: str, tag: bytes, listed: Shape, start: int, stop: int) -> HeaderEntry:
-        dtype, shape = _torch_view(tag.decode(), listed, name, self.path)
-        nbytes = prod(shape) * dtype.itemsize
-        if nbytes >= 1 << 63:
-            raise CorruptError("the shape overflows", path=self.path, fqn=name, found=list(shape))
+        try:
+            dtype, shape, nbytes = _torch_view(tag, listed)
+        except CkptError as error:
+            error.path, error.fqn = self.path, name
+            raise
         if stop - start != nbytes:
             raise CorruptError(
                 "the offsets do not fit the shape and dtype",
@@ -272,22 +273,23 @@ def _usual_shape(raw: bytes) -> Shape:
     return tuple(map(int, raw.split(b","))) if raw else ()
 
 
-def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Shape]:
+@lru_cache(4096)
+def _torch_view(raw: bytes, shape: Shape) -> tuple[DType, Shape, int]:
+    """Return dtype and shape in torch's count, and the number of bytes."""
+    tag = raw.decode()
     if tag in _WITHOUT_TORCH:
-        raise LossError(f"torch has no dtype for safetensors' {tag}", path=path, fqn=name)
+        raise LossError(f"torch has no dtype for safetensors' {tag}")
     dtype = BY_TAG.get(tag)
     if dtype is None:
-        raise CorruptError("the dtype is unknown", path=path, fqn=name, expected=" ".join(BY_TAG), found=tag)
-    if tag != _PACKED:
-        return dtype, shape
-    if not shape or shape[-1] % 2:
-        raise CorruptError(
-            "two F4 elements share a byte, so the last dim must be even",
-            path=path,
-            fqn=name,
-            found=list(shape),
-        )
-    return dtype, (*shape[:-1], shape[-1] // 2)
+        raise CorruptError("the dtype is unknown", expected=" ".join(BY_TAG), found=tag)
+    if tag == _PACKED:
+        if not shape or shape[-1] % 2:
+            raise CorruptError("two F4 elements share a byte, so the last dim must be even", found=list(shape))
+        shape = (*shape[:-1], shape[-1] // 2)
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes >= 1 << 63:
+        raise CorruptError("the shape overflows", found=list(shape))
+    return dtype, shape, nbytes
 
 
 def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: str) -> None:
@@ -341,21 +343,17 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
     random; here they are sorted.
     """
     ordered = sorted(tensors, key=lambda t: (_RANK[_tag(t)], t.name))
-    members: dict[str, object] = {}
-    if metadata:
-        members["__metadata__"] = dict(sorted(metadata.items()))
+    members = [f'"__metadata__":{_to_json(dict(sorted(metadata.items())))}'] if metadata else []
     offsets, at = [], 0
     for tensor in ordered:
-        if tensor.name == "__metadata__" or not _is_text(tensor.name):
-            raise LossError("safetensors can't store a tensor with this name", fqn=tensor.name)
-        shape = list(tensor.shape)
-        if tensor.dtype.tag == _PACKED:
-            shape[-1] *= 2
+        name, dtype, shape = tensor
+        if name == "__metadata__" or not _is_text(name):
+            raise LossError("safetensors can't store a tensor with this name", fqn=name)
         stop = at + tensor.nbytes
-        members[tensor.name] = {"dtype": tensor.dtype.tag, "shape": shape, "data_offsets": [at, stop]}
+        members.append(f'{_to_json(name)}:{{{_dtype_and_shape(dtype, shape)},"data_offsets":[{at},{stop}]}}')
         offsets.append(at)
         at = stop
-    text = json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode()
+    text = f"{{{','.join(members)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise LossError(
@@ -364,6 +362,16 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
     base = 8 + len(text)
     placed = [(tensor, base + offset) for tensor, offset in zip(ordered, offsets, strict=True)]
     return len(text).to_bytes(8, "little") + text, placed
+
+
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@lru_cache(4096)
+def _dtype_and_shape(dtype: DType, shape: Shape) -> str:
+    """Return dtype and shape as JSON members."""
+    listed = (*shape[:-1], shape[-1] * 2) if dtype.tag == _PACKED else shape
+    return f'"dtype":"{dtype.tag}","shape":{_to_json(listed)}'
 
 
 def _tag(tensor: Planned) -> str:

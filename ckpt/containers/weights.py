@@ -190,7 +190,8 @@ def weight_files(
             Slot(chosen[one.name].key, whole(one.shape), Extent.contiguous(name, offset, one.dtype, one.shape))
             for one, offset in placed
         )
-        files.append(TargetFile(name, len(header) + sum(one.nbytes for one in members), ((0, header),), slots))
+        size = slots[-1].extent.end if slots else len(header)
+        files.append(TargetFile(name, size, ((0, header),), slots))
     return files, {one.name: file.name for file, members in zip(files, packed, strict=True) for one in members}
 
 

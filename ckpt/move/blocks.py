@@ -154,15 +154,14 @@ def _joined(spans: Spans) -> Spans:
 
 def _windows(spans: Spans, buffer_size: int) -> Iterator[tuple[int, int]]:
     """Yield the rows (first, end) to write together: adjacent small ones within `WINDOW`."""
-    half = min(WINDOW, buffer_size) // 2
+    window = min(WINDOW, buffer_size)
+    most = window // 2 if spans.source_dtype != spans.target_dtype else min(window // 2, _SMALL)
     size = spans.numel * spans.target_dtype.itemsize
-    is_small = spans.numel * _itemsize(spans) <= (
-        half if spans.source_dtype != spans.target_dtype else min(half, _SMALL)
-    )
+    is_small = spans.numel * _itemsize(spans) <= most
     follows = is_small[1:] & is_small[:-1] & (spans.target[1:] == spans.target[:-1] + size[:-1])
     starts = np.flatnonzero(np.concatenate([[True], ~follows]))
     within = spans.target - np.repeat(spans.target[starts], np.diff(starts, append=len(spans)))
-    piece = within // max(1, half * spans.target_dtype.itemsize // _itemsize(spans))
+    piece = within // max(1, (window - most) * spans.target_dtype.itemsize // _itemsize(spans))
     number = np.arange(len(spans)) // MAX_ROWS
     starts = np.flatnonzero(np.concatenate([[True], ~follows | (np.diff(piece) != 0) | (np.diff(number) != 0)]))
     yield from zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True)

@@ -6,10 +6,12 @@ Pure: no I/O, no torch. `ckpt.move.run` executes a plan.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
+from operator import itemgetter
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
@@ -35,6 +37,7 @@ from ckpt.plan.tensors import (
 )
 from ckpt.plan.tiling import check_tiling, copy_faults
 
+_start = itemgetter(0)  # of a run
 _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
 
@@ -168,7 +171,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
 @dataclass
 class _CopyTable:
     checkpoint: Checkpoint
-    rows: dict[str, Rows] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=lambda: defaultdict(Rows))
     others: dict[str, list[Slot]] = field(default_factory=dict)
     num_copies: int = 0
     span_bytes: int = 0
@@ -182,12 +185,11 @@ class _CopyTable:
             runs = None
         elif computed and any(extent.path in computed for _, _, extent, _, _ in runs):
             runs = None
-        starts = [run[0] for run in runs or ()]
         fragments: list[Fragment] = []
         for file, slot in places:
             region, filled = _flat_slot(slot, tensor.shape), 0
             if runs is not None and region is not None:
-                filled = self._by_runs(runs, starts, region, slot.extent, self.rows.setdefault(file.name, Rows()))
+                filled = self._by_runs(runs, region, slot.extent, self.rows[file.name])
             else:
                 fragments = fragments or list(tensor.fragments())
                 filled = self._by_overlay(fragments, tensor.shape, file, slot)
@@ -200,14 +202,14 @@ class _CopyTable:
                     found=f"{pluralize(filled, 'element')}",
                 )
 
-    def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
+    def _by_runs(self, runs: Sequence[Run], region: FlatRange, slot: Extent, rows: Rows) -> int:
         """Return the number of elements filled."""
         begin, end, filled = region.start, region.stop, 0
         if begin >= end or not runs:
             return 0
         dtype = runs[0][2].dtype  # the same for all runs
         found, size, target_size = rows.of(dtype, slot.dtype), dtype.itemsize, slot.dtype.itemsize
-        for number in range(max(0, bisect_right(starts, begin) - 1), len(runs)):
+        for number in range(max(0, bisect_right(runs, begin, key=_start) - 1), len(runs)):
             start, stop, extent, at, _ = runs[number]
             first, last = max(start, begin), min(stop, end)
             if first < last:
@@ -239,7 +241,7 @@ class _CopyTable:
             if is_computed or not copy.is_flat:
                 has_others = True
             else:
-                rows, source, target = self.rows.setdefault(file.name, Rows()), copy.source, copy.target
+                rows, source, target = self.rows[file.name], copy.source, copy.target
                 row = (target.offset, rows.path(source.path), source.offset, target.numel)
                 rows.of(source.dtype, target.dtype).extend(row)
         if has_others:

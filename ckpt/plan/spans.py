@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,8 @@ class Spans:
         return len(self.numel)
 
     def take(self, which: NDArray[np.int64] | slice) -> Spans:
-        return replace(
-            self,
-            path=self.path[which],
-            source=self.source[which],
-            target=self.target[which],
-            numel=self.numel[which],
-        )
+        columns = self.path[which], self.source[which], self.target[which], self.numel[which]
+        return Spans(self.source_dtype, self.target_dtype, self.paths, *columns)
 
     @property
     def nbytes(self) -> int:

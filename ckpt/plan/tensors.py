@@ -132,6 +132,7 @@ class FlatRange(NamedTuple):
 Region = Box | FlatRange
 
 
+@lru_cache(4096)  # few tensors in a model have a unique shape
 def whole(shape: Shape) -> Box:
     return Box((0,) * len(shape), shape)
 

@@ -130,14 +130,11 @@ def _weights_of(module: InnerModule, sources: Sources) -> dict[Key, Tensor]:
 
 def by_module(chosen: Mapping[str, _T], modules: Mapping[str, InnerModule]) -> list[tuple[str, dict[str, _T]]]:
     """Return tensors by folder, under the names in its file. The model's folder is ""."""
-    places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
-    return [
-        (
-            modules[prefix].folder.name if prefix else "",
-            {name.removeprefix(prefix): chosen[name] for name in chosen if places[name] == prefix},
-        )
-        for prefix in ("", *(one for one in modules if one in places.values()))
-    ]
+    rest, found = dict(chosen), []
+    for prefix, module in modules.items():
+        own = {name.removeprefix(prefix): rest.pop(name) for name in chosen if name.startswith(prefix) and name in rest}
+        found += [(module.folder.name, own)] if own else []
+    return [("", rest), *found]
 
 
 def module_tensors(kind: str, config: Mapping[str, Any]) -> dict[str, Shape] | None:

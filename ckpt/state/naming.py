@@ -108,7 +108,7 @@ def clean_names(names: Collection[str], path: str) -> dict[str, str]:
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Remove wrapper names, and add a note if there were any."""
     names = {*checkpoint.shapes, *checkpoint.ties}
-    if not any(_INNER.search(name) for name in names):
+    if not _INNER.search("\n.".join(names)):  # faster than a search per name
         return checkpoint
     note = "left out wrapper prefixes (torch.compile) from the model's names, like torch's state dicts"
     named = _renamed(checkpoint, clean_names(names, checkpoint.path))

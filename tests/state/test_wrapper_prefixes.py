@@ -53,3 +53,10 @@ def test_deepspeeds_files_keep_the_names_that_its_engine_asks_for(toy: Checkpoin
 
 def test_a_model_without_wrappers_is_as_it_is(toy: Checkpoint) -> None:
     assert without_wrappers(toy) is toy
+
+
+def test_a_last_part_is_no_wrapper(toy: Checkpoint) -> None:
+    """A wrapper's name has another one after it."""
+    names = {fqn: f"{fqn}._orig_mod" for fqn in toy.shapes}
+    named = translate(replace(toy, ties={}), Relation.renaming(names, toy.shapes), toy.namespace)
+    assert without_wrappers(named) is named
