@@ -25,7 +25,7 @@ NO_NUMBERS = {
 }
 #: Limits, and numbers from a file, perhaps with another type.
 OTHERS = {
-    *("{_MAX_GPUS} such GPUs", "{len(text)} characters", "{self.total_size} bytes", "{rows} rows"),
+    *("{len(text)} characters", "{self.total_size} bytes", "{rows} rows"),
     *(
         "{bits} bits",
         "{kind['bits_per_parameter']} bits",
