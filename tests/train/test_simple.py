@@ -24,6 +24,7 @@ BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids 2 by 2, and 2 by 1
 PAIRS = [
     *((one, TORCH[(number + shift) % 5]) for shift in (0, 1) for number, one in enumerate(TORCH)),
     *((one, ZERO[number % 3]) for number, one in enumerate(TORCH)),
+    ("tp-fsdp", "zero3"),  # boxes are cut at other places than for stages 1 and 2
     *((ZERO[number % 3], one) for number, one in enumerate(TORCH)),
     *product(ZERO, ZERO),
 ]
