@@ -23,8 +23,8 @@ from ckpt.base.errors import (
 )
 from ckpt.base.text import Brief
 from ckpt.base.words import Keyword, Message, Note, joined, keywords_in
-from ckpt.move.files import confined
-from ckpt.move.listing import files_below, folders_in
+from ckpt.move.files import confined, is_inside_folder
+from ckpt.move.listing import entries_in, folders_in, is_folder
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.runs.finding import check_all_there, free_tags, models_of, save_around, several_models, tagged
@@ -422,8 +422,20 @@ def _holds_any(step: Path) -> bool:
 
 
 def _has_only_logs(folder: Path) -> bool:
-    """Return True if no format needs to be loaded to see that this is no checkpoint."""
-    return all(map(_is_log, (path.name for path in files_below(folder))))
+    """Return True if no format needs to be loaded to see that this is no checkpoint.
+
+    A link may lead to a checkpoint, but not one inside the folder, like wandb's `latest-run`.
+    """
+    with suppress(CkptError):  # formats may not list the folder that can't be listed
+        return all(
+            _has_only_logs(folder / name)
+            if entry.is_dir(follow_symlinks=False)
+            else is_inside_folder(folder / name, folder)
+            if is_folder(entry)
+            else _is_log(name)
+            for name, entry in entries_in(folder).items()
+        )
+    return False
 
 
 def _is_log(name: str) -> bool:

@@ -135,11 +135,20 @@ def test_folder_of_logs_next_to_steps_loads_no_format(
     for name in ("logs/train.log", "runs/a/events.out.tfevents.1", "wandb/b/wandb-summary.json", "wandb/b/config.yaml"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("1")
+    (run / "wandb/latest-run").symlink_to("b")
     (run / "other").mkdir()
     (run / "other/latest").write_text("global_step1")
     monkeypatch.setattr(selection, "is_run", lambda path, *rest: searched.append(path.name) or is_run(path, *rest))
     assert "also here, not a step: other (tag takes it)" in api.open(run).notes
     assert "other" in searched and not {"logs", "runs", "wandb"} & {*searched}
+
+
+def test_a_folder_with_a_link_to_a_step_is_named(fixtures: Path, tmp_path: Path) -> None:
+    step, run = fixtures / "trainer-plain/checkpoint-2", tmp_path / "run"
+    shutil.copytree(step, run / "checkpoint-2")
+    (run / "other").mkdir()
+    (run / "other/checkpoint-2").symlink_to(step)
+    assert "also here, not a step: other (tag takes it)" in api.open(run).notes
 
 
 def test_a_last_checkpoint_without_a_number_is_compared(fixtures: Path, tmp_path: Path) -> None:
