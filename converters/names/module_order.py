@@ -67,7 +67,8 @@ def _table_parameters(config: Mapping[str, Any], table: Table) -> Mapping[str, S
     if found is None:
         return {}
     places = (place for place in table.places(table.family.sizes(config)) if place.megatron.endswith(BUFFERS))
-    buffers = {hub for place in places for hub in place.hubs}
-    shapes = {fqn: shape for fqn, shape in found.required.items() if fqn not in buffers}
+    prefix = f"{found.base}."  # missing without a head
+    buffers = {hub.removeprefix(prefix) for place in places for hub in place.hubs}
+    shapes = {fqn: shape for fqn, shape in found.required.items() if fqn.removeprefix(prefix) not in buffers}
     memory = relation(config, shapes, "to_memory")
     return shapes if memory is None else memory.b_shapes
