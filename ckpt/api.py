@@ -549,7 +549,9 @@ def plan(
     if is_quantized:
         named = with_uncast_parts(named, layout)
     if target.namespace == TRANSFORMERS:
-        prefix, inner = trainers_prefix(named.folders), (*modules_in(named.folders),)
+        is_run = target.splits_modules or named.optimizer_states or named.state.param_groups
+        # Without an optimizer, the files may be loaded as a model, by its own names.
+        prefix, inner = trainers_prefix(named.folders) if is_run else None, (*modules_in(named.folders),)
         named = with_trainers_prefix(replace(named, notes=()), prefix, inner, splits_modules=target.splits_modules)
         renamed += named.notes
     laid_out = target.lay_out(replace(named, notes=()), layout)
@@ -1123,9 +1125,16 @@ def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
+def _without_one_prefix(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Remove the prefix of sentence-transformers' trainer if one side has it."""
+    prefix = trainers_prefix((*a.folders, *b.folders))
+    plain_a, plain_b = (with_trainers_prefix(one, prefix, (), splits_modules=True) for one in (a, b))
+    return (plain_a, plain_b) if (plain_a is a) != (plain_b is b) else (a, b)
+
+
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Use the Hub's names, unless both share another namespace."""
-    a, b = without_wrappers(a), without_wrappers(b)
+    a, b = _without_one_prefix(without_wrappers(a), without_wrappers(b))
     spaces = {a.namespace, b.namespace}
     if spaces <= OF_THE_MODEL - {HUB}:
         return a, b

@@ -483,8 +483,22 @@ def test_names_have_the_prefix_of_sentence_transformers(
     before = {fqn for fqn, _ in api.open(step).tensors}
     expected = "" if target == "trainer" else prefix or ""
     assert names == {fqn if fqn[0].isdecimal() else expected + fqn for fqn in before}
+    compared = ckpt("verify", step, step.with_name("out"))
+    assert " only in A" not in compared.out and (compared.code == 0 or target == "zero3"), compared
     back = ckpt("convert", "auto", "trainer", step.with_name("out"), "-o", step.with_name("back"))
     assert back.code == 0 and {fqn for fqn, _ in api.open(step.with_name("back")).tensors} == before, back
+
+
+def test_a_sentence_transformer_without_optimizer_keeps_its_names(copied: Callable[[str], Path]) -> None:
+    """Transformers loads `pytorch_model.bin` by the model's own names."""
+    from transformers import AutoModel
+
+    model = copied("sentence-transformers") / "final"
+    assert ckpt("convert", "auto", "full", model, "-o", model.with_name("out")).code == 0
+    loaded, found = AutoModel.from_pretrained(model.with_name("out"), output_loading_info=True)
+    assert not found["missing_keys"]
+    states = AutoModel.from_pretrained(model).state_dict()
+    assert all(torch.equal(tensor, states[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_model_next_to_the_steps_is_named(copied: Callable[[str], Path]) -> None:
