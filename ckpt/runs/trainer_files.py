@@ -125,7 +125,7 @@ def run_companions(
     ranks = max((state.rank for state in states), default=0) + 1 if num_ranks is None else num_ranks
     files = [*(file for file in files if file.name not in found), *_files(found)]
     files += [file for file in own if file.name not in found]
-    notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
+    notes += [*_missing(states, ranks, states), *(() if deepspeed else _no_schedule(files))]
     notes += [*positions, *_of_a_hook(home)]
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
@@ -133,12 +133,32 @@ def run_companions(
 def lightnings_record(checkpoint: Checkpoint, num_ranks: int) -> tuple[list[TargetFile], list[str]]:
     """Return Lightning's record of a step, for a copy with the same names, and a note on its data position."""
     folder = Path(checkpoint.path)
-    if not all((folder / name).is_file() for name in (OF_DCP, LIGHTNINGS_RECORD)):
+    if not _is_of_lightning(folder):
         return [], []
-    why = "resume in the middle of an epoch skips other samples"
-    counts = f"{LIGHTNINGS_RECORD} counts the batches of each of {pluralize(checkpoint.world_size or 0, 'rank')}"
-    notes = [f"{counts}, and there are {num_ranks}: {why}"] if checkpoint.world_size != num_ranks else []
-    return _files({LIGHTNINGS_RECORD: content_of(folder, LIGHTNINGS_RECORD)}), notes
+    return _files({LIGHTNINGS_RECORD: content_of(folder, LIGHTNINGS_RECORD)}), list(
+        _batches_note(checkpoint, num_ranks)
+    )
+
+
+def rank_notes(checkpoint: Checkpoint, num_ranks: int) -> Iterator[str]:
+    """Yield what is lost if `num_ranks` ranks load the step's own files."""
+    if (step := _step_around(checkpoint)) is not None:
+        names = files_in(step)
+        states = [state for state in map(_random_state, names) if state is not None]
+        yield from _missing(states, num_ranks, [one for one in states if one.name_among(num_ranks) == one.name])
+        yield from position_notes(step, names, checkpoint.world_size, num_ranks)
+    if _is_of_lightning(Path(checkpoint.path)):
+        yield from _batches_note(checkpoint, num_ranks)
+
+
+def _is_of_lightning(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (OF_DCP, LIGHTNINGS_RECORD))
+
+
+def _batches_note(checkpoint: Checkpoint, num_ranks: int) -> Iterator[str]:
+    if checkpoint.world_size != num_ranks:
+        counts = f"{LIGHTNINGS_RECORD} counts the batches of each of {pluralize(checkpoint.world_size or 0, 'rank')}"
+        yield f"{counts}, and there are {num_ranks}: resume in the middle of an epoch skips other samples"
 
 
 def carried_files(checkpoint: Checkpoint) -> list[Path]:
@@ -161,8 +181,11 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
 
     None without an optimizer: a trainer would continue without its states.
     """
-    if not checkpoint.optimizer_states and not checkpoint.state.param_groups:
-        return None
+    has_optimizer = checkpoint.optimizer_states or checkpoint.state.param_groups
+    return _step_around(checkpoint) if has_optimizer else None
+
+
+def _step_around(checkpoint: Checkpoint) -> Path | None:
     path = Path(checkpoint.path)
     for folder in (path, path.parent) if path.is_dir() else (path.parent,):
         if folder == path or str(folder) in checkpoint.folders:
@@ -174,7 +197,8 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
 
 def _of_a_hook(step: Path) -> Iterator[str]:
     if names := [f"{folder.name}/" for folder in hooks_folders(step)]:
-        yield f"the script's load hook needs {', '.join(names)} from {step}: copy {'it' if len(names) == 1 else 'them'}"
+        these = "it" if len(names) == 1 else "them"
+        yield f"the script's load hook may read {', '.join(names)} from {step}: copy {these}"
 
 
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
@@ -220,8 +244,8 @@ def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> It
         yield f"{', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}: a second copy of the weights"
 
 
-def _missing(states: list[_RandomState], num_ranks: int) -> Iterator[str]:
-    there = {state.rank for state in states}
+def _missing(states: list[_RandomState], num_ranks: int, usable: list[_RandomState]) -> Iterator[str]:
+    there = {state.rank for state in usable}
     missing = [rank for rank in range(num_ranks) if rank not in there]
     if states and missing:
         yield f"no random states for {_span(missing)}: they start from fresh seeds"

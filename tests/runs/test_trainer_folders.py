@@ -151,7 +151,7 @@ def test_a_run_of_diffusers_under_deepspeed_has_its_hooks_config(
     assert found.keys() == live["weight"].keys()
     assert all(torch.equal(found[fqn], one) for fqn, one in live["weight"].items())
     done = ckpt("convert", "auto", f"zero{stage}", run, "--world-size", 3, "-v", "-o", tmp_path / "zero")
-    assert done.code == 0 and f"the script's load hook needs unet/{', unet_ema/' if stage == 2 else ''}" in done.err
+    assert done.code == 0 and f"the script's load hook may read unet/{', unet_ema/' if stage == 2 else ''}" in done.err
     assert ckpt("verify", run, tmp_path / "zero").code == 0
     assert_states(tmp_path / "zero", live, tmp_path / "full")
     assert resume(run, say=lambda _: None) == str(step)
@@ -460,6 +460,36 @@ def test_lightnings_single_files_are_resumed_as_files(
     stray(last.parent / "more.pt")
     shutil.copy(fixtures / "lightning-plain" / "checkpoints" / first.name, first)
     assert api.open(last.parent).path == str(first)
+
+
+FRESH = "no random states for {}: they start from fresh seeds"
+
+
+@pytest.mark.parametrize(
+    ("fixture", "place", "ranks", "told"),
+    [
+        ("lightning", "checkpoints", 2, None),
+        ("lightning", "checkpoints", 3, "meta.pt counts the batches of each of 2 ranks, and there are 3"),
+        ("accelerate-loader", "", 2, None),
+        ("accelerate-loader", "", 3, FRESH.format("rank 2")),
+        ("accelerate-loader", "", 3, "dl_state_dict.bin fits 2 ranks only"),
+        ("trainer-plain", "", 1, None),
+        ("trainer-plain", "", 2, FRESH.format("ranks 0, 1")),  # rng_state.pth is read by one process only
+        ("diffusers-fsdp2", "", 2, None),
+        ("diffusers-fsdp2", "", 1, None),
+        ("diffusers-fsdp2", "", 3, FRESH.format("rank 2")),
+        ("diffusers-fsdp2-full", "", 4, FRESH.format("ranks 2, 3")),
+        ("olmo-core", "", 3, None),
+    ],
+)
+def test_resume_on_other_ranks_tells_what_the_steps_own_files_lack(
+    copied: Callable[[str], Path], fixture: str, place: str, ranks: int, told: str | None
+) -> None:
+    said: list[str] = []
+    run = copied(fixture) / place
+    assert Path(resume(run, world_size=ranks, say=said.append)).is_relative_to(run)
+    about_ranks = [line for line in said if "random states" in line or "counts the" in line or "fits" in line]
+    assert any(told in line for line in about_ranks) if told else not about_ranks, said
 
 
 @pytest.mark.parametrize("target", ["dcp", "zero3", "full", "trainer"])

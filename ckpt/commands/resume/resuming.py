@@ -43,7 +43,6 @@ from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import unread_files
 from ckpt.runs.data_loaders import LoaderStates, loader_states
-from ckpt.runs.data_position import position_notes
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
 from ckpt.runs.finding import models_of, name_of, save_around, sibling_models
@@ -63,7 +62,7 @@ from ckpt.runs.steps import (
     run_at,
     trainer_state,
 )
-from ckpt.runs.trainer_files import run_files, trainer_folder
+from ckpt.runs.trainer_files import rank_notes, run_files
 
 T = TypeVar("T")
 
@@ -408,9 +407,8 @@ def _way(
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
         if layout.world_size and (found_loaders := loaders()) is not None:
             say(f"note: {found_loaders.note(layout.world_size)}")
-        if (step := trainer_folder(checkpoint)) is not None:
-            for note in position_notes(step, files_in(step), checkpoint.world_size, layout.world_size):
-                say(f"note: {note}")
+        for note in rank_notes(checkpoint, layout.world_size) if layout.world_size else ():
+            say(f"note: {note}")
         for line in unread_files.lines([file.to_json() for file in unread_files.list_unread(found)]):
             say(line)
         return _Way(str(as_it_is), "as it is", list(opened), copies=copies)
