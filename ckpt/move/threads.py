@@ -53,36 +53,59 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
             stop.set()  # other threads end after their current job
 
 
+class Permits:
+    """A semaphore that Ctrl-C can't break.
+
+    A Condition or Semaphore takes its lock in Python code, and keeps it if Ctrl-C comes before the next statement.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(number):
+            self.give()
+
+    def take(self, timeout: float) -> bool:
+        """Return False if none was free within `timeout` seconds."""
+        try:
+            self._free.get(timeout=timeout)
+        except queue.Empty:
+            return False
+        return True
+
+    def give(self) -> None:
+        self._free.put(None)
+
+
 class Jobs(Generic[_Job]):
     """Queue from one producer to several consumers, for up to `size` light and `size` heavy jobs.
 
     At most `num_heavy` heavy jobs run at once. A thread that finished a heavy job takes the next one itself: waking
-    another thread may cost more than the job.
+    another thread may cost more than the job. Ctrl-C may interrupt the producer anywhere.
     """
 
     def __init__(self, size: int, num_heavy: int) -> None:
-        self._size, self._num_heavy = size, num_heavy
+        self._num_heavy = num_heavy
         self._light: deque[_Job] = deque()
         self._heavy: deque[_Job] = deque()
         self._num_running = 0  # running heavy jobs
         self._is_closed = False
-        lock = threading.Lock()
-        self._more, self._room = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._more = threading.Condition(self._lock)  # entered by its lock, for the reason given in `Permits`
+        self._room, self._heavy_room = Permits(size), Permits(size)
 
     def put(self, job: _Job, *, is_heavy: bool, timeout: float) -> bool:
         """Return False if there was no room within `timeout` seconds."""
-        jobs = self._heavy if is_heavy else self._light
-        with self._room:
-            if not self._room.wait_for(lambda: len(jobs) < self._size, timeout):
-                return False
-            jobs.append(job)
+        if not (self._heavy_room if is_heavy else self._room).take(timeout):
+            return False
+        with self._lock:
+            (self._heavy if is_heavy else self._light).append(job)
             if not is_heavy or self._num_running < self._num_heavy:
                 self._more.notify()
         return True
 
     def close(self, *, drop: bool = False) -> None:
         """With `drop`, discard waiting jobs."""
-        with self._more:
+        with self._lock:
             self._is_closed = True
             if drop:
                 self._light.clear()
@@ -92,7 +115,7 @@ class Jobs(Generic[_Job]):
     def __iter__(self) -> Iterator[_Job]:
         is_heavy = False
         while True:
-            with self._more:
+            with self._lock:
                 self._num_running -= is_heavy
                 self._more.wait_for(lambda: self._is_closed or self._next() is not None)
                 jobs = self._next()
@@ -100,7 +123,7 @@ class Jobs(Generic[_Job]):
                     return
                 job, is_heavy = jobs.popleft(), jobs is self._heavy
                 self._num_running += is_heavy
-                self._room.notify()
+            (self._heavy_room if is_heavy else self._room).give()
             yield job
 
     def _next(self) -> deque[_Job] | None:

@@ -22,7 +22,7 @@ from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.file_pieces import CHUNK, FileDigest, Hasher, Share
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
 from ckpt.move.source import in_use, is_standin
-from ckpt.move.threads import Jobs, num_cores
+from ckpt.move.threads import Jobs, Permits, num_cores
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece
 
@@ -182,7 +182,7 @@ class Workers:
         self._to_hash: queue.SimpleQueue[_HashJob | None] = queue.SimpleQueue()
         self._pieces: dict[str, dict[Piece, str]] = {}
         self._rests: dict[str, tuple[int, str]] = {}  # size, and digest of bytes outside pieces
-        self._room_for_outputs = threading.Semaphore(MAX_UNFINISHED)
+        self._room_for_outputs = Permits(MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
@@ -238,7 +238,7 @@ class Workers:
     def open(self, file: FileIO, part: Share) -> Output:
         """Wait if too many files are unfinished."""
         try:
-            while not self._room_for_outputs.acquire(timeout=0.2):
+            while not self._room_for_outputs.take(0.2):
                 self._raise_error()
         except BaseException:
             file.close()
@@ -344,7 +344,7 @@ class Workers:
     def _release(self, output: Output, uses: int = 1) -> None:
         if output.release(uses):
             self._outputs.discard(output)
-            self._room_for_outputs.release()
+            self._room_for_outputs.give()
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dis
+import queue
+import sys
 import threading
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from ckpt.move import threads
 from ckpt.move.threads import Jobs
 
 
@@ -61,3 +67,48 @@ class TestJobs:
         jobs.put(2, is_heavy=False, timeout=0)
         jobs.close(drop=True)
         assert list(jobs) == []
+
+    def test_ctrl_c_anywhere_in_put_keeps_no_lock(self) -> None:
+        """A kept lock would stop `close` and every consumer for ever."""
+        files = {module.__file__ for module in (threads, threading, queue)}
+        interrupted = 0
+        while self._interrupted(interrupted + 1, files):
+            interrupted += 1
+        assert interrupted > 20
+
+    def _interrupted(self, number: int, files: set[str | None]) -> bool:
+        """Interrupt three `put`s where Python looks for signals for the given time, then close.
+
+        Return False if they end before. Python looks after a call, at a function's start, and at a loop's end.
+        """
+        jobs: Jobs[int] = Jobs(2, 1)
+        consumer = threading.Thread(target=lambda: list(jobs), daemon=True)
+        consumer.start()
+        left, is_interrupted, before = number, False, dict[FrameType, str]()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename not in files:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left -= before.get(frame, "").startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
+                if not left:
+                    raise KeyboardInterrupt
+                before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            return trace
+
+        sys.settrace(trace)
+        try:
+            for job in range(3):
+                jobs.put(job, is_heavy=job == 1, timeout=1)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            sys.settrace(None)
+        closer = threading.Thread(target=jobs.close, daemon=True)
+        closer.start()
+        for thread in (closer, consumer):
+            thread.join(10)
+            assert not thread.is_alive(), f"interrupted at {number}"
+        return is_interrupted
