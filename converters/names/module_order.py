@@ -26,13 +26,15 @@ from converters.names.transformers.transformers_source import package
 def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
     """Return in-memory names in registration order. None if the order is unknown.
 
-    `hub` has the files' names, `memory` in-memory names. The order is unknown without a config, for an unknown
-    architecture, or if it has other tensors.
+    `hub` has the files' names, `memory` in-memory names. The order is unknown without a config, for an architecture
+    that is unknown or has code of its own, or if it has other tensors.
     """
     config = hub.config or {}
     names = [fqn for fqn, role in memory.tensors if role == WEIGHT]
     model_type = str(config.get("model_type"))
     try:
+        if _is_own_code(model_type):
+            return None
         if model_type in architectures():
             prove(config, {tensor.fqn: tensor.shape for tensor in hub.with_role(WEIGHT)}, hub.path)
             return as_registered(names, model_type)
@@ -50,7 +52,7 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
 def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Return parameters, tied ones once, or {} if unknown."""
     model_type = str(config.get("model_type"))
-    if model_type not in architectures() and find_spec("torch") is None:
+    if _is_own_code(model_type) or (model_type not in architectures() and find_spec("torch") is None):
         return {}
     try:
         if model_type not in architectures() or model_type not in FAMILIES:
@@ -59,6 +61,11 @@ def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     except CkptError:
         return {}
     return {fqn: shapes[fqn] for fqn in as_registered(shapes, model_type)}
+
+
+def _is_own_code(model_type: str) -> bool:
+    """Return True if the class stands next to the model, where nothing proves its order."""
+    return (family := FAMILIES.get(model_type)) is not None and family.own_code
 
 
 def _table_parameters(config: Mapping[str, Any], table: Table) -> Mapping[str, Shape]:

@@ -279,6 +279,7 @@ def _order(checkpoint: Checkpoint) -> list[str]:
             path=checkpoint.path,
             hint=Message(
                 "give the Hub model's folder with {config}; for an architecture unknown to `ckpt`, install transformers"
+                " (nothing proves the order of a model with its own code)"
             ),
         )
     return [*order, *(last or ())]

@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from ckpt import api
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
 from converters.names.families.composites import COMPOSITES
-from converters.names.families.tables import FAMILIES, knows_class
+from converters.names.families.tables import FAMILIES, knows_class, saved
 from converters.names.megatron.relation import architectures
-from converters.names.module_order import registered_shapes
+from converters.names.module_order import in_order, registered_shapes
 from converters.names.transformers.order import as_registered
 from converters.names.transformers.relation import build_model
 from converters.pytorch.trainer import TRAINER, trainer_groups
 from tests.support.describing import content
 from tests.support.engines import Truth, raw
-from tests.support.model_files import merge_json, rewriting
+from tests.support.model_files import merge_json, rewriting, save_model
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import TWINS
 
@@ -109,6 +110,19 @@ def test_tables_have_the_order_in_which_transformers_registers(model_type: str) 
         assert as_registered(sorted(shapes), model_type) == list(shapes)
         config = {**json.loads(json.dumps(model.config.to_dict(), default=str)), "architectures": [cls]}
         assert list(registered_shapes(config).items()) == list(shapes.items())
+
+
+@pytest.mark.parametrize("model_type", sorted(name for name, family in FAMILIES.items() if family.own_code))
+def test_order_of_a_model_with_its_own_code_is_unknown(tmp_path: Path, model_type: str) -> None:
+    """EXAONE's own code registers k before v and q, unlike its twin in transformers."""
+    twin = TWINS[model_type]
+    built = AutoConfig.for_model(twin.model_type, **tiny_sizes(model_type)).to_dict()
+    config = json.loads(json.dumps(twin.config(model_type, built)))
+    found = saved(config)
+    assert found is not None
+    save_model(tmp_path, {fqn: torch.zeros(shape) for fqn, shape in found.required.items()}, config)
+    hub = api.open(tmp_path, "hf")
+    assert in_order(hub, hub) is None and registered_shapes(config) == {}
 
 
 # -- written files -------------------------------------------------------------------------------------------
