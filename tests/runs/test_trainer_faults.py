@@ -363,6 +363,10 @@ def fuse_down(tensors: dict[str, torch.Tensor]) -> None:
     tensors["mlps.weight"] = torch.stack([tensors.pop(DOWN)] * 2)
 
 
+def split_rows_of_down(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["more.weight"] = tensors.pop(DOWN).unflatten(0, (2, -1))
+
+
 def add_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors["more.weight"] = torch.zeros(3, 4)
 
@@ -372,6 +376,7 @@ def add_one(tensors: dict[str, torch.Tensor]) -> None:
     [
         (rename_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
         (fuse_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+        (split_rows_of_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
         (swap_down_for_another_kind_of_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
         (swap_down_for_a_smaller_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
         (add_one, "whole", "{cls} don't have 1 tensor: more.weight"),

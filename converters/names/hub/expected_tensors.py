@@ -99,8 +99,11 @@ def _may_hold(others: Sequence[Shape], missing: Sequence[Shape]) -> bool:
 
 
 def _may_be_part(one: Shape, other: Shape) -> bool:
-    """Return True if the larger shape has all dims of the smaller one but one, or is flat."""
-    small, large = sorted((one, other), key=prod)
+    """Return True if the larger shape has all dims of the smaller one but one, or is flat.
+
+    Of two equally large ones, the shape with more dims is the larger one.
+    """
+    small, large = sorted((one, other), key=lambda shape: (prod(shape), len(shape)))
     return len(large) == 1 or (Counter(small) - Counter(large)).total() <= 1
 
 
