@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.containers.safetensors import read_header
@@ -19,8 +20,8 @@ ZIP = b"PK\x03\x04"
 _ALWAYS_DAMAGE = ("no data was read", "symlink")
 
 
-def check_file(path: Path, root: Path) -> None:
-    """Raise CorruptError if a file is incomplete, by its name and its first bytes.
+def check_file(path: Path, root: Path) -> Any:
+    """Return the content of a JSON file. Raise CorruptError if a file is incomplete, by its name and its first bytes.
 
     Raise NotFoundError or UnsafeError for a pickle that is not read, UnsafeError for a link out of `root`, and
     IncompleteError for a broken link.
@@ -36,9 +37,10 @@ def check_file(path: Path, root: Path) -> None:
         content = read_file(path, limit + 1)
         if not content:
             raise IncompleteError("the file is empty", path=path, expected="JSON")
-        parse_json(content, path, max_bytes=limit)
+        return parse_json(content, path, max_bytes=limit)
     elif is_torch:
         torchfile.read(path)
+    return None
 
 
 def has_checked_suffix(path: Path) -> bool:

@@ -286,3 +286,26 @@ def test_skipped_optimizer_states_are_noted(fixtures: Path, tmp_path: Path) -> N
     (one,) = json.loads(run_ckpt("check", run, "--json").out)["checkpoints"]
     assert len(one["skipped_states"]) == 1 and one["problems"] == []
     assert "skipped_states" not in run_ckpt("check", fixtures / "toy-zero1", "--json").out
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "added"])
+@pytest.mark.parametrize("largest", [23, 24])
+def test_tokens_without_a_row_in_the_embedding_are_noted(
+    fixtures: Path, tmp_path: Path, kind: str, largest: int
+) -> None:
+    """Some released models have such tokens, so this is no damage. The fixture's vocab_size is 24."""
+    step = Path(shutil.copytree(fixtures / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2"))
+    vocabulary = {"a": 0, "b": largest} if kind == "dict" else [["a", -0.1]] * (largest + 1)
+    content = {"model": {"vocab": {"a": 0} if kind == "added" else vocabulary}, "added_tokens": [{"id": largest}]}
+    if kind != "added":
+        del content["added_tokens"]
+    (step / "tokenizer.json").write_text(json.dumps(content))
+    told = "  - tokenizer.json: token ids go up to 24, and config.json's vocab_size is 24: the embedding has no row"
+    for config in (None, "{}", "damaged"):
+        if config is not None:
+            (step / "config.json").write_text(config)
+        checked = run_ckpt("check", step)
+        assert (told in checked.out) == (largest == 24 and config is None), checked.out
+        if config is None:
+            assert checked.code == 0 and f"{step}: whole (" in checked.out
+            assert "every part of every tensor is there" in checked.out

@@ -37,6 +37,7 @@ from ckpt.commands.check.files import (
     LACKING,
     LEFT,
     NOT_READ,
+    NOTED,
     UNKNOWN,
     UNPROVED,
     ComparedBytes,
@@ -450,7 +451,7 @@ def _check_one(
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
     told: dict[str, Problem] = {}
     # report the reader's problem first
-    for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING)):
+    for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING, NOTED)):
         told.setdefault(problem.where, problem)
     return Checked(
         str(place.relative_to(root)) if place != root else str(root),

@@ -32,6 +32,7 @@ from ckpt.runs.file_table import TORCH_SUFFIXES
 from ckpt.runs.model_files import CONFIG, is_of_diffusers
 from ckpt.runs.search import PIPELINE
 from ckpt.runs.steps import is_step
+from ckpt.runs.tokens import TOKENIZER, tokens_without_rows
 from ckpt.runs.unread_files import may_hold_tensors
 
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
@@ -43,6 +44,8 @@ LEFT = "not looked into"
 UNPROVED = "parts not checked"
 #: Not saved, so the files are fine.
 LACKING = "lacking"
+#: Worth a look, but no damage: released models have it.
+NOTED = "note"
 
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
 #: HF Trainer's (transformers/trainer.py, `_save_rng_state`).
@@ -107,10 +110,11 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
 @once  # steps share the files around them
 def _problem_in(path: Path, root: Path) -> Problem | None:
     try:
-        check_file(path, root)
+        content = check_file(path, root)
     except CkptError as error:
         return _left(error, root, path) or problem_of(error, root, path)
-    return None
+    told = tokens_without_rows(content, path.parent) if path.name == TOKENIZER else None
+    return told and Problem(NOTED, relative(path, root), told)
 
 
 def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
