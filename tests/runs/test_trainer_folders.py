@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt import api, resume
 from ckpt import check as ckpt_check
@@ -267,6 +267,52 @@ def test_an_optimizer_that_no_format_reads_is_named(
     done = ckpt("convert", "auto", target, fixtures / fixture / place, "-o", tmp_path / "out")
     assert done.code == 0 and said in done.err, done.err
     assert not api.open(tmp_path / "out").optimizer_states
+
+
+STATES = "training_state/optimizer_state.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("fixture", "step", "model", "file"),
+    [
+        ("lerobot", "checkpoints/000002", "pretrained_model", STATES),
+        ("diffusers", "checkpoint-2", "unet", "optimizer.bin"),
+    ],
+)
+def test_no_file_tells_which_of_two_equal_shapes_a_numbered_state_has(
+    copied: Callable[[str], Path], fixture: str, step: str, model: str, file: str
+) -> None:
+    """Two files with all names, numbers, shapes and groups alike belong to two orders, so the states are left out."""
+    place = copied(fixture) / step
+    before = flat_states(place / file)
+    shapes = {name: tensor.shape for name, tensor in before.items()}
+    one, other = "state/7/", "state/9/"
+    assert shapes[f"{one}exp_avg"] == shapes[f"{other}exp_avg"]
+    checked = ckpt("check", place).out
+    if file == STATES:
+        swapped = {name: before[exchanged(name, one, other)] for name in before}
+        save_file(swapped, place / file)
+    else:
+        optimizer = torch.load(place / file, weights_only=True)
+        optimizer["state"][7], optimizer["state"][9] = optimizer["state"][9], optimizer["state"][7]
+        torch.save(optimizer, place / file)
+    after = flat_states(place / file)
+    assert {name: tensor.shape for name, tensor in after.items()} == shapes
+    assert not torch.equal(after[f"{one}exp_avg"], before[f"{one}exp_avg"])
+    assert ckpt("check", place).out == checked
+    assert not api.open(place / model).optimizer_states
+
+
+def exchanged(name: str, one: str, other: str) -> str:
+    ends = {one: other, other: one}
+    return next((ends[start] + name.removeprefix(start) for start in ends if name.startswith(start)), name)
+
+
+def flat_states(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    states = torch.load(file, weights_only=True)["state"]
+    return {f"state/{number}/{role}": one for number, state in states.items() for role, one in state.items()}
 
 
 @pytest.mark.parametrize(

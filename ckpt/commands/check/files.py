@@ -114,7 +114,7 @@ def _problem_in(path: Path, root: Path) -> Problem | None:
     except CkptError as error:
         return _left(error, root, path) or problem_of(error, root, path)
     told = tokens_without_rows(content, path.parent) if path.name == TOKENIZER else None
-    return told and Problem(NOTED, relative(path, root), told)
+    return Problem(NOTED, relative(path, root), told) if told else None
 
 
 def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
