@@ -29,7 +29,7 @@ from ckpt.containers.torchfile.values import (
     StoredTensor,
     short,
 )
-from ckpt.plan.dtypes import DType
+from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Extent
 
 Builder = Callable[[Machine, Global, tuple[Any, ...]], Any]
@@ -51,14 +51,25 @@ def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
         nested = machine.table.get(key) if cls.is_listed else class_of(*key)
         if nested is not None:
             return nested
-        if cls.members is not None and name in cls.members:
-            return Record(cls.module, cls.name, (cls.members[name],))
+        members = dict(map(_member, cls.members.split()))
+        if name in members:
+            return Record(cls.module, cls.name, (members[name],))
         found = f"{cls.typename}, {name}"
     raise UnsafeError(
         "the pickle calls builtins.getattr on an unsupported object; nothing was run",
         path=machine.path,
         found=found,
     )
+
+
+def _member(word: str) -> tuple[str, Any]:
+    """Read a word of `Global.members`."""
+    name, given, text = word.partition("=")
+    if not text:
+        return name, name if given else name.lower()
+    if text.startswith("torch."):
+        return name, BY_NAME[text.removeprefix("torch.")]
+    return name, None if text == "None" else int(text) if text.lstrip("-").isdigit() else text
 
 
 def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:

@@ -150,7 +150,6 @@ _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
 
 #: Members of enums, from torch 2.13, DeepSpeed 0.19, megatron-core 0.16, transformers 5.23, accelerate 1.15 and some
 #: older versions. Python 3.11.0 to 3.11.3 pickles them by name, as `getattr(cls, name)`.
-#: `NAME=value` gives a member's value, NAME its lower-case name as the value, `NAME=` its unchanged name.
 _ENUMS: Mapping[str, Mapping[str, str]] = {
     "uuid": {"SafeUUID": "safe=0 unsafe=-1 unknown=None"},
     "torch.distributed.checkpoint.metadata": {
@@ -246,21 +245,6 @@ _ENUMS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _value(word: str) -> tuple[str, Any]:
-    name, given, text = word.partition("=")
-    if not text:
-        return name, name if given else name.lower()
-    if text.startswith("torch."):
-        return name, dtypes.BY_NAME[text.removeprefix("torch.")]
-    return name, None if text == "None" else int(text) if text.lstrip("-").isdigit() else text
-
-
-ENUMS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (module, name): dict(map(_value, members.split()))
-    for modules, enums in _ENUMS.items()
-    for module in modules.split()
-    for name, members in enums.items()
-}
 #: Signal numbers. Python up to 3.11.3 pickles signals by name in the module `signal`.
 SIGNALS: Mapping[str, int] = {one.name: one.value for one in signal.Signals}
 
@@ -270,7 +254,9 @@ def _make_table() -> dict[Name, Any]:
     table |= {(module, name): Global(module, name, record) for module, name in _each(_RECORDS)}
     for module, name, fields in _each(_FIELDS):
         table[module, name] = Global(module, name, record, tuple(fields.split()))
-    table |= {key: Global(*key, record, members=members) for key, members in ENUMS.items()}
+    for modules, enums in _ENUMS.items():
+        for module, (name, members) in product(modules.split(), enums.items()):
+            table[module, name] = Global(module, name, record, members=members)
     table |= {("signal", name): Record("signal", "Signals", (number,)) for name, number in SIGNALS.items()}
     table |= {(module, name): Global(module, name) for module, name in _each(_NAMES)}
     table |= {(module, name): Global(module, name, build) for module, name, build in _each(FUNCTIONS)}

@@ -80,14 +80,15 @@ class Global:
     """An inert class or function in the table.
 
     `build` returns the result of a call, None if files only contain the name. `fields` names the positional arguments
-    of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name.
+    of a namedtuple, or the parts of a tuple state. `members` lists an enum's names: `NAME=value`
+    gives a value, NAME its lower-case name as the value, `NAME=` its unchanged name.
     """
 
     module: str
     name: str
     build: Callable[[Any, Global, tuple[Any, ...]], Any] | None = None
     fields: tuple[str, ...] = ()
-    members: Mapping[str, Any] | None = None
+    members: str = ""
     is_listed: bool = True
 
     @property
