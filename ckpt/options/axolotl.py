@@ -41,7 +41,7 @@ def run_and_config(path: Path, config: Config, *, quiet: bool) -> tuple[Path, Co
     from ckpt.runs.model_files import CONFIG
 
     where, base = run_of(str(path), quiet=quiet)
-    run = path if where == str(path) else Path(where)
+    run = Path(where)
     if base is None or (run / CONFIG).is_file() or any(run.glob(f"*/{CONFIG}")):
         return run, config
     return run, config or base

@@ -167,7 +167,8 @@ def check_layout(format: Format, layout: Layout) -> None:
             hint=Message("leave {quantize} out; {} can be written with it", " and ".join(writers) or "no format"),
             code="option-not-taken",
         )
-    check_options(format.name, layout.options)
+    if layout.options:
+        check_options(format.name, layout.options)
 
 
 def check_options(format: str, requested: Mapping[str, Any], command: str = "convert") -> None:

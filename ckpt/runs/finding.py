@@ -184,11 +184,11 @@ def sibling_models(place: str) -> list[Path]:
 
 
 def missing_models(save: Path) -> list[str]:
-    models = models_of(save)
-    last = str(next(reversed(models.values())).name) if models else ""
-    is_first_numbered = any(map(_NUMBERED_FROM_0.fullmatch, (last, *names_in(save)))) if models else False
-    first = "_0" if is_first_numbered else ""
-    return [_numbered_as(last, number, first) for number in range(max(models, default=0)) if number not in models]
+    if not (models := models_of(save)):
+        return []
+    last = next(reversed(models.values())).name
+    first = "_0" if any(map(_NUMBERED_FROM_0.fullmatch, (last, *names_in(save)))) else ""
+    return [_numbered_as(last, number, first) for number in range(max(models)) if number not in models]
 
 
 def _numbered_as(name: str, number: int, first: str) -> str:

@@ -118,7 +118,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
-    found = _config_quantization(config or {})
+    found = _config_quantization(config) if config else None
     return found or next((one for folder in folders if (one := _folder_quantization(Path(folder))) is not None), None)
 
 

@@ -20,7 +20,7 @@ from ckpt.move.json_files import parse_json
 from ckpt.move.listing import files_in
 from ckpt.plan.checkpoint import PART, Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
-from ckpt.plan.precision import model_dtypes
+from ckpt.plan.precision import Choice, model_dtypes, num_elements
 from ckpt.runs.data_position import is_loader_state, position_notes
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
@@ -56,15 +56,15 @@ class Companions:
 def model_files(
     checkpoint: Checkpoint,
     dtype: DType | None,
-    written: Mapping[DType, int] | None = None,
+    written: Sequence[Choice] | None = None,
     *,
     plain: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> tuple[list[TargetFile], list[str]]:
     """Return the files next to any model (config, tokenizer, ...), and notes.
 
-    A config gets the most frequent dtype in `written`, by default the model's own or `dtype`. `plain` is True if
-    nothing quantized is written. `config` replaces the stored one. Raise CorruptError for a config that is not JSON.
+    A config gets the most frequent dtype of `written` tensors, by default the model's own or `dtype`. `plain` is True
+    if nothing quantized is written. `config` replaces the stored one. Raise CorruptError for a config that is not JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
@@ -80,9 +80,9 @@ def model_files(
         found[CONFIG] = dump_config(config)
     if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
         no_longer = checkpoint.config is not None and not checkpoint.config.get(QUANTIZATION_ENTRY)
-        written = model_dtypes(checkpoint, dtype) if written is None else written
+        counts = model_dtypes(checkpoint, dtype) if written is None else num_elements(written)
         recorded = with_quantization(config, checkpoint.config or {})
-        true, notes = corrected_config(recorded, written, plain=plain or no_longer)
+        true, notes = corrected_config(recorded, counts, plain=plain or no_longer)
         if true != config:
             found[CONFIG] = dump_config(true)
     return _files(found), notes

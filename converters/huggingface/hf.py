@@ -39,7 +39,7 @@ from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, PART, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.namespace import OF_THE_MODEL
-from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
+from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.model_files import read_config, run_files_left_out, training_left_out
 from ckpt.runs.sentence_modules import by_module, module_weights, modules_in
@@ -138,7 +138,7 @@ class HuggingFace(Format):
             files += weight_files(part, f"{place}/model", {})[0]
         plain = [choice for choice in chosen.values() if checkpoint.uncast.get(choice.tensor.fqn) != PART]
         config = checkpoint.config if untied else None
-        beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen), config=config)
+        beside, notes = model_files(checkpoint, dtype, plain, plain=_is_plain(chosen), config=config)
         wrapped = _adapter_notes(chosen, checkpoint, layout)
         told, loads = _proof(
             checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside, dict(parts)
