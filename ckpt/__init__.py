@@ -87,18 +87,18 @@ _FURTHER = {
 
 
 def _module_of(name: str) -> str | None:
-    from ckpt.commands import places
+    from ckpt.commands import own_places
 
-    if name in _FURTHER or name not in places():
+    if name in _FURTHER or name not in own_places():
         return _FURTHER.get(name)
     function: str | None = import_module(f"ckpt.commands.{name}.command").COMMAND.python
     return function and function.partition(":")[0]
 
 
 def __dir__() -> list[str]:
-    from ckpt.commands import places
+    from ckpt.commands import own_places
 
-    return sorted(["__version__", *_FURTHER, *filter(_module_of, places())])
+    return sorted(["__version__", *_FURTHER, *filter(_module_of, own_places())])
 
 
 def __getattr__(name: str) -> Any:

@@ -213,9 +213,9 @@ def examples() -> str:
 
 def guides() -> dict[str, str]:
     """Return each command's guide page."""
-    from ckpt.cli import command_registry
+    from ckpt import commands
 
-    return {command.name: command.guide for command in command_registry.all_commands()}
+    return {command.name: command.guide for command in commands.all_commands()}
 
 
 def command_page(name: str) -> str:

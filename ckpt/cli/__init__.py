@@ -17,9 +17,9 @@ from typing import Annotated
 
 import typer
 
+from ckpt import commands
 from ckpt.base.errors import UsageError
 from ckpt.base.version import __version__
-from ckpt.cli import command_registry
 from ckpt.cli.parser import CommandGroup
 from ckpt.cli.usage import say_error
 from ckpt.options.completion import completing_at_first_tab
@@ -60,8 +60,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for names that the terminal can't show
     try:
-        for name in {*sys.argv[1:2]} & command_registry.places().keys():
-            command_registry.command(name).start()
+        for name in {*sys.argv[1:2]} & commands.places().keys():
+            commands.command(name).start()
     except UsageError as error:
         say_error(error)
         sys.exit(error.exit_code)

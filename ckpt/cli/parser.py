@@ -18,13 +18,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ckpt import commands
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, short_dtype, type_of
+from ckpt.base.flags import READ, SECTIONS, Flag, Positional, flag_of, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.words import Keyword, Message, keywords_in
-from ckpt.cli import command_registry, values
+from ckpt.cli import values
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.cli.values import quicken
 from ckpt.options import completion
@@ -110,9 +111,9 @@ def _of_side(option: Keyword, known: Collection[str]) -> Keyword:
 
 
 def _options_of(name: str) -> set[str]:
-    if name not in command_registry.places():
+    if name not in commands.places():
         return set()
-    params = _built(command_registry.command(name)).params
+    params = _built(commands.command(name)).params
     return {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
 
@@ -177,9 +178,7 @@ class _Help:
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         name = self.name  # type: ignore[attr-defined]
         with formatter.section(_bold("Examples")):
-            for command, meaning in (
-                command_registry.command(name).examples if name in command_registry.places() else EXAMPLES
-            ):
+            for command, meaning in commands.command(name).examples if name in commands.places() else EXAMPLES:
                 formatter.write(f"{'':{formatter.current_indent}}{command}\n")
                 with formatter.indentation():
                     formatter.write_text(meaning)
@@ -202,18 +201,18 @@ class CommandGroup(_Help, TyperGroup):
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
-        self.commands: dict[str, Any] = dict.fromkeys(command_registry.places())  # names, for suggestions
+        self.commands: dict[str, Any] = dict.fromkeys(commands.places())  # names, for suggestions
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [command.name for command in command_registry.all_commands()]
+        return [command.name for command in commands.all_commands()]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        return _without_formats(command_registry.command(name)) if name in self.commands else None
+        return _without_formats(commands.command(name)) if name in self.commands else None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
         sections: dict[str, list[tuple[str, str]]] = {}
-        for command in command_registry.all_commands():
+        for command in commands.all_commands():
             about = inspect.getdoc(command.function) or ""
             sections.setdefault(command.section, []).append((command.name, about.split("\n\n")[0]))
         self.format_sections(formatter, sections)
@@ -232,9 +231,9 @@ class CommandGroup(_Help, TyperGroup):
             before = args[args.index("", 1) - 1]
             where = before if before.startswith("-") else None
             raise UsageError("an argument is empty", found=where, hint="check the shell variable: it may be unset")
-        resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
+        resolved: Any = super().resolve_command(ctx, args)
         name, command, rest = resolved
-        declared = command_registry.command(name)
+        declared = commands.command(name)
         streams.work_is_files = declared.writes
         for before, arg in pairwise(args):
             url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in declared.texts else None
@@ -245,7 +244,6 @@ class CommandGroup(_Help, TyperGroup):
             command = _built(declared)
         _check_spelled_once(command.params, rest)
         found = values.of_command(name, command.params)
-        found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
         ctx.default_map = {name: found}
         streams.json_by_default = str(found.get("as_json")).lower() in _TRUE
         return name, command, rest
@@ -258,20 +256,6 @@ def _check_spelled_once(params: Sequence[Any], args: Sequence[str]) -> None:
         names = [name for name in param.opts if name.startswith("--") and name in given]
         if len(names) > 1:
             raise UsageError(f"{' and '.join(names)} are one option", hint=f"leave {names[-1]} out")
-
-
-def _with_short_dtypes(args: Sequence[str]) -> list[str]:
-    """Replace `bfloat16` and `torch.bfloat16` by `bf16` after dtype options."""
-    words, before = [], ""
-    for word in args:
-        option, equals, value = word.partition("=")
-        if option.startswith("--") and option.endswith("dtype") and equals:
-            word = f"{option}={short_dtype(value) or value}"
-        elif before.startswith("--") and before.endswith("dtype"):
-            word = short_dtype(word) or word
-        words.append(word)
-        before = word
-    return words
 
 
 @functools.cache
@@ -315,7 +299,8 @@ def with_options(
                     hint="uninstall one of the two packages, or rename its option",
                 )
             declared[one.name] = one
-            known[one.name] = _parameter(one, READ if one.is_for_reading else f"{_OF_FORMATS}{', '.join(formats)}")
+            section = READ if one.is_for_reading else f"{_OF_FORMATS}{', '.join(formats)}"
+            known[one.name] = _in_typer(_parameter(one, section))
 
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:
@@ -358,9 +343,7 @@ def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:
     kind: Any = Literal[one.choices] if one.choices else one.type
-    flags = [one.flag] if one.type is bool else []  # without its own --no-
     metavar = f"<{'|'.join(one.choices)}>" if one.choices else one.metavar
-    info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=metavar, rich_help_panel=section)
-    return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=Annotated[kind | None, info]
-    )
+    flag = Flag(help=one.help, section=section, metavar=metavar, min=one.min, max=one.max)
+    hint = Annotated[kind | None, flag]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hint)

@@ -20,9 +20,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from typer.core import TyperArgument, TyperOption
 
+from ckpt import commands
 from ckpt.base.errors import UsageError
+from ckpt.base.flags import short_dtype
 from ckpt.base.text import did_you_mean
-from ckpt.cli import command_registry
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
 #: A file can't set these, since it may be somebody else's: they write, replace or upload.
@@ -99,13 +100,13 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
         raise UsageError(
             f"[[{TABLE}]] is not a table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default"
         )
-    known = command_registry.places()
+    known = commands.places()
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
-            commands = [one.name for one in command_registry.all_commands()]  # in help order
-            meant = None if name in known else did_you_mean(name, commands)
+            own = [one.name for one in commands.all_commands()]  # in help order
+            meant = None if name in known else did_you_mean(name, own)
             hint = meant or f"put options in their command's table, as in [{TABLE}.convert]"
-            expected = f"a table for a command: {', '.join(commands)}"
+            expected = f"a table for a command: {', '.join(own)}"
             what = f"[{TABLE}] has no {name!r}"
             raise UsageError(what, path=path, expected=expected, hint=hint, code="unknown-default")
     return path, tables
@@ -128,7 +129,8 @@ def quicken(params: Sequence[Any]) -> None:
 
 
 def _processed(param: Any, ctx: Any, value: Any, process: Callable[[Any, Any], Any]) -> Any:
-    """Let typer's `process` convert other values, and explain errors."""
+    """Let typer's `process` convert other values, and explain errors. Dtype options also take `bfloat16`."""
+    value = short_dtype(value) or value if param.name.endswith("dtype") else value
     plain = _plain(param, value) if hasattr(param, "type_descriptor") else ...  # only since typer 0.29
     if plain is ... or (param.required and param.value_is_missing(plain)):
         return process(ctx, value)

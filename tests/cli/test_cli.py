@@ -23,9 +23,8 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import api
+from ckpt import api, commands
 from ckpt.base.text import show_size
-from ckpt.cli import command_registry
 from ckpt.commands.inspect import inspecting
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan import registry
@@ -420,7 +419,7 @@ def test_a_terminal_without_unicode(
 
 
 def test_no_help_text_is_missing() -> None:
-    for command in command_registry.places():
+    for command in commands.places():
         text = run_ckpt(command, "--help").out.split("\nExamples:\n")[0]
         options = [part.split("\n\n")[0].split() for part in text.split("\n  -")[1:]]  # a long name fills a line
         assert options

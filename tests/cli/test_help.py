@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckpt import commands
 from ckpt.base.streams import coloured
-from ckpt.cli import command_registry
 from ckpt.cli.parser import EXAMPLES as OF_ALL
 from ckpt.options import completion as complete
 from ckpt.plan import registry
@@ -26,8 +26,8 @@ from tests.support.golden import agrees
 from tests.support.places import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
-COMMANDS = [command.name for command in command_registry.all_commands()]
-EXAMPLES = {"ckpt": OF_ALL} | {command.name: command.examples for command in command_registry.all_commands()}
+COMMANDS = [command.name for command in commands.all_commands()]
+EXAMPLES = {"ckpt": OF_ALL} | {command.name: command.examples for command in commands.all_commands()}
 #: These need a server, FUSE, torch, a job's nodes or a live run, so they are only parsed.
 PARSED = ("mount", "push", "merge-lora", "plot", "preflight", "watch")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import ckpt as package
+from ckpt import commands
 from ckpt.base.words import FLAGS, in_python, keywords_in
-from ckpt.cli import command_registry
 from ckpt.cli.parser import _options_of
 from tests.support import advice, hints
 from tests.support.keywords import is_message, keyword_of, keywords, messages, rendered
 from tests.support.places import FIXTURES, REPOSITORY
 
-NAMES = list(command_registry.places())
+NAMES = list(commands.places())
 
 
 def texts() -> Iterator[tuple[str, str]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt import commands
 from ckpt.adapters.config import read_config
-from ckpt.cli import command_registry
 from ckpt.commands.inspect import inspecting
 from ckpt.errors import CorruptError
 from tests.support.commands import ckpt, process
@@ -119,7 +119,7 @@ main()
 
 @pytest.mark.parametrize(
     "where",
-    ["ckpt.move.files.translate_os_errors", "ckpt.cli.command_registry.command", "ckpt.options.command.Command"],
+    ["ckpt.move.files.translate_os_errors", "ckpt.commands.command", "ckpt.options.command.Command"],
 )
 def test_sigterm_outside_of_a_command_is_said(where: str) -> None:
     """During imports and argument parsing it ended with 143 or 130, without a message."""
@@ -229,7 +229,7 @@ def test_the_object_on_the_page_is_what_is_printed() -> None:
 
 
 def test_every_command_takes_json(fixtures: Path) -> None:
-    for name in command_registry.places():
+    for name in commands.places():
         assert "  --json " in ckpt(name, "--help").out, name
     found = ckpt("resume", fixtures / "toy-zero3", "--json", "-q")
     assert json.loads(found.out) == {"path": ckpt("resume", fixtures / "toy-zero3", "-q").out.strip()}

@@ -1,4 +1,4 @@
-"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/command_registry.py`: the suite on our commands."""
+"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/commands/__init__.py`: the suite on our commands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 
 import ckpt
 from ckpt import commands
-from ckpt.cli import command_registry
 from ckpt.errors import UsageError
 from ckpt.testing import CommandConformance
 
 
 class TestOwnCommands(CommandConformance):
-    commands = command_registry.all_commands()
+    commands = commands.all_commands()
 
 
 @pytest.mark.parametrize(
@@ -29,21 +28,21 @@ class TestOwnCommands(CommandConformance):
     ],
 )
 def test_a_wrong_declaration_fails(test: str, change: dict[str, object]) -> None:
-    wrong = replace(command_registry.command("check"), **change)  # type: ignore[arg-type]
+    wrong = replace(commands.command("check"), **change)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         getattr(CommandConformance(), test)(wrong)
 
 
 def test_another_package_cannot_take_the_name_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_registry, "entries", lambda group: {"check": "other:COMMAND"})
+    monkeypatch.setattr(commands, "entries", lambda group: {"check": "other:COMMAND"})
     with pytest.raises(UsageError, match="registers the built-in command 'check'"):
-        command_registry.places.__wrapped__()
+        commands.places.__wrapped__()
 
 
 def test_what_is_registered_must_be_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_registry, "places", lambda: {"other": "ckpt.options.command:SECTIONS"})
+    monkeypatch.setattr(commands, "places", lambda: {"other": "ckpt.options.command:SECTIONS"})
     with pytest.raises(UsageError, match="the command 'other' is not declared"):
-        command_registry.command.__wrapped__("other")
+        commands.command.__wrapped__("other")
 
 
 def test_a_new_folder_is_a_command_and_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +54,9 @@ def test_a_new_folder_is_a_command_and_a_function(tmp_path: Path, monkeypatch: p
         "COMMAND = Command('hello', LOOK, hello, (), python='ckpt.commands.hello.command:hello')\n"
     )
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
-    commands.places.cache_clear()
+    commands.own_places.cache_clear()
     try:
         assert ckpt.hello() == "hello" and "hello" in dir(ckpt)  # type: ignore[attr-defined]
-        assert "hello" in command_registry.places.__wrapped__()
+        assert "hello" in commands.places.__wrapped__()
     finally:
-        commands.places.cache_clear()
+        commands.own_places.cache_clear()
