@@ -7,9 +7,10 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,10 +209,8 @@ class Workers:
         self._stopping = True
         self._jobs.close(drop=True)
         self._asked.close()
-        for _ in self._syncers:
-            self._filled.put(None)
-        for _ in self._hashers:
-            self._to_hash.put(None)
+        _end(self._syncers, self._filled)
+        _end(self._hashers, self._to_hash)
         self._leave()
         if self._wait(0, _PATIENCE):
             for thread in self._threads:
@@ -276,13 +275,11 @@ class Workers:
         """Wait until all work is done. `last` runs after all files are filled, and may return more files."""
         self._jobs.close()
         self._wait_for_all_but(len(self._syncers) + len(self._hashers))
-        for _ in self._hashers:
-            self._to_hash.put(None)
+        _end(self._hashers, self._to_hash)
         self._wait_for_all_but(len(self._syncers))
         for output in last():
             self._filled.put(output)
-        for _ in self._syncers:
-            self._filled.put(None)
+        _end(self._syncers, self._filled)
         self._wait_for_all_but(0)
         assert not self._outputs, "a target file was not finished"
 
@@ -365,6 +362,12 @@ class Workers:
             self._filled.put(output)
             if output.pieces is not None and output.is_owner:
                 self._to_hash.put((output, None))
+
+
+def _end(threads: Sequence[threading.Thread], jobs: queue.SimpleQueue[Any]) -> None:
+    """End `threads` after the jobs in their queue."""
+    for _ in threads:
+        jobs.put(None)
 
 
 def _start_writeback(descriptor: int, start: int, stop: int) -> None:

@@ -254,9 +254,8 @@ def _make_table() -> dict[Name, Any]:
     table |= {(module, name): Global(module, name, record) for module, name in _each(_RECORDS)}
     for module, name, fields in _each(_FIELDS):
         table[module, name] = Global(module, name, record, tuple(fields.split()))
-    for modules, enums in _ENUMS.items():
-        for module, (name, members) in product(modules.split(), enums.items()):
-            table[module, name] = Global(module, name, record, members=members)
+    enums = ((modules, *one) for modules, members in _ENUMS.items() for one in members.items())
+    table |= {(module, name): Global(module, name, record, members=text) for module, name, text in _each(enums)}
     table |= {("signal", name): Record("signal", "Signals", (number,)) for name, number in SIGNALS.items()}
     table |= {(module, name): Global(module, name) for module, name in _each(_NAMES)}
     table |= {(module, name): Global(module, name, build) for module, name, build in _each(FUNCTIONS)}
