@@ -72,7 +72,7 @@ def convert(
     options: Mapping[str, Any],
 ) -> None:
     """Convert a checkpoint from one format to another."""
-    given = {name: shown(str(value)) for name, value in opt.by_name(locals()).items() if name not in _OF_EACH}
+    typed = dict(locals())
     quiet = outcome.quiet
     from ckpt import api
     from ckpt.move.files import check_destination, translate_os_errors
@@ -84,7 +84,9 @@ def convert(
     if start is not None and not quiet:
         print(f"converting with {start}", file=sys.stderr)
     with joined(start) as group, translate_os_errors():
-        check_alike({"version": __version__, **given}, group)
+        if start is not None:
+            given = {name: shown(str(value)) for name, value in opt.by_name(typed).items() if name not in _OF_EACH}
+            check_alike({"version": __version__, **given}, group)
         source, target, path, place = _with_output_last(source, target, path, place)
         source, target, path, config = _resolve_arguments(source, target, path, to, requested, quiet)
         destination = place.folder or default_output(path, target)
