@@ -88,7 +88,7 @@ def execute(
         phase("move", plan.moved_bytes)
         num_done = sum(length for pieces in done.values() for _, length in pieces)
         progress(num_done if is_first else 0)
-        node = _node()
+        node = _node() if group.size > 1 else None
         num_here = group.gather(node).count(node)
         workers = Workers(resources, progress, hashed=journal.add, num_here=num_here)
 
