@@ -35,6 +35,8 @@ _TRAINERS_PREFIX = {
 }
 #: Config entries for the sizes of classes with known tensors.
 _SIZES = {"Dense": ("in_features", "out_features"), "LayerNorm": ("dimension",)}
+#: Either one describes the model: an adapter names its base.
+_CONFIGS = ("config.json", "adapter_config.json")
 _SETTINGS = "config_sentence_transformers.json"
 _TORCH = "pytorch_model.bin"
 _MAX_JSON = 1 << 20
@@ -71,9 +73,14 @@ def _modules_of(home: Path) -> dict[str, InnerModule]:
 
 def trainers_prefix(folders: Iterable[str | Path]) -> str | None:
     """Return the prefix of the model's names in sentence-transformers' trainer, or None if it is unknown."""
-    home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
-    model = None if home is None else _modules_of(home).get("0.")
+    model = _model_in(folders)
     return _TRAINERS_PREFIX.get(model.type) if model else None
+
+
+def _model_in(folders: Iterable[str | Path]) -> InnerModule | None:
+    """Return the first module, the model itself."""
+    home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
+    return None if home is None else _modules_of(home).get("0.")
 
 
 def _is_inner(path: object) -> bool:
@@ -171,6 +178,10 @@ def module_faults(folders: Iterable[str | Path], shapes: Mapping[str, Shape]) ->
 
     `shapes` has the modules' tensors with prefix.
     """
+    model = _model_in(folders)
+    names = names_in(model.folder) if model and (model.folder / MODULES).is_file() else _CONFIGS
+    if model and model.kind == "Transformer" and not {*_CONFIGS} & {*names}:
+        yield _CONFIGS[0], f"missing, {MODULES} lists its module"
     for prefix, module in modules_in(folders).items():
         names = names_in(module.folder) if module.folder.is_dir() else []
         own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}

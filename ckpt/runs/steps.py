@@ -254,7 +254,7 @@ def trainer_state(step: Path) -> list[Path]:
     """Return the files of Lightning's, LeRobot's or OLMo-core's trainer next to the model in a step's folder."""
     folders = [folder for name in (LEROBOTS_STATE, _OLMOS_STATE) if (folder := step / name).is_dir()]
     inside = [folder / name for folder in folders for name in files_in(folder)]
-    return [one for one in (step / LIGHTNINGS_RECORD, *inside) if one.is_file()]
+    return [one for one in (step / LIGHTNINGS_RECORD, step / _OLMOS_LAST, *inside) if one.is_file()]
 
 
 def link_target(path: Path) -> Path:

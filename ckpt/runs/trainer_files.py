@@ -167,7 +167,8 @@ def carried_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def run_files(checkpoint: Checkpoint) -> list[Path]:
-    if (home := _home(checkpoint)) is None:
+    home = _step_around(checkpoint) if checkpoint.unmapped_optimizer else _home(checkpoint)
+    if home is None:
         return []
     return [home / name for name in files_in(home) if is_of(name, *TRAINING_STATE)]
 

@@ -120,6 +120,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "torch files": (as_torch, 0, "whole"),
     "module incomplete": (lambda step: (step / "2_Dense" / "model.safetensors").unlink(), 4, "lists it as Dense"),
     "module missing": (lambda step: shutil.rmtree(step / "3_LayerNorm"), 4, "lists it as LayerNorm"),
+    "no config": (lambda step: (step / "config.json").unlink(), 4, "config.json: missing, modules.json lists its"),
     "no model": (lambda step: (step / "model.safetensors").unlink(), 4, "model's weights are missing"),
     "no list": (lambda step: (step / "modules.json").unlink(), 4, "no modules.json"),
     "half a list": (lambda step: (step / "modules.json").write_text("[{"), 4, "ends too early"),

@@ -538,6 +538,27 @@ def test_resume_on_other_ranks_tells_what_the_steps_own_files_lack(
     assert any(told in line for line in about_ranks) if told else not about_ranks, said
 
 
+@pytest.mark.parametrize(
+    ("fixture", "file", "act", "said", "resumes"),
+    [
+        ("accelerate-loader", "step_4/dl_state_dict.bin", halve, "dl_state_dict.bin: the file is truncated", 4),
+        ("accelerate-loader", "step_4/random_states_1.pkl", halve, "random_states_1.pkl: the file is truncated", 4),
+        ("accelerate-loader", "step_4/random_states_0.pkl", Path.unlink, "random_states_0.pkl: the file of rank 0", 0),
+        ("olmo-core", "step2/.metadata.json", halve, ".metadata.json: the JSON file ends too early", 4),
+        ("diffusers", "unet/config.json", Path.unlink, "unet/config.json: missing, diffusers can't load", 6),
+        ("diffusers", "scheduler/scheduler_config.json", Path.unlink, "scheduler: missing, model_index.json", 6),
+    ],
+)
+def test_a_broken_file_of_a_trainer(
+    copied: Callable[[str], Path], fixture: str, file: str, act: Callable[[Path], object], said: str, resumes: int
+) -> None:
+    run = copied(fixture)
+    assert ckpt("check", run).code == 0
+    act(run / file)
+    check_says(said, run)
+    assert ckpt("resume", run).code == resumes
+
+
 @pytest.mark.parametrize("target", ["dcp", "zero3", "full", "trainer"])
 @pytest.mark.parametrize(
     ("module", "prefix"),

@@ -48,8 +48,8 @@ LACKING = "lacking"
 NOTED = "note"
 
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-#: HF Trainer's (transformers/trainer.py, `_save_rng_state`).
-_RNG = re.compile(r"rng_state_(\d+)\.pth")
+#: HF Trainer's (transformers/trainer.py, `_save_rng_state`), and Accelerate's (`checkpointing.py`).
+_RNG = tuple(re.compile(one) for one in (r"(rng_state_)(\d+)(\.pth)", r"(random_states_)(\d+)(\.pkl)"))
 #: The end of a name of LeRobot's processor config.
 _PROCESSOR = "processor.json"
 #: diffusers 0.42, `utils/constants.py`.
@@ -171,19 +171,25 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
     for name, named in sorted(indexes.items()):
         yield from ((INCOMPLETE, gone, f"missing, {name} names it") for gone in sorted(named - names - listed_names))
     for name in sorted(names):
-        parts = [one for one in _named_by_config(folder / name) if not (folder / one).exists()]
+        parts = [one for one in _named_by_config(folder / name) if _is_missing(folder / one)]
         yield from ((INCOMPLETE, one, f"missing, {name} names it") for one in parts)
     weights = [name for name in names if name.startswith(_OF_DIFFUSERS)]
-    if weights and CONFIG not in names and is_step(folder.parent):
+    if weights and CONFIG not in names and (is_step(folder.parent) or (folder.parent / PIPELINE).is_file()):
         yield INCOMPLETE, CONFIG, f"missing, diffusers can't load {min(weights)} without it"
     if not weights and is_step(folder.parent) and is_of_diffusers(folder) and not may_hold_tensors(folder):
         yield INCOMPLETE, f"{_OF_DIFFUSERS}.safetensors", f"the model's weights are missing, {CONFIG} is there"
-    ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
-    for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
-        yield INCOMPLETE, f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
+    for matches in ([match for name in names if (match := one.fullmatch(name))] for one in _RNG):
+        ranks = {int(match[2]) for match in matches}
+        for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
+            name = f"{matches[0][1]}{rank}{matches[0][3]}"
+            yield INCOMPLETE, name, f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
     if any(name.endswith(".distcp") for name in names) and not any(name.endswith(".metadata") for name in names):
         what = "the metadata is missing; it is a hidden file that `cp *` skips, and torch writes it last"
         yield INCOMPLETE, ".metadata", what
+
+
+def _is_missing(part: Path) -> bool:
+    return not (names_in(part) if part.is_dir() else part.exists())
 
 
 def _named_by_index(index: Path) -> set[str]:
