@@ -104,6 +104,7 @@ def pipeline(path: Path, *names: str, index: dict[str, list[str | None]] = PIPEL
     (path / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", "is_on": True, **index}))
     for name in ("scheduler", "tokenizer"):
         (path / name).mkdir()
+        (path / name / f"{name}_config.json").write_text("{}")
     for name in names:
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps({"_class_name": name}))
