@@ -323,6 +323,8 @@ def flat_states(file: Path) -> dict[str, torch.Tensor]:
         ("olmo-core", "", "step2"),
         ("lightning-plain", "checkpoints", "last"),
         ("torch-checkpointing", "", "step-3"),
+        ("transformers-distributed", "sharded", "live"),
+        ("transformers-distributed", "gathered", "live"),
     ],
 )
 def test_weights_and_states_are_the_live_trainers(
@@ -538,6 +540,10 @@ def test_resume_on_other_ranks_tells_what_the_steps_own_files_lack(
     assert any(told in line for line in about_ranks) if told else not about_ranks, said
 
 
+#: DCP's names of safetensors files begin with the rank's number.
+SAFETENSORS_SHARD = "shard-0000"
+
+
 @pytest.mark.parametrize(
     ("fixture", "file", "act", "said", "resumes"),
     [
@@ -545,6 +551,23 @@ def test_resume_on_other_ranks_tells_what_the_steps_own_files_lack(
         ("accelerate-loader", "step_4/random_states_1.pkl", halve, "random_states_1.pkl: the file is truncated", 4),
         ("accelerate-loader", "step_4/random_states_0.pkl", Path.unlink, "random_states_0.pkl: the file of rank 0", 0),
         ("olmo-core", "step2/.metadata.json", halve, ".metadata.json: the JSON file ends too early", 4),
+        (
+            "transformers-distributed/sharded",
+            f"{SAFETENSORS_SHARD}1-model-00001-of-00001.safetensors",
+            Path.unlink,
+            "hole at",
+            4,
+        ),
+        (
+            "transformers-distributed/sharded",
+            f"{SAFETENSORS_SHARD}4-model-00001-of-00001.safetensors",
+            Path.unlink,
+            "shape (",
+            4,
+        ),
+        ("transformers-distributed/sharded", "optimizer/.metadata", Path.unlink, "the metadata is missing", 4),
+        ("transformers-distributed/gathered", "optimizer/__3_0.distcp", halve, "ends before", 4),
+        ("transformers-distributed/gathered", "model.safetensors", halve, "shorter than", 4),
         ("diffusers", "unet/config.json", Path.unlink, "unet/config.json: missing, diffusers can't load", 6),
         ("diffusers", "scheduler/scheduler_config.json", Path.unlink, "scheduler: missing, model_index.json", 6),
     ],
