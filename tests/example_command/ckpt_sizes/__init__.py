@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ckpt.base.flags import SHOWN
-from ckpt.options import groups as opt
+from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import print_table, say_source
 from ckpt.plan.groups import Selection
