@@ -44,10 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from ckpt.base import streams
+    from ckpt.base import progress
     from tests.support import hints, python_hints  # after the environment is set
 
-    streams._EVERY = 3600.0  # output that is compared has no progress lines, on a slow machine either
+    progress._EVERY = 3600.0  # output that is compared has no progress lines, on a slow machine either
     hints.record_file = config.getoption("--hints")
     python_hints.watch()
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.base.errors import printable, shown
-from ckpt.base.streams import coloured, folded, progress, width_of
+from ckpt.base.progress import progress
+from ckpt.base.streams import coloured, folded, width_of
 from ckpt.base.text import aligned, note_lines, pluralize
 
 if TYPE_CHECKING:

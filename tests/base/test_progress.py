@@ -1,4 +1,4 @@
-"""`ckpt/base/streams.py`: progress lines without a terminal, and none under `--quiet`."""
+"""`ckpt/base/progress.py`: progress lines without a terminal, and none under `--quiet`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.base import streams
+from ckpt.base import progress
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from ckpt.base import streams
 )
 def test_what_a_line_says(monkeypatch: pytest.MonkeyPatch, total: int, done: int, seconds: float, line: str) -> None:
     now = [100.0]
-    monkeypatch.setattr(streams.time, "monotonic", lambda: now[0])
-    with streams.progress(total, "check", quiet=True) as meter:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.progress(total, "check", quiet=True) as meter:
         meter.phase("move", total)
         meter(done)
         now[0] += seconds
@@ -35,10 +35,10 @@ def test_what_a_line_says(monkeypatch: pytest.MonkeyPatch, total: int, done: int
 def test_a_line_every_ten_seconds_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "_EVERY = 10.0  # seconds" in Path(streams.__file__).read_text()  # tests/conftest.py changes it
-    monkeypatch.setattr(streams, "_EVERY", 0.01)
+    assert "_EVERY = 10.0  # seconds" in Path(progress.__file__).read_text()  # tests/conftest.py changes it
+    monkeypatch.setattr(progress, "_EVERY", 0.01)
     said, until = "", time.monotonic() + 60
-    with streams.progress(100, "hash", quiet=False) as meter:
+    with progress.progress(100, "hash", quiet=False) as meter:
         meter(40)
         while said.count("hash: 40 B of 100 B") < 2:
             assert time.monotonic() < until, said
@@ -62,9 +62,9 @@ def shown_on(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = shown_on(monkeypatch)
-    monkeypatch.setattr(streams, "_DELAY", 0)
+    monkeypatch.setattr(progress, "_DELAY", 0)
     until = time.monotonic() + 60
-    with streams.progress(0, "plan", quiet=False) as meter:
+    with progress.progress(0, "plan", quiet=False) as meter:
         meter.phase("move", 100)
         meter(40)
         while "move: 40 B of 100 B" not in terminal.getvalue():
@@ -77,12 +77,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_bar_before_an_error_that_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = shown_on(monkeypatch)
-    with streams.progress(100, "plan", quiet=False):
+    with progress.progress(100, "plan", quiet=False):
         pass
     assert not terminal.getvalue()
 
 
 def test_nothing_where_it_is_quiet() -> None:
     before = threading.active_count()
-    with streams.progress(100, "hash", quiet=True):
+    with progress.progress(100, "hash", quiet=True):
         assert threading.active_count() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ckpt.base.flags import HOW, Flag
-from ckpt.base.streams import progress
+from ckpt.base.progress import progress
 from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import conclude

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckpt.base.flags import HOW, SHOWN, Flag, Positional
-from ckpt.base.streams import progress
+from ckpt.base.progress import progress
 from ckpt.commands.drawings import HeatMap
 from ckpt.options import command as opt
 from ckpt.options.command import LOOK, Command

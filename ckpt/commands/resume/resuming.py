@@ -28,7 +28,7 @@ from ckpt.base.errors import (
     printable,
 )
 from ckpt.base.flags import check_types
-from ckpt.base.streams import progress
+from ckpt.base.progress import progress
 from ckpt.base.text import pluralize, scheme_of, show_size
 from ckpt.base.words import Message, joined, keywords_in, on_command_line
 from ckpt.commands.resume.caller import caller

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt.base.errors import UsageError
 from ckpt.base.flags import HOW, READ, SHOWN, Flag, Positional
-from ckpt.base.streams import progress
+from ckpt.base.progress import progress
 from ckpt.base.words import Keyword, Message, joined
 from ckpt.commands.drawings import HeatMap
 from ckpt.options import command as opt
