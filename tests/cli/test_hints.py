@@ -21,9 +21,19 @@ from tests.support.places import FIXTURES, REPOSITORY
 NAMES = list(commands.places())
 
 
-def texts() -> Iterator[tuple[str, str]]:
+Sources = list[tuple[Path, ast.Module]]
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    """Return the parsed source."""
+    paths = [path for folder in ("ckpt", "converters") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+    return [(path, ast.parse(path.read_text())) for path in paths]
+
+
+def texts(sources: Sources) -> Iterator[tuple[str, str]]:
     """Yield each hint in the source with its place; a computed part is a word to fill in."""
-    for path, tree in sources():
+    for path, tree in sources:
         for node in ast.walk(tree):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 if keyword.arg == "hint":
@@ -45,12 +55,6 @@ def parts(keyword: ast.AST) -> Iterator[str]:
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for folder in ("ckpt", "converters"):
-        for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            yield path, ast.parse(path.read_text())
-
-
 #: Options in messages of other programs: Megatron-LM, GPT-NeoX, vLLM, Docker, pip, clouds; and mistyped ones.
 OF_OTHERS = """
     --allow-requantize --bert-no-binary-head --bf16 --cap-add --ckpt-convert-update-legacy-dist-opt-format
@@ -61,12 +65,12 @@ OF_OTHERS = """
 """
 
 
-def test_every_option_in_a_text_exists() -> None:
+def test_every_option_in_a_text_exists(sources: Sources) -> None:
     """Any text in the source counts, such as a note. An option that gets another name leaves its old one behind."""
     known = {option for name in NAMES for option in _options_of(name)} | {"--help", *OF_OTHERS.split()}
     found = [
         (path.name, text.lineno, option)
-        for path, tree in sources()
+        for path, tree in sources
         for node in ast.walk(tree)
         if not isinstance(node, ast.Expr)  # a docstring
         for text in ast.iter_child_nodes(node)
@@ -78,9 +82,9 @@ def test_every_option_in_a_text_exists() -> None:
     assert {*OF_OTHERS.split()} <= {option for _, _, option in found}
 
 
-def test_every_option_in_a_message_is_declared() -> None:
+def test_every_option_in_a_message_is_declared(sources: Sources) -> None:
     found = [
-        (path.name, line, one) for path, tree in sources() for line, text in messages(tree) for one in keywords_in(text)
+        (path.name, line, one) for path, tree in sources for line, text in messages(tree) for one in keywords_in(text)
     ]
     assert len(found) > 250
     assert [place for place in found if place[2].name not in keywords().get(place[2].flag, ())] == []
@@ -89,11 +93,11 @@ def test_every_option_in_a_message_is_declared() -> None:
     assert [name for name, flag in FLAGS.items() if name not in keywords().get(flag, ())] == []
 
 
-def test_no_error_hides_an_option_in_its_text() -> None:
+def test_no_error_hides_an_option_in_its_text(sources: Sources) -> None:
     """Python would show the command line's words. Commands in backticks and options of other programs may."""
     found = [
         (path.name, option)
-        for path, tree in sources()
+        for path, tree in sources
         for call in ast.walk(tree)
         if getattr(getattr(call, "func", None), "id", "").endswith("Error")
         for text in parts(call)
@@ -114,7 +118,7 @@ _OF_THE_COMMAND_LINE = """
 _DECLARING = ("Flag", "option", "Option", "Positional", "Command")
 
 
-def test_no_note_hides_an_option_in_its_text() -> None:
+def test_no_note_hides_an_option_in_its_text(sources: Sources) -> None:
     """Any text counts, wherever it is shown. Python reads `dtype='fp32'`, the command line prints `--dtype fp32`."""
 
     def is_apart(node: ast.AST) -> bool:
@@ -130,7 +134,7 @@ def test_no_note_hides_an_option_in_its_text() -> None:
 
     found = {
         (name, text)
-        for path, tree in sources()
+        for path, tree in sources
         if (name := str(path.relative_to(REPOSITORY))) not in _OF_THE_COMMAND_LINE.split()
         for text in plain_texts(tree)
         for option in _OPTION.findall(text)
@@ -147,11 +151,11 @@ def test_no_note_hides_an_option_in_its_text() -> None:
     }
 
 
-def test_every_hint_proposes_something_or_is_of_a_known_kind() -> None:
+def test_every_hint_proposes_something_or_is_of_a_known_kind(sources: Sources) -> None:
     flags = {name for command in NAMES for name, is_flag in hints._options(command).items() if is_flag}
     whole = [
         (place, text)
-        for place, text in texts()
+        for place, text in texts(sources)
         if "VALUE" not in text and " " in text and re.match(r"[`\w'-].{9}", text)
     ]
     assert len(whole) > 200
@@ -167,9 +171,9 @@ def test_every_hint_proposes_something_or_is_of_a_known_kind() -> None:
     assert not missing
 
 
-def test_every_command_in_a_hint_exists_with_its_options() -> None:
+def test_every_command_in_a_hint_exists_with_its_options(sources: Sources) -> None:
     missing = []
-    for place, text in texts():
+    for place, text in texts(sources):
         for command in re.findall(r"`ckpt ([^`]+)`", text):
             name, *words = command.split()
             known = {"--help", "-o"} | (_options_of(name) if name in NAMES else set())
