@@ -113,7 +113,7 @@ def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: li
     command = f"ckpt push {folder} --repo-id {REPO} {again}"
     assert failed.code == 7 and f"`{command}` continues" in failed.err
     server.refuse = None
-    resumed = process(*command.split()[1:])
+    resumed = ckpt(*command.split()[1:])
     assert resumed.code == 0, resumed.err
     branch = again.split()[1]
     assert {name: server.tree(REPO, branch)[name] for name in contents(folder)} == contents(folder)
@@ -125,7 +125,7 @@ def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: li
 def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
     server.refuse = 3
     before = contents(folder)
-    failed = process("push", folder, "--repo-id", REPO)
+    failed = ckpt("push", folder, "--repo-id", REPO)
     assert failed.code == 7 and "Traceback" not in failed.err
     assert "the push did not come to its end" in failed.err and "413" in failed.err
     assert f"ckpt push {folder} --repo-id {REPO}` continues" in failed.err
@@ -134,7 +134,7 @@ def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
     arrived = set(server.blobs)
     assert arrived
     server.uploads.clear()
-    resumed = process("push", folder, "--repo-id", REPO)
+    resumed = ckpt("push", folder, "--repo-id", REPO)
     assert resumed.code == 0, resumed.err
     assert server.uploads and not arrived & set(server.uploads)
     assert {name: server.tree(REPO)[name] for name in before} == before
@@ -177,7 +177,7 @@ def test_a_wrong_checksum_is_found(server: HubServer, folder: Path, name: str) -
 @pytest.mark.parametrize("token", ["hf_other", None])
 def test_not_let_in(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
     monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN")
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 7 and "Traceback" not in report.err
     assert "the Hub needs a token for pushing" in report.err and "set HF_TOKEN" in report.err
 
@@ -195,7 +195,7 @@ def test_not_let_in(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyP
 def test_what_the_hub_refuses(server: HubServer, folder: Path, request_: str, status: int, said: str) -> None:
     server.status[request_] = status
     before = contents(folder)
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 7 and said in report.err and "Traceback" not in report.err
     assert f"you get {status}" in report.err or str(status) in report.err
     assert f"ckpt push {folder} --repo-id {REPO}` continues" in report.err and contents(folder) == before
@@ -214,7 +214,7 @@ def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, fold
     """Users without permission to create a repository may still open a pull request in it."""
     server.repos[REPO] = Repo(private=False)
     server.status["POST /api/repos/create"] = 403
-    report = process("push", folder, "--repo-id", REPO, "--create-pr")
+    report = ckpt("push", folder, "--repo-id", REPO, "--create-pr")
     assert report.code == 0, report.err
     assert set(contents(folder)) < set(server.tree(REPO, "refs/pr/1"))
 
@@ -231,7 +231,7 @@ def test_names_that_are_not_those_of_the_config(
     assert "too many: base_model.model." in refused.err and "--names own" in refused.err
     assert REPO not in server.repos
     assert hub.Push(REPO, own_names=True).again(folder).endswith(f"--repo-id {REPO} --names own` continues")
-    pushed = process("push", folder, "--repo-id", REPO, "--names", "own")
+    pushed = ckpt("push", folder, "--repo-id", REPO, "--names", "own")
     assert pushed.code == 0, pushed.err
     assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
 
@@ -268,16 +268,16 @@ def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, fo
     there = server.repos[REPO].branches["main"]
     there["adapter_config.json"] = File(b"{}", False)
     there["config.json"] = File(b"{}", False)  # Axolotl saves it beside an adapter
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 2 and "holds an adapter, and you push a model" in report.err
     assert "--repo-id" in report.err and not server.uploads and len(there) == 2
-    report = process("push", folder, "--repo-id", REPO, "--revision", "merged")
+    report = ckpt("push", folder, "--repo-id", REPO, "--revision", "merged")
     assert report.code == 2 and len(there) == 2  # a new branch begins with the main branch's files
     del server.repos[REPO].branches["merged"]
     adapter = tmp_path / "adapter"
     api.plan(api.open(FIXTURES / "lora-zero3"), "peft").run(adapter)
     server.repos[REPO].branches["main"] = {"model-00001-of-00002.safetensors": File(b"older", True)}
-    report = process("push", adapter, "--repo-id", REPO)
+    report = ckpt("push", adapter, "--repo-id", REPO)
     assert report.code == 2 and "holds a model, and you push an adapter" in report.err
     assert len(server.tree(REPO)) == 1 and not server.uploads
 
@@ -288,20 +288,20 @@ def test_a_card_of_others_is_never_replaced(server: HubServer, folder: Path) -> 
     there["README.md"] = File(b"---\ntags: [mine]\n---\nmy evaluation of three weeks\n", False)
     (folder / "README.md").write_text("---\ntags: [ckpt]\n---\nanother card\n")
     before = there["README.md"]
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 0 and "kept the README.md in me/merged" in report.err
     assert there["README.md"] == before
     assert set(server.tree(REPO)) == set(contents(folder))
     ours = model_card("merged", {}, {"weights": "0"}, ["ckpt", "push"]).encode()
     there["README.md"] = File(ours, False)
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 0 and "stays" not in report.err
     assert server.tree(REPO) == contents(folder)
 
 
 def test_a_file_that_the_hub_leaves_out(server: HubServer, folder: Path) -> None:
     server.ignored = "generation_config.json"
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 4 and "did not arrive" in report.err and ".gitignore" in report.err
     assert "generation_config.json" in report.err
 
@@ -395,14 +395,15 @@ def test_what_axolotls_card_records(tmp_path: Path) -> None:
             recorded_repo([tmp_path])
 
 
-def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> None:
+def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--push` alone, adapter, base and repository come from the run's records."""
     import torch
     from transformers import TrainingArguments
 
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / "lora-zero3", run)
-    asking = process("merge-lora", "--push", cwd=run)
+    monkeypatch.chdir(run)
+    asking = ckpt("merge-lora", "--push")
     assert asking.code == 2 and "to which repository" in asking.err and "--repo-id ORG/NAME" in asking.err
     arguments = TrainingArguments(str(run), use_cpu=True, report_to=[], hub_model_id=REPO)
     torch.save(arguments, run / "training_args.bin")
@@ -410,23 +411,23 @@ def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> 
     server.repos[REPO] = Repo(private=False)
     server.repos[REPO].branches["main"] = {"adapter_config.json": File(b"{}", False), "README.md": File(b"x", False)}
     merged = tmp_path / "run-merged"
-    refused = process("merge-lora", "--push", "--repo-id", REPO, cwd=run)
+    refused = ckpt("merge-lora", "--push", "--repo-id", REPO)
     assert refused.code == 2 and "holds an adapter" in refused.err and not merged.exists()
     server.refuse = 0
     failed = process("merge-lora", "--push", cwd=run)
     assert failed.code == 7 and f"ckpt push {merged} --repo-id {own}" in failed.err
     server.refuse = None
-    resumed = process("push", merged, "--repo-id", own)
+    resumed = ckpt("push", merged, "--repo-id", own)
     assert resumed.code == 0, resumed.err
     assert server.tree(own) == contents(merged)
     assert server.tree(REPO) == {"adapter_config.json": b"{}", "README.md": b"x"}
     card = (merged / "README.md").read_text()
     assert "ckpt merge-lora --push" in card and api.digests(api.open(merged)).whole["weights"] in card
-    again = process("merge-lora", ".", "--push", "--overwrite", "--json", cwd=run)
+    again = ckpt("merge-lora", ".", "--push", "--overwrite", "--json")
     assert again.code == 0, again.err
     assert json.loads(again.out)["pushed"]["repo_id"] == own
 
 
 def test_options_of_a_push_without_it(tmp_path: Path) -> None:
-    report = process("merge-lora", FIXTURES / "lora-zero3", "-o", tmp_path / "out", "--repo-id", REPO)
+    report = ckpt("merge-lora", FIXTURES / "lora-zero3", "-o", tmp_path / "out", "--repo-id", REPO)
     assert report.code == 2 and "go with --push" in report.err

@@ -12,7 +12,7 @@ import ckpt
 from ckpt.commands.push.push import files_to_push
 from ckpt.commands.push.run_state import check_no_run
 from ckpt.errors import LossError
-from tests.support.commands import process
+from tests.support.commands import ckpt as run_ckpt
 from tests.support.hub_server import HubServer
 from tests.support.places import FIXTURES
 
@@ -105,15 +105,18 @@ def test_push_refuses_a_torch_file_of_an_optimizer_alone(model: Path, tmp_path: 
     assert failure.value.found == "last.bin"
 
 
-def test_push_of_a_whole_run_says_who_can_see_it(server: HubServer, tmp_path: Path) -> None:
+def test_push_of_a_whole_run_says_who_can_see_it(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run")
-    refused = process("push", run, "--repo-id", "me/run")
+    refused = run_ckpt("push", run, "--repo-id", "me/run")
     assert refused.code == 6 and "checkpoint-1/, checkpoint-2/" in refused.err, refused.err
     assert "me/run" not in server.repos, "nothing was made"
     for repo, options, seen_by in (("me/run", [], "public"), ("me/hidden", ["--private"], "private")):
-        pushed = process("push", run, "--repo-id", repo, "--whole-run", *options)
+        pushed = run_ckpt("push", run, "--repo-id", repo, "--whole-run", *options)
         assert pushed.code == 0 and f"/{repo} ({seen_by})\n" in pushed.err, pushed.err
         assert "checkpoint-2/trainer_state.json" in server.tree(repo)
     hint = str(refused.err).partition("`ckpt ")[2].partition("`")[0]
-    written = process(*hint.split(), cwd=tmp_path)
-    assert written.code == 0 and process("push", written.out.strip(), "--repo-id", "me/model", cwd=tmp_path).code == 0
+    monkeypatch.chdir(tmp_path)
+    written = run_ckpt(*hint.split())
+    assert written.code == 0 and run_ckpt("push", written.out.strip(), "--repo-id", "me/model").code == 0

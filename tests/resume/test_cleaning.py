@@ -17,7 +17,7 @@ import pytest
 import ckpt
 from ckpt.commands.clean.cleaning import Cleaned
 from ckpt.errors import NotFoundError
-from tests.support.commands import process
+from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 
 
@@ -173,13 +173,13 @@ def test_clean_keeps_a_conversion_that_may_be_missed(run: Path, converted: tuple
 
 
 def test_clean_asks_before_it_removes(run: Path, converted: tuple[Path, Path]) -> None:
-    listed = process("clean", run)
+    listed = run_ckpt("clean", run)
     assert listed.code == 0 and listed.out.startswith(f"remove: {converted[0]} (conversion, "), listed
     assert listed.err == "nothing was removed; use --yes to remove without being asked\n" and converted[0].is_dir()
-    done = process("clean", run, "--yes", "--json")
+    done = run_ckpt("clean", run, "--yes", "--json")
     assert done.code == 0 and [one["removed"] for one in json.loads(done.out)["leftovers"]] == [True]
     assert not converted[0].exists()
-    assert process("clean", run, "--yes").out == "nothing to remove\n"
+    assert run_ckpt("clean", run, "--yes").out == "nothing to remove\n"
 
 
 def test_clean_takes_the_answer_of_a_terminal(run: Path, converted: tuple[Path, Path]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import ckpt
 from ckpt.errors import UsageError
 from ckpt.runs.output_place import check_place, default_output, place_notes, run_root
-from tests.support.commands import process
+from tests.support.commands import ckpt as run_ckpt
 
 STEPS = ("checkpoint-4", "checkpoint_4", "step-4", "step_4", "step4", "global_step4", "iter_0000004", "epoch-4")
 
@@ -116,14 +116,17 @@ def test_neighbours_of_a_folder_named_after_an_optimizer_are_not_its_run(fixture
     assert ckpt.resume(place / "checkpoint-2", world_size=2) == str(place / "checkpoint-2")
 
 
-def test_hf_trainer_keeps_its_steps_and_the_conversion(fixtures: Path, tmp_path: Path) -> None:
+def test_hf_trainer_keeps_its_steps_and_the_conversion(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `save_total_limit=2`, transformers' own rotation sees only the run's two steps."""
     from transformers.trainer_utils import rotate_checkpoints
 
     shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run")
-    converted = process("convert", "auto", "hf", "run/checkpoint-2", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    converted = run_ckpt("convert", "auto", "hf", "run/checkpoint-2")
     assert (converted.code, converted.out) == (0, "run-checkpoint-2-hf\n"), converted.err
-    refused = process("convert", "auto", "hf", "run/checkpoint-2", "-o", "run/checkpoint-2-hf", cwd=tmp_path)
+    refused = run_ckpt("convert", "auto", "hf", "run/checkpoint-2", "-o", "run/checkpoint-2-hf")
     assert refused.code == 2 and "-o run-checkpoint-2-hf writes next to the run" in refused.err, refused.err
     before = sorted(os.listdir(tmp_path / "run"))
     rotate_checkpoints(str(tmp_path / "run"), save_total_limit=2)

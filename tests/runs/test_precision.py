@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ckpt import api
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from tests.support.commands import process
+from tests.support.commands import ckpt as run_ckpt
 from tests.support.model_files import merge_json
 
 BY_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16, FLOAT32: torch.float32}
@@ -43,7 +43,7 @@ def run_of(model: LlamaForCausalLM, folder: Path, kind: str, dtype: str | None, 
 
 
 def check(run: Path, out: Path, model: LlamaForCausalLM, expected: DType, options: list[str]) -> str:
-    report = process("convert", "auto", "hf", run, "-o", out, "-v", *options)
+    report = run_ckpt("convert", "auto", "hf", run, "-o", out, "-v", *options)
     assert report.code == 0, report.err
     written = load_file(out / "model.safetensors")
     truth = model.to(BY_DTYPE[expected]).state_dict()
@@ -70,7 +70,7 @@ def test_what_is_written_is_what_the_run_computes_in(
     run = run_of(model, tmp_path / "run", kind, dtype, **arguments)
     told = check(run, tmp_path / "out", model, expected, [])
     assert said in told and "use --dtype fp32 for the unrounded" in told if said else "compute dtype" not in told
-    report = process("verify", run, tmp_path / "out")
+    report = run_ckpt("verify", run, tmp_path / "out")
     assert report.code == 0 and ("after rounding" in report.out) == (said is not None), report.out + report.err
 
 

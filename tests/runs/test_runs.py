@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import ckpt
 from ckpt.errors import CorruptError, NotFoundError, SeveralRunsError
 from ckpt.runs.search import MANIFEST
-from tests.support.commands import process
+from tests.support.commands import ckpt as run_ckpt
 
 
 def make_run(fixtures: Path, outputs: Path, name: str, step: int) -> Path:
@@ -25,26 +26,31 @@ def test_an_adapter_is_found_in_its_run(fixtures: Path, tmp_path: Path) -> None:
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "outputs/project/run/checkpoint-7")
     base = tmp_path / "base"
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "elsewhere")
-    report = process("merge-lora", fixtures / "lora-zero3", "-o", base)
+    report = run_ckpt("merge-lora", fixtures / "lora-zero3", "-o", base)
     assert report.code == 0, report.err
-    report = process("merge-lora", tmp_path / "outputs", "--base", base, "-o", tmp_path / "merged", "-v")
+    report = run_ckpt("merge-lora", tmp_path / "outputs", "--base", base, "-o", tmp_path / "merged", "-v")
     assert report.code == 0 and "taking the run project/run" in report.err, report.err
 
 
-def test_several_are_listed_by_name_with_the_command_for_each(fixtures: Path, tmp_path: Path) -> None:
+def test_several_are_listed_by_name_with_the_command_for_each(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outputs = tmp_path / "outputs"
     for name in ("old", "new run", "middle"):
         make_run(fixtures, outputs, name, 2)
     names = ["middle", "new run", "old"]
     for words in (["convert", "zero3", "peft", "./outputs", "--dry-run"], ["merge-lora", "./outputs"], ["merge-lora"]):
-        report = process(*words, cwd=tmp_path if len(words) > 1 else outputs)
+        monkeypatch.chdir(tmp_path if len(words) > 1 else outputs)
+        monkeypatch.setattr(sys, "argv", ["ckpt", *words])  # the commands repeat it
+        report = run_ckpt(*words)
         assert report.code == 2 and "the folder has several runs" in report.err and "Traceback" not in report.err, (
             report.err
         )
         lines = [line.strip() for line in report.err.splitlines() if line.startswith("  ckpt ")]
         named = [Path(word).name for line in lines for word in shlex.split(line)]
         assert [name for name in named if name in names] == names
-    first = process("convert", "zero3", "peft", "outputs/new run", "--dry-run", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    first = run_ckpt("convert", "zero3", "peft", "outputs/new run", "--dry-run")
     assert first.code == 0, first.err
     with pytest.raises(SeveralRunsError) as error:
         ckpt.open(outputs)
@@ -84,7 +90,7 @@ def test_what_ckpt_made_is_taken_where_there_is_nothing_else(fixtures: Path, tmp
         ckpt.plan(ckpt.open(run), format).run(outputs / f"qwen3-lora-{format}")
     assert ckpt.open(outputs).path == str(run / "checkpoint-2/global_step2")
     base = fixtures / "trl-lora-zero3/Qwen/Qwen3-30B-A3B"
-    report = process("merge-lora", outputs, "--base", base, "-o", tmp_path / "merged", "-v")
+    report = run_ckpt("merge-lora", outputs, "--base", base, "-o", tmp_path / "merged", "-v")
     assert report.code == 0 and "taking the run qwen3-lora\n" in report.err, report.err
     shutil.rmtree(run)
     with pytest.raises(SeveralRunsError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 
 import ckpt
@@ -14,22 +13,14 @@ from ckpt.commands.push import push
 from ckpt.errors import NotFoundError, StorageError
 from ckpt.stores import objects, ranges
 from tests.support.commands import ckpt as command
-from tests.support.hub_server import TOKEN, File, HubServer, Repo
+from tests.support.hub_server import File, HubServer, Repo
 from tests.support.places import FIXTURES
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     with HubServer() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.endpoint)
-        monkeypatch.setattr(
-            huggingface_hub.constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            running.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        )
+        running.configure(monkeypatch, tmp_path / "hf-home")
         monkeypatch.setattr(objects, "FIRST_WAIT", 0.001)
         objects.store.cache_clear()
         yield running

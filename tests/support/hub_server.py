@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from huggingface_hub import constants
 
 from tests.support import xet
 
@@ -99,11 +100,20 @@ class HubServer:
         return self
 
     def configure(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-        """Let huggingface_hub use this server in the test and in processes that it starts."""
+        """Let huggingface_hub use this server in the test and in processes that it starts.
+
+        In the test it uploads through LFS, because hf_xet has one server in a process.
+        """
         monkeypatch.setenv("HF_ENDPOINT", self.endpoint)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_HOME", str(home))
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        # read from the environment before
+        read = {"ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        read |= {"HF_TOKEN_PATH": str(home / "no-token"), "HF_HUB_CACHE": str(home / "hub")}
+        read |= {"HUGGINGFACE_CO_URL_TEMPLATE": self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
+        for name, value in read.items():
+            monkeypatch.setattr(constants, name, value)
 
     def __exit__(self, *exc: object) -> None:
         if self.hold is not None:
