@@ -507,6 +507,10 @@ def plan(
     check_holds_model(checkpoint)
     if target.carries_optimizer and is_others({fqn for fqn, _ in checkpoint.tensors}):
         check_is_no_others(checkpoint)
+    if checkpoint.blocks:
+        from ckpt.move.finite import with_finite_blocks  # imports numpy
+
+        checkpoint = with_finite_blocks(checkpoint)
     if requested.dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     if services.quantization.is_quantized(checkpoint):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.base.errors import LossError
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.base.text import pluralize
-from ckpt.move.casts import cast_bits, too_large
+from ckpt.move.casts import cast_bits, storage_dtype, too_large
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_box
-from ckpt.move.values import check_finite
-from ckpt.plan.dtypes import FLOAT32, FLOAT64, DType
-from ckpt.plan.planner import Plan
+from ckpt.move.values import FLOATS, check_finite, not_finite
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint
+from ckpt.plan.dtypes import FLOAT16, FLOAT32, FLOAT64, DType
+from ckpt.plan.planner import Plan, first_index
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Tensor, flat_boxes
 
@@ -43,6 +47,43 @@ def as_finite_values(bits: NDArray, choice: Choice, box: Box, computed: Computed
         index = [int(offset) + int(i) for offset, i in zip(box.offsets, at, strict=True)]
         raise too_large(choice.dtype, path=path, fqn=tensor.fqn, found=f"a {tensor.dtype} number at {index}")
     return values
+
+
+def finite_content(
+    compute: Callable[[], memoryview], dtype: DType, index: Callable[[int], tuple[int, ...]], path: str, fqn: str
+) -> memoryview:
+    """Return a dequantized weight's computed numbers. `index` gives a number's place in the weight.
+
+    Raise CorruptError for NaN or infinity, LossError for a number too large for float16.
+    """
+    content = compute()
+    bits = np.frombuffer(content, storage_dtype(dtype))
+    found = not_finite(bits, FLOATS[dtype.name]) if bits.size else None
+    if found is None:
+        return content
+    nans, infinities = found
+    count, first = nans.size + infinities.size, int(min(places[0] for places in found if places.size))
+    what = f"{pluralize(count, 'number')} in the part computed here, the first at {list(index(first))}"
+    facts: dict[str, Any] = {"path": path, "fqn": fqn, "found": what}
+    if dtype == FLOAT16 and not nans.size:  # the others have the range of fp32, in which scales are multiplied
+        raise too_large(FLOAT16, **facts)
+    raise CorruptError(
+        "a dequantized weight would have NaN or infinite numbers",
+        expected="finite numbers",
+        hint="download or copy the folder again",
+        **facts,
+    )
+
+
+def with_finite_blocks(checkpoint: Checkpoint) -> Checkpoint:
+    """Return `checkpoint` with an error for NaN and infinity in the values of stored blocks."""
+    computed = dict(checkpoint.computed)
+    for fqn in checkpoint.blocks:
+        tensor = checkpoint.tensors[fqn, WEIGHT]
+        for fragment in tensor.fragments():
+            place, index = fragment.extent.path, partial(first_index, fragment.region, tensor.shape)
+            computed[place] = partial(finite_content, computed[place], tensor.dtype, index, checkpoint.path, fqn)
+    return replace(checkpoint, computed=computed)
 
 
 def first_overflow(plan: Plan) -> LossError | None:

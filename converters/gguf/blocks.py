@@ -109,6 +109,7 @@ def _mxfp4(blocks: NDArray) -> NDArray:
     exponents = blocks[:, :1].astype(np.uint32)  # half the scale: the values are doubled
     small = np.uint32(1 << 21) << np.minimum(exponents, 1)
     scales = np.where(exponents < 2, small, (np.maximum(exponents, 1) - 1) << np.uint32(23)).astype(np.uint32)
+    scales[exponents == 255] = 0x7FC00000  # NaN in OCP's format; llama.cpp's C code ignores it
     codes = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
     with np.errstate(over="ignore"):  # infinite in llama.cpp, too
         values: NDArray = np.array(_FP4, np.float32)[codes] * scales.view(np.float32)

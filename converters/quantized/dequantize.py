@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
-from ckpt.move.casts import storage_dtype, too_large
-from ckpt.move.values import FLOATS, not_finite
+from ckpt.move.finite import finite_content
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
-from ckpt.plan.dtypes import BY_NAME, FLOAT16, DType
+from ckpt.plan.dtypes import BY_NAME, DType
+from ckpt.plan.planner import first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
 from ckpt.runs.model_files import QUANTIZATION_ENTRY
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
@@ -46,7 +45,9 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     for weight in weights:
         plain[weight.fqn, WEIGHT] = _tensor(weight)
         for number, block in enumerate(weight.blocks):
-            computed[_path(weight, number)] = partial(_finite_content, checkpoint, weight, block)
+            index = partial(_index_in_weight, weight, block)
+            how = (block.content, weight.dtype, index, checkpoint.path, weight.fqn)
+            computed[_path(weight, number)] = partial(finite_content, *how)
     return replace(
         checkpoint,
         tensors={**kept, **plain},
@@ -122,36 +123,11 @@ def _fragment(weight: Weight, number: int, block: WeightBlock) -> Fragment:
     return Fragment(block.region, extent._replace(strides=(1, sizes[0])) if block.transposed else extent)
 
 
-def _finite_content(checkpoint: Checkpoint, weight: Weight, block: WeightBlock) -> memoryview:
-    content = block.content()
-    bits = np.frombuffer(content, storage_dtype(weight.dtype))
-    found = not_finite(bits, FLOATS[weight.dtype.name]) if bits.size else None
-    if found is None:
-        return content
-    nans, infinities = found
-    count, first = nans.size + infinities.size, int(min(places[0] for places in found if places.size))
-    place = _index_in_weight(weight, block, first)
-    facts: dict[str, Any] = {
-        "path": checkpoint.path,
-        "fqn": weight.fqn,
-        "found": f"{pluralize(count, 'number')} in the part computed here, the first at {place}",
-    }
-    if weight.dtype == FLOAT16 and not nans.size:  # the others have the range of fp32, in which scales are multiplied
-        raise too_large(FLOAT16, **facts)
-    raise CorruptError(
-        "a dequantized weight would have NaN or infinite numbers",
-        expected="finite numbers",
-        hint="download or copy the folder again",
-        **facts,
-    )
-
-
-def _index_in_weight(weight: Weight, block: WeightBlock, number: int) -> list[int]:
-    region = block.region
-    if not isinstance(region, Box):
-        return [int(i) for i in np.unravel_index(region.start + number, weight.shape)]
-    inner = np.unravel_index(number, region.sizes, order="F" if block.transposed else "C")
-    return [offset + int(i) for offset, i in zip(region.offsets, inner, strict=True)]
+def _index_in_weight(weight: Weight, block: WeightBlock, number: int) -> tuple[int, ...]:
+    if not isinstance(block.region, Box) or not block.transposed:
+        return first_index(block.region, weight.shape, number)
+    inner = np.unravel_index(number, block.region.sizes, order="F")
+    return tuple(offset + int(i) for offset, i in zip(block.region.offsets, inner, strict=True))
 
 
 def _path(weight: Weight, number: int) -> str:

@@ -317,6 +317,59 @@ def test_every_bfloat16_number_has_the_packages_code() -> None:
         assert q8_0_blocks([np.full(32, top, np.uint16)], 1) is None
 
 
+#: Bytes at a tensor's start, and what `check --values` finds, by model and type.
+NOT_FINITE = {
+    ("llama", "q8_0"): {b"\0\x7e": "values are NaN", b"\0\xfc": "values are infinite"},
+    ("gpt_oss", "mxfp4"): {
+        b"\xff": "32 of 2048 values are NaN",
+        b"\xff" + bytes(16): "32 of 2048 values are NaN",
+        b"\xfe\x77": "values are infinite",
+    },
+    ("llama", "f16"): {b"\1\x7e": "values are NaN"},
+    ("llama", "bf16"): {b"\x80\xff": "values are infinite"},
+    ("llama", "f32"): {b"\1\0\xc0\x7f": "values are NaN"},
+}
+
+
+@pytest.mark.parametrize(("model", "kind"), NOT_FINITE)
+def test_numbers_that_are_not_finite_are_named(model: str, kind: str, tmp_path: Path) -> None:
+    """Plain numbers are carried bit for bit. No value is computed from the others."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    ckpt.convert(GGUF / model, "gguf", tmp_path / "written", quantize=kind)
+    file, out, is_plain = tmp_path / "written/model.gguf", tmp_path / "out", kind in ("f16", "bf16", "f32")
+    entry = [one for one in read_header(file).entries if one.type.name == kind][-1]
+    good = Path(shutil.copy(file, tmp_path / "good.gguf"))
+    convert = ("convert", "gguf", "hf", file, "--config", GGUF / model, "-o", out)
+    quantize = ("convert", "gguf", "gguf", file, "--config", GGUF / model, "-o", out, "--quantize", "q8_0")
+    commands = {
+        ("check", file): 0,
+        ("inspect", file): 0,
+        ("check", "--values", file): 4,
+        ("verify", good, file): 1,
+        ("verify", tmp_path / "written"): 1,
+        ("check", "--bytes", tmp_path / "written"): 4,
+        **({} if is_plain else {("verify", GGUF / model, file, "--quantized", "--cast"): 1}),
+        convert: 0 if is_plain else 4,
+        (*convert, "--dequantize"): 0 if is_plain else 4,
+        quantize: 4,
+    }
+    for number, found in {b"": "", **NOT_FINITE[model, kind]}.items():
+        data = bytearray(good.read_bytes())
+        data[entry.start : entry.start + len(number)] = number
+        file.write_bytes(data)
+        for words, code in commands.items():
+            done = command(*words)
+            text = done.out + done.err
+            assert done.code == (code if number else 0), (words, text)
+            assert not done.code or entry.name in text or "model.gguf" in text, text
+            assert "--values" not in words or found in text, text
+            assert "every value was read" not in text or not number
+            assert out.exists() == (words[0] == "convert" and not done.code)
+            if out.exists():
+                assert quantize == words or command("check", "--values", out).code == (4 if number else 0)
+                shutil.rmtree(out)
+
+
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "mxfp4"])
 def test_all_weights_must_be_finite_with_quantize(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
