@@ -1,12 +1,14 @@
 """A damaged scale, by method and command: exit code, and the name of the part.
 
-A legal scale with another value is found by `verify`: with `--quantized` against the plain model, or against the
-original folder or its manifest.
+`damaged_scales.txt` has the exit codes. A legal scale with another value is found by `verify`: with `--quantized`
+against the plain model, or against the original folder or its manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,10 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt as library
-from ckpt.base.errors import CkptError, CorruptError, LossError
+from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.dtypes import BY_TAG
 from tests.quantized.test_parts import IN, LAYOUTS, OUT, UNKNOWN_VALUES
-from tests.support.commands import ckpt
+from tests.support.commands import Result, ckpt
 from tests.support.places import REPOSITORY
 
 Parts = dict[str, torch.Tensor]
@@ -191,68 +193,105 @@ def other_value(model: Model, random: Random) -> Parts:
     return {**model.parts, name: changed}
 
 
-def ending(command: Callable[[], Any]) -> tuple[int, str]:
+def ending(command: Callable[[Path], Any], folder: Path) -> tuple[int, str]:
     """Return the exit code and output."""
     try:
-        found = command()
+        found = command(folder)
     except CkptError as error:
         return error.exit_code, f"{error.fqn} {error}"
+    if isinstance(found, Result):
+        return found.code, found.out + found.err
     return getattr(found, "exit_code", 0), "\n".join(found.lines())
-
-
-#: Commands on a model's folder and its plain values, and the exit code for a broken part.
-COMMANDS: dict[str, tuple[Callable[[Path, Path], Any], int]] = {
-    "check": (lambda folder, _: library.check(folder), CorruptError.exit_code),
-    "convert": (lambda folder, _: library.plan(folder, "hf"), LossError.exit_code),
-    "inspect": (lambda folder, _: library.inspect(folder), 0),  # its command ends with 4
-}
-#: Commands that need plain values.
-PLAIN: dict[str, tuple[Callable[[Path, Path], Any], int]] = {
-    "dequantize": (lambda folder, _: library.convert(folder, "hf", folder.parent / "no", dequantize=True), 4),
-    "merge-lora": (lambda folder, _: merge(folder), CorruptError.exit_code),
-    "verify": (lambda folder, plain: library.verify(plain, folder, quantized=True), CorruptError.exit_code),
-}
 
 
 def merge(base: Path) -> Any:
     return library.merge_lora(base.parent / "adapter", base.parent / "no", base=base, dequantize=True, names="own")
 
 
-def test_a_broken_part_is_named_by_every_command(model: Model) -> None:
-    for what, parts in broken(model):
-        folder = model.save(parts)
-        names = (model.scale, model.owner, what.removeprefix("extra "))
-        for command, (run, code) in (COMMANDS | ({} if model.layout in UNKNOWN_VALUES else PLAIN)).items():
-            if (model.layout, what, command) == ("bitsandbytes nf4", "shape", "inspect"):
-                continue  # it reads no tensor, and bitsandbytes records shapes in one
-            found, text = ending(lambda run=run, folder=folder: run(folder, model.plain))
-            assert found == code and any(name in text for name in names), (what, command, text)
-    assert ckpt("inspect", model.home / "model").code == CorruptError.exit_code
+#: Commands on a model's folder.
+COMMANDS: dict[str, Callable[[Path], Any]] = {
+    "check": lambda folder: library.check(folder),
+    "check --values": lambda folder: library.check(folder, values=True),
+    "inspect": lambda folder: ckpt("inspect", folder),
+    "convert": lambda folder: library.plan(folder, "hf"),
+    "verify ORIGINAL": lambda folder: library.verify(folder.parent / "original", folder),
+}
+#: Commands that need plain values.
+PLAIN: dict[str, Callable[[Path], Any]] = {
+    "convert --dequantize": lambda folder: library.convert(folder, "hf", folder.parent / "no", dequantize=True),
+    "merge-lora": merge,
+    "verify --quantized": lambda folder: library.verify(folder.parent / "plain", folder, quantized=True),
+}
+#: Commands that compare a folder with its manifest.
+MANIFEST: dict[str, Callable[[Path], Any]] = {
+    "check --bytes": lambda folder: library.check(folder, every_byte=True),
+    "verify": lambda folder: library.verify(folder),
+}
+COLUMNS = (*COMMANDS, *MANIFEST, *PLAIN)
+TABLE = Path(__file__).with_name("damaged_scales.txt")
+
+
+def exit_codes(model: Model) -> Iterator[str]:
+    """Yield a line for each fault, and check that refusals name the part."""
+    written = None
+    if not model.layout.startswith("torchao"):
+        library.convert(model.save(model.parts), "hf", model.home / "written")
+        written = model.home / "written"
+    shutil.copytree(model.save(model.parts), model.home / "original")
+    usual: dict[str, str] = {}
+    faults = [("intact", model.parts), *broken(model), ("NaN", not_finite(model)), *misvalued(model)]
+    for what, parts in faults:
+        folder, codes = model.save(parts), dict.fromkeys(COLUMNS, "-")
+        commands = COMMANDS | ({} if model.layout in UNKNOWN_VALUES else PLAIN)
+        for command, run in commands.items():
+            code, text = ending(run, folder)
+            codes[command] = str(code)
+            names = (model.scale, model.owner, what.removeprefix("extra "))
+            is_usual = str(code) == usual.setdefault(command, str(code))
+            assert is_usual or any(name in text for name in names), (what, command, text)
+            assert code == 0 or not (model.home / "no").exists()
+            shutil.rmtree(model.home / "no", ignore_errors=True)
+        if written is not None and parts.keys() == model.parts.keys() and what not in ("shape", "dtype"):
+            with overwritten(written / "model.safetensors", parts):
+                codes |= {command: str(ending(run, written)[0]) for command, run in MANIFEST.items()}
+        yield f"{model.layout:<33}{what.partition(' model')[0]:<27}" + "".join(
+            f"{code:^{len(column) + 2}}" for column, code in codes.items()
+        )
+
+
+@contextlib.contextmanager
+def overwritten(file: Path, parts: Parts) -> Iterator[None]:
+    """Change values in a written file, and restore them."""
+    before = file.read_bytes()
+    length = int.from_bytes(before[:8], "little")
+    header, after = json.loads(before[8 : 8 + length]), bytearray(before)
+    for name, part in parts.items():
+        start, stop = (8 + length + offset for offset in header[name]["data_offsets"])
+        after[start:stop] = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    file.write_bytes(after)
+    yield
+    file.write_bytes(before)
+
+
+def test_exit_codes_are_those_in_the_table(model: Model) -> None:
+    found = [line.rstrip() for line in exit_codes(model)]
+    head = f"{'layout':<33}{'fault':<27}" + "".join(f"{column:^{len(column) + 2}}" for column in COLUMNS)
+    _, *rows = TABLE.read_text().splitlines() if TABLE.exists() else [""]
+    others = [row for row in rows if not row.startswith(f"{model.layout:<33}")]
+    if os.environ.get("CKPT_GOLDEN") == "write":
+        TABLE.write_text("".join(f"{row}\n" for row in [head.rstrip(), *others, *found]))
+    assert found == [row for row in TABLE.read_text().splitlines()[1:] if row not in others]
 
 
 @pytest.mark.parametrize("model", [layout for layout in EVERY if layout not in UNKNOWN_VALUES], indirect=True)
 def test_another_legal_scale_is_found_by_verify(model: Model) -> None:
-    folder = model.save(model.parts)
-    intact = library.verify(model.plain, folder, quantized=True)
-    assert intact.exit_code == int(model.layout in UNBOUNDED), str(intact)
+    intact = library.verify(model.plain, model.save(model.parts), quantized=True)
     for what, parts in misvalued(model):
         report = library.verify(model.plain, model.save(parts), quantized=True)
         (worst, *_), (best, *_) = report.rounded, intact.rounded
-        assert report.exit_code == 1 and "layers.1." in worst.fqn + report.rounded[1].fqn, what
+        assert "layers.1." in worst.fqn + report.rounded[1].fqn, what
         assert worst.rounding is not None and best.rounding is not None
         assert worst.rounding.largest > 2 * best.rounding.largest, (what, str(report))
-    assert library.check(folder).exit_code == 0, "no other command can know"
-
-
-def test_a_scale_that_is_not_finite_is_named(model: Model) -> None:
-    folder = model.save(not_finite(model))
-    values = {"check": (lambda folder, _: library.check(folder, values=True), CorruptError.exit_code)}
-    for command, (run, code) in (values if model.layout in UNKNOWN_VALUES else values | PLAIN).items():
-        if (model.layout, command) == ("mxfp4", "merge-lora"):
-            continue  # this adapter is not for experts
-        found, text = ending(lambda run=run: run(folder, model.plain))
-        assert found == code and (model.scale in text or model.owner in text), (command, text)
-    assert not (model.home / "no").exists()
 
 
 def extreme(model: Model) -> Iterator[tuple[str, Parts]]:
@@ -275,8 +314,8 @@ def test_plain_values_are_finite_or_refused(model: Model) -> None:
     refused = set()
     for what, parts in extreme(model):
         folder, out = model.save(parts), model.home / "no"
-        for command in ("dequantize", *(() if model.layout == "mxfp4" else ("merge-lora",))):
-            code, text = ending(lambda run=PLAIN[command][0], folder=folder: run(folder, model.plain))
+        for command in ("convert --dequantize", *(() if model.layout == "mxfp4" else ("merge-lora",))):
+            code, text = ending(PLAIN[command], folder)
             if code:
                 assert code == CorruptError.exit_code and model.owner in text and "the first at [" in text, text
                 assert not out.exists()
