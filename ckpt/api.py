@@ -360,7 +360,7 @@ class Conversion(Returned):
                 return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
         except (CorruptError, NotFoundError) as error:
             try:
-                for file in self.plan.checkpoint.files:
+                for file in self.plan.sources:
                     file.check_unchanged()  # a file replaced in the meantime explains any other error
             except SourceGoneError as gone:
                 vars(gone)["__notes__"] = [*getattr(error, "__notes__", ())]  # keep the note with the output's path

@@ -14,6 +14,7 @@ from ckpt.compare.pairs import EQUAL, ONLY_B, Report
 from ckpt.move.casts import cast_bits
 from ckpt.move.files import translate_os_errors
 from ckpt.move.reading import Computed, read_box
+from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Plan
@@ -56,6 +57,8 @@ def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
                 yield f"{file.name} has {pluralize(path.stat().st_size, 'byte')} instead of {file.size}"
             elif (at := _first_change(file, path)) is not None:
                 yield f"{file.name} has other bytes at {at}"
+            elif file.copied is not None and not _is_copy(path, file.copied.path):
+                yield f"{file.name} has other bytes than {file.copied.path}"
 
 
 def _first_change(file: TargetFile, path: Path) -> int | None:
@@ -84,6 +87,11 @@ def is_equal(view: BinaryIO, path: Path) -> bool:
 
 def has_more(report: Report) -> bool:
     return any(result.status == ONLY_B for result in report.results)
+
+
+def _is_copy(path: Path, source: str) -> bool:
+    with translate_os_errors(source), open_stream(source) as view:
+        return is_equal(view, path)
 
 
 def is_as_the_source(report: Report) -> bool:

@@ -37,8 +37,8 @@ def max_pieces(num_files: int) -> int:
 
 
 def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
-    """Return a target file's pieces: one per slot, merged if slots interleave or are more than `at_most`."""
-    spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
+    """Return a target file's pieces: one per filled range, merged if ranges interleave or are more than `at_most`."""
+    spans = sorted((extent.offset, extent.end) for extent in file.filled if extent.numel)
     least = file.size // at_most if len(spans) > at_most else 0
     pieces: list[Piece] = []
     start = stop = 0

@@ -42,7 +42,7 @@ Digests = dict[str, dict[Piece, str]]
 
 def header(plan: Plan) -> dict[str, Any]:
     """Return the facts that must match to continue a conversion."""
-    return {"version": __version__, "plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
+    return {"version": __version__, "plan": _digest(plan), "sources": [_facts(file) for file in plan.sources]}
 
 
 def _facts(file: SourceFile) -> list[Any]:

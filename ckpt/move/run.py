@@ -77,7 +77,7 @@ def execute(
     resources = resources or Resources()
     progress = group.count_all_ranks(progress or (lambda _: None))
     is_first = group.rank == 0
-    for source in plan.checkpoint.files:  # links may leave the checkpoint's folder
+    for source in plan.sources:  # links may leave the checkpoint's folder
         check_destination(destination, Path(source.path))
     whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) if is_first else None
     with whole or contextlib.nullcontext(SharedStaging(destination)) as staging, _keeping(whole):
@@ -108,7 +108,7 @@ def execute(
         with workers:
             _run_in_turn((_submit(part, plan, staging, workers) for part in work), at_a_time)
             workers.join(last)
-        for source in plan.checkpoint.files:
+        for source in plan.sources:
             with translate_os_errors(source.path):
                 source.check_unchanged()
         if whole is None:

@@ -99,7 +99,7 @@ class Output:
         self._starts = np.array([offset for offset, _ in pieces or ()], np.int64)
         self._left = np.zeros(len(self._starts), np.int64)  # remaining bytes per piece
         if pieces:
-            extents = [slot.extent for slot in part.file.slots if slot.extent.numel]
+            extents = [extent for extent in part.file.filled if extent.numel]
             places = self._places(np.array([extent.offset for extent in extents], np.int64))
             np.add.at(self._left, places, [extent.nbytes for extent in extents])
         self.writing = threading.Lock()

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message
-from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.dtypes import FLOAT32, UINT8, DType
 from ckpt.plan.load_check import LoadCheck
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
@@ -422,7 +422,7 @@ class Slot(NamedTuple):
 class TargetFile:
     """A target file: its size, the known bytes by offset, and the slots to fill.
 
-    `zeros` lists ranges (offset, length) that stay zero.
+    `zeros` lists ranges (offset, length) that stay zero. If `copied` is set, the file is a copy of that source file.
     """
 
     name: str
@@ -430,10 +430,21 @@ class TargetFile:
     literals: tuple[tuple[int, bytes], ...] = ()
     slots: tuple[Slot, ...] = ()
     zeros: tuple[tuple[int, int], ...] = ()
+    copied: SourceFile | None = None
 
     @classmethod
     def of_bytes(cls, name: str, content: bytes) -> TargetFile:
         return cls(name, len(content), ((0, content),))
+
+    @classmethod
+    def of_copy(cls, name: str, source: SourceFile) -> TargetFile:
+        return cls(name, source.size, copied=source)
+
+    @property
+    def filled(self) -> list[Extent]:
+        """Ranges with bytes from source files."""
+        whole = [] if self.copied is None else [Extent.contiguous(self.name, 0, UINT8, (self.size,))]
+        return whole + [slot.extent for slot in self.slots]
 
 
 @dataclass(frozen=True, slots=True)

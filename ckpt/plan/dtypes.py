@@ -35,6 +35,7 @@ FLOAT32 = DType("float32", 4, "F32", True)
 FLOAT16 = DType("float16", 2, "F16", True)
 BFLOAT16 = DType("bfloat16", 2, "BF16", True)
 INT64 = DType("int64", 8, "I64")
+UINT8 = DType("uint8", 1, "U8")
 BOOL = DType("bool", 1, "BOOL")
 
 ALL: tuple[DType, ...] = (
@@ -58,7 +59,7 @@ ALL: tuple[DType, ...] = (
     DType("uint64", 8, "U64"),
     DType("uint32", 4, "U32"),
     DType("uint16", 2, "U16"),
-    DType("uint8", 1, "U8"),
+    UINT8,
     BOOL,
 )
 

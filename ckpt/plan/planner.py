@@ -16,8 +16,8 @@ from operator import itemgetter
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
-from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, SourceFile, Target, TargetFile
+from ckpt.plan.dtypes import CASTABLE, FLOAT64, UINT8, DType
 from ckpt.plan.spans import Rows, Spans
 from ckpt.plan.tensors import (
     Box,
@@ -92,6 +92,12 @@ class Plan:
         return sum(file.size for file in self.target.files)
 
     @property
+    def sources(self) -> tuple[SourceFile, ...]:
+        """The files to read."""
+        copied = (file.copied for file in self.target.files if file.copied is not None)
+        return (*self.checkpoint.files, *copied)
+
+    @property
     def moved_bytes(self) -> int:
         """Tensor data to write, in bytes."""
         return self.span_bytes + self.buffered_bytes
@@ -136,12 +142,13 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
     Raise CorruptError if a tensor's fragments leave a hole or overlap, LossError if a target range stays unfilled, a
     tensor has no place, or a cast is unsupported.
     """
+    found = _CopyTable(checkpoint)
     wanted: dict[Key, list[tuple[TargetFile, Slot]]] = {}
     for file in target.files:
         _check_file_cover(file)
+        found.copy(file)
         for slot in file.slots:
             wanted.setdefault(slot.key, []).append((file, slot))
-    found = _CopyTable(checkpoint)
     casts: dict[tuple[DType, DType], dict[Key, int]] = {}
     regions: dict[Key, dict[Region, None]] = {}
     for key, places in wanted.items():
@@ -177,6 +184,13 @@ class _CopyTable:
     span_bytes: int = 0
     buffered_bytes: int = 0
     largest_computed: int = 0
+
+    def copy(self, file: TargetFile) -> None:
+        if file.copied is not None and file.size:
+            rows = self.rows[file.name]
+            rows.of(UINT8, UINT8).extend((0, rows.path(file.copied.path), 0, file.size))
+            self.num_copies += 1
+            self.span_bytes += file.size
 
     def fill(self, tensor: Tensor, places: list[tuple[TargetFile, Slot]]) -> None:
         runs, computed = tensor.runs(), self.checkpoint.computed
@@ -331,7 +345,7 @@ def _check_file_cover(file: TargetFile) -> None:
     spans = [(offset, offset + len(data)) for offset, data in file.literals]
     spans += [(offset, offset + length) for offset, length in file.zeros]
     strided, outside = 0, False
-    for _, _, extent in file.slots:
+    for extent in file.filled:
         end = extent.end
         outside = outside or extent.offset < 0 or end > file.size
         if not extent.is_contiguous:

@@ -71,11 +71,16 @@ def check_carried(path: Path, root: Path) -> None:
             raise
 
 
-def carried_content(path: Path, root: Path) -> bytes:
-    """Raise CorruptError if the file is incomplete."""
+def check_copied(path: Path, root: Path) -> None:
+    """Raise CorruptError, with a way to convert without the file, if it is incomplete."""
     try:
         check_carried(path, root)
     except CorruptError as error:
         error.hint = error.hint or f"to convert without {path.name}, move it out of {path.parent}"
         raise
+
+
+def carried_content(path: Path, root: Path) -> bytes:
+    """Raise CorruptError if the file is incomplete."""
+    check_copied(path, root)
     return read_file(path)

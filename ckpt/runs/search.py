@@ -40,7 +40,7 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
         level = [folder for folder in inside if not _holds(folder, holds)]
         runs += [folder for folder in inside if folder not in level]
         for folder in level if is_step(path) else ():
-            _check_has_weights(folder)
+            check_has_weights(folder)
     parts = models_of_pipeline(path)
     if len(parts) > 1:
         raise SeveralRunsError(path, sorted({*runs, *parts}))
@@ -51,7 +51,7 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     return runs[0] if runs else None
 
 
-def _check_has_weights(folder: Path) -> None:
+def check_has_weights(folder: Path) -> None:
     """Raise IncompleteError if a folder has only the config of a diffusers model."""
     if is_of_diffusers(folder) and not may_hold_tensors(folder):
         raise IncompleteError("the model's weights are missing", path=folder, expected=f"weights next to {CONFIG}")

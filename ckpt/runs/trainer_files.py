@@ -18,11 +18,11 @@ from ckpt.base.text import pluralize
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
 from ckpt.move.listing import files_in
-from ckpt.plan.checkpoint import PART, Checkpoint, TargetFile
+from ckpt.plan.checkpoint import PART, Checkpoint, SourceFile, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, model_dtypes, num_elements
 from ckpt.runs.data_position import is_loader_state, position_notes
-from ckpt.runs.file_checks import carried_content
+from ckpt.runs.file_checks import carried_content, check_copied
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.model_files import (
     CONFIG,
@@ -36,13 +36,16 @@ from ckpt.runs.model_files import (
     run_files_left_out,
     with_quantization,
 )
+from ckpt.runs.search import check_has_weights
 from ckpt.runs.sentence_modules import trainer_note
-from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, TRAINER_STATE
+from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, TRAINER_STATE, is_step
 
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
 #: Random states by rank. With one process, HF Trainer's has no number.
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
+#: From `save_lora_weights` of diffusers (loaders/lora_base.py).
+_HOOKS_ADAPTER = re.compile(r"pytorch_lora_weights.*\.safetensors")
 _MAX_FILE = 64 << 20
 
 
@@ -108,25 +111,28 @@ def run_companions(
     if home is None:
         left_out = run_files_left_out(checkpoint, {file.name for file in own})
         return Companions((*files, *own), tuple(left_out), tuple(notes))
-    found: dict[str, bytes] = {}
+    found: dict[str, TargetFile] = {}
     names = files_in(home)
     positions = list(position_notes(home, names, checkpoint.world_size, num_ranks))
     for name in names:
         if positions and is_loader_state(name):
             continue
         if is_of(name, FileKind.RUN, FileKind.ADAPTER) or (deepspeed and is_of(name, FileKind.SCRIPT)):
-            found[name] = content_of(home, name)
+            found[name] = _copy(home, name)
     states = [state for state in map(_random_state, names) if state is not None]
     for state in states:
         if num_ranks is None or state.rank < num_ranks:
-            found[state.name_among(num_ranks)] = content_of(home, state.name)
+            to = state.name_among(num_ranks)
+            found[to] = _copy(home, state.name, to)
+    hooks = [str(path.relative_to(home)) for path in hook_files(checkpoint)]
+    found |= {name: _copy(home, name) for name in hooks}
     sources = {file.path for file in checkpoint.files}
     others = [name for name in names if str(home / name) not in sources]
     ranks = max((state.rank for state in states), default=0) + 1 if num_ranks is None else num_ranks
-    files = [*(file for file in files if file.name not in found), *_files(found)]
+    files = [*(file for file in files if file.name not in found), *(found[name] for name in sorted(found))]
     files += [file for file in own if file.name not in found]
     notes += [*_missing(states, ranks, states), *(() if deepspeed else _no_schedule(files))]
-    notes += [*positions, *_of_a_hook(home)]
+    notes += [*positions, *_hooks_note(hooks)]
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
 
@@ -196,10 +202,24 @@ def _step_around(checkpoint: Checkpoint) -> Path | None:
     return None
 
 
-def _of_a_hook(step: Path) -> Iterator[str]:
-    if names := [f"{folder.name}/" for folder in hooks_folders(step)]:
-        these = "it" if len(names) == 1 else "them"
-        yield f"the script's load hook may read {', '.join(names)} from {step}: copy {these}"
+def hook_files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the models and adapters of diffusers that the script's save hook wrote into the step.
+
+    Raise IncompleteError for a model without weights.
+    """
+    step = _home(checkpoint)
+    if step is None or not is_step(step):
+        return []
+    folders = hooks_folders(step)
+    for folder in folders:
+        check_has_weights(folder)
+    adapters = [step / name for name in files_in(step) if _HOOKS_ADAPTER.fullmatch(name)]
+    return [*adapters, *(folder / name for folder in folders for name in files_in(folder))]
+
+
+def _hooks_note(names: Sequence[str]) -> list[str]:
+    found = dict.fromkeys(f"{folder}/" if inner else folder for folder, _, inner in (n.partition("/") for n in names))
+    return [f"copied for the script's load hook: {', '.join(found)}"] if found else []
 
 
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
@@ -257,6 +277,14 @@ def _span(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"ranks {ranks[0]} to {ranks[-1]}" if whole else "ranks " + ", ".join(map(str, ranks))
+
+
+def _copy(folder: Path, name: str, to: str | None = None) -> TargetFile:
+    """Return a copy of a file of any size. Raise CorruptError for a damaged one."""
+    path = confined(folder, name)
+    with translate_os_errors(path):
+        check_copied(path, folder)
+        return TargetFile.of_copy(to or name, SourceFile.stat(str(path)))
 
 
 def content_of(folder: Path, name: str) -> bytes:

@@ -40,7 +40,7 @@ class Views:
     def __init__(self, plan: Plan, max_memory: int) -> None:
         self._plan = plan
         self._files = {file.name: _File(plan, file) for file in plan.target.files}
-        self._sources = {source.path: source for source in plan.checkpoint.files}
+        self._sources = {source.path: source for source in plan.sources}
         self._computed: OrderedDict[str, memoryview] = OrderedDict()
         self._max_memory = max_memory
         self._computing = threading.Lock()

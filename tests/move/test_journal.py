@@ -197,7 +197,7 @@ class TestRefused:
     def test_another_conversion(self, tmp_path: Path, case: Case) -> None:
         other = make_case(tmp_path / "source", num_files=10, rows=20000)
         file = replace(other.plan.target.files[0], literals=((0, b"HEADER 0: "),))
-        plan = replace(other.plan, target=replace(other.plan.target, files=(file, *other.plan.target.files[1:])))
+        plan = replace(other.plan, target=replace(other.plan.target, files=(file, *case.plan.target.files[1:])))
         checkpoint = replace(plan.checkpoint, files=case.plan.checkpoint.files)
         with pytest.raises(UsageError, match="has other options or another source"):
             run(replace(plan, checkpoint=checkpoint), tmp_path / "out")

@@ -343,7 +343,7 @@ class TestExecute:
             assert all(part.source.end - part.source.offset <= 200 for part in parts)
             sizes = np.concatenate([np.zeros(1, np.int64), *(batch.written()[1] for batch in batches)])
             assert sizes.max() <= 200 and all(batch.written()[1].sum() <= 300 + 200 for batch in batches)
-            assert sizes.sum() == sum(slot.extent.nbytes for slot in file.slots)
+            assert sizes.sum() == sum(extent.nbytes for extent in file.filled)
 
     def test_rows_of_several_ranks_are_written_together(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
@@ -408,6 +408,19 @@ class TestExecute:
         with pytest.raises(CorruptError):
             execute(plan, tmp_path / "out", check=partial(check_replicas_of, plan.checkpoint))
         assert listing(tmp_path) == ["a.bin", "b.bin"]
+
+    def test_a_copied_file_that_is_replaced(self, tmp_path: Path) -> None:
+        source = tmp_path / "more.bin"
+        source.write_bytes(bytes(range(250)) * 9)
+        copied = TargetFile.of_copy("deep/more.bin", SourceFile.stat(str(source)))
+        plan = make_plan(Checkpoint(str(tmp_path), "test", {}, ()), Target((copied,)))
+        execute(plan, tmp_path / "out")
+        assert (tmp_path / "out" / "deep" / "more.bin").read_bytes() == source.read_bytes()
+        with pytest.raises(CorruptError, match="replaced"):
+            execute(plan, tmp_path / "again", check=source.touch)
+        with pytest.raises(UsageError, match="overlap"):
+            execute(plan, source, overwrite=True)
+        assert listing(tmp_path) == ["more.bin", "out"]
 
     def test_a_destination_that_holds_a_file_of_the_source(self, tmp_path: Path, case: Case) -> None:
         """The checkpoint's folder may contain many links into it."""

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ckpt import api, resume
 from ckpt import check as ckpt_check
 from ckpt.errors import IncompleteError, SeveralRunsError
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, contents
 
 
 @pytest.fixture
@@ -150,9 +150,14 @@ def test_a_run_of_diffusers_under_deepspeed_has_its_hooks_config(
     found = load_file(tmp_path / "hf" / WEIGHTS)
     assert found.keys() == live["weight"].keys()
     assert all(torch.equal(found[fqn], one) for fqn, one in live["weight"].items())
-    done = ckpt("convert", "auto", f"zero{stage}", run, "--world-size", 3, "-v", "-o", tmp_path / "zero")
-    assert done.code == 0 and f"the script's load hook may read unet/{', unet_ema/' if stage == 2 else ''}" in done.err
-    assert ckpt("verify", run, tmp_path / "zero").code == 0
+    hooks = ["unet", "unet_ema"] if stage == 2 else ["unet"]
+    for target, out in ((f"zero{stage}", tmp_path / "zero"), ("dcp", tmp_path / "dcp"), ("full", tmp_path / "whole")):
+        done = ckpt("convert", "auto", target, run, "--world-size", 3, "--verify", "-o", out)
+        told = f"copied for the script's load hook: {', '.join(f'{name}/' for name in hooks)}"
+        assert done.code == 0 and told in done.err, done.err
+        for name in hooks:
+            assert contents(out / name) == contents(step / name)
+        assert ckpt("check", out).code == 0 and ckpt("verify", run, out).code == 0
     assert_states(tmp_path / "zero", live, tmp_path / "full")
     assert resume(run, say=lambda _: None) == str(step)
     assert Path(resume(run, world_size=3, say=lambda _: None)).is_relative_to(tmp_path / f".{run.name}.ckpt-resume")
@@ -238,6 +243,38 @@ def test_a_broken_step_of_diffusers_on_two_ranks(
     act(run / "checkpoint-2" / file)
     check_says(said, run)
     assert ckpt("resume", run).code == resumes
+
+
+def test_a_save_hooks_model_is_copied_whole_or_not_at_all(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    run = copied("diffusers-zero2")
+    average = run / "checkpoint-2" / "unet_ema" / WEIGHTS
+    content = average.read_bytes()
+    first = resume(run, world_size=3, say=lambda _: None)
+    average.write_bytes(content[:-1] + b"x")
+    second = resume(run, world_size=3, say=lambda _: None)
+    assert second != first and Path(second, "unet_ema", WEIGHTS).read_bytes() == average.read_bytes()
+    for act, told in ((halve, "shorter than"), (Path.unlink, "the model's weights are missing")):
+        average.write_bytes(content)
+        act(average)
+        refused = ckpt("convert", "auto", "zero2", run, "--world-size", 3, "-o", tmp_path / "out")
+        assert refused.code == 4 and told in refused.err and not (tmp_path / "out").exists(), refused.err
+
+
+def test_a_save_hooks_adapter_is_copied(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    run = copied("diffusers-fsdp2")
+    done = ckpt("convert", "auto", "dcp", run, "--world-size", 3, "-o", tmp_path / "out")
+    assert done.code == 0 and f"copied for the script's load hook: {LORA}" in done.err, done.err
+    assert (tmp_path / "out" / LORA).read_bytes() == (run / "checkpoint-2" / LORA).read_bytes()
+
+
+def test_a_large_file_of_accelerate_is_copied(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """`register_for_checkpointing` saves a moving average here."""
+    run = copied("diffusers-fsdp2")
+    large = run / "checkpoint-2" / "custom_checkpoint_0.pkl"
+    large.write_bytes(b"\x80" * 10)
+    os.truncate(large, 65 << 20)
+    assert ckpt("convert", "auto", "dcp", run, "--world-size", 3, "-o", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / large.name).read_bytes() == large.read_bytes()
 
 
 def test_resume_names_an_optimizer_that_it_does_not_read(copied: Callable[[str], Path]) -> None:

@@ -136,6 +136,8 @@ def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
     expected["config.json"] = b"{}"
     files.append(TargetFile.of_bytes("config.json", b"{}"))
     seen = tuple(SourceFile.stat(str(path)) for path in sources)
+    expected["copied/rank0.bin"] = sources[0].read_bytes()
+    files.append(TargetFile.of_copy("copied/rank0.bin", seen[0]))
     return Case(make_plan(Checkpoint(str(folder), "test", tensors, seen), Target(tuple(files))), expected, sources)
 
 

@@ -62,7 +62,7 @@ from ckpt.runs.steps import (
     run_at,
     trainer_state,
 )
-from ckpt.runs.trainer_files import rank_notes, run_files
+from ckpt.runs.trainer_files import hook_files, rank_notes, run_files
 
 T = TypeVar("T")
 
@@ -600,7 +600,8 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
 
 def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
     """Return facts independent of the current folder."""
-    beside = [confined(path.parent, path.name) for path in run_files(checkpoint)]
+    others = (*run_files(checkpoint), *hook_files(checkpoint))
+    beside = [confined(path.parent, path.name) for path in others]
     files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in beside))
     return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
 
