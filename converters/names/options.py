@@ -22,7 +22,7 @@ class NameOptions:
     flat_optimizer: bool = option(
         "dcp, torch-checkpointing: write the optimizer in the form of "
         "StateDictOptions(flatten_optimizer_state_dict=True): every parameter repeats its param group's options "
-        "(state.FQN.NAME, param_groups.FQN.NAME).",
+        "(state.FQN.NAME, param_groups.FQN.NAME). transformers' load_optimizer_distributed needs it.",
         default=False,
     )
 

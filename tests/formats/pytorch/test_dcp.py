@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from ckpt.state.positions import with_step_count
 from converters.pytorch.dcp import DCP
 from tests.support.dcp_folders import check_replicas, edit, nested, read, save, trained, write
 from tests.support.engines import Truth, launch, launch_in_turn, raw
+from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -567,6 +570,34 @@ def test_a_flattened_optimizer_is_what_torch_loads_flattened(tmp_path: Path) -> 
 
     with pytest.raises(UsageError, match="holds no optimizer"):
         api.plan(source, "hf", Layout(flat_optimizer=True))
+
+
+@pytest.mark.slow
+def test_transformers_loads_a_flattened_optimizer(fixtures: Path, tmp_path: Path) -> None:
+    """`load_optimizer_distributed` takes a ZeRO-3 run's states on other ranks, in this form alone."""
+    from safetensors.torch import load_file
+
+    run, truth = fixtures / "trl-zero3" / "outputs", fixtures / "trl-zero3" / "truth" / "checkpoint-2.safetensors"
+    ckpt.convert(run, "hf", tmp_path / "model", dtype="fp32")
+    places = [tmp_path / name / "optimizer_0" for name in ("flat", "nested", "changed")]
+    for place in places:
+        ckpt.convert(run, "dcp", place.parent, world_size=3, flat_optimizer=place != places[1])
+    first = next(iter(read(places[2].parent).tensors["lm_head.weight", "exp_avg"].fragments())).extent
+    content = bytearray(Path(first.path).read_bytes())
+    content[first.offset] ^= 1
+    Path(first.path).write_bytes(content)
+    script = REPOSITORY / "tests/support/transformers_loading.py"
+    command = [sys.executable, script, "2", tmp_path, tmp_path / "model", *places]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lrs, refused, _ = done.stdout.splitlines()[-3:]
+    assert set(json.loads(lrs)) == {group["lr"] for group in Truth.load(truth).metadata["param_groups"]}
+    assert "Missing key in checkpoint state_dict: optimizer.param_groups." in refused
+    expected = {name: value for name, value in load_file(truth).items() if not name.startswith("weight/")}
+    for number, differing in ((0, set()), (2, {"exp_avg/lm_head.weight"})):
+        live = load_file(tmp_path / f"{number}.safetensors")
+        found = {name: live[name.replace("master/", "weight/")] for name in expected}
+        assert {name for name, value in expected.items() if raw(found[name]) != raw(value)} == differing
 
 
 @pytest.mark.slow
