@@ -37,7 +37,7 @@ def _write_blocks(bits: NDArray, place: NDArray) -> bool:
     scales = as_fp32(largest) / np.float32(127)
     factors = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
     values = as_fp32(rows)
-    values *= np.repeat(factors, 4)
+    values *= np.repeat(factors, groups.ROW)
     values += _BELOW_HALF  # halves are rounded away from zero
     numbers = values.astype(np.int8)
     numbers ^= signs

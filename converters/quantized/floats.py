@@ -77,7 +77,7 @@ def _rounded(sizes: NDArray, num_bits: int, least: int) -> NDArray:
     """
     shift, bits = 23 - num_bits, sizes.view(np.uint32)
     powers = bits & _POWER
-    np.clip(powers, np.uint32(least << 23), _POWER, out=powers)  # `maximum` is slow with a scalar
+    np.maximum(powers, np.full(powers.shape[-1:], least << 23, np.uint32), out=powers)  # slow with a scalar
     powers += np.uint32(shift << 23)
     sizes += powers.view(np.float32)
     bits *= np.uint32((1 << shift) + 1)  # the count is added to the exponent
