@@ -1088,8 +1088,8 @@ def check_loads(path: Path) -> Loading:
         weights = services.quantization.quantized_weights(checkpoint)
         if faults := weights.faults:
             return replace(loading, problems=tuple(map(str, faults)))
-        if weights.unproved:
-            loading = replace(loading, looked_at=(*loading.looked_at, weights.unproved))
+        unknown = [why for why in (weights.unproved, weights.untried) if why]
+        loading = replace(loading, looked_at=(*loading.looked_at, *unknown))
         if wrong := services.proof.differences(checkpoint.config or {}, weights.in_place(checkpoint.shapes)):
             return replace(loading, problems=(f"names: {wrong}",))
     return loading

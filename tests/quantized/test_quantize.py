@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 
 from ckpt import api
+from ckpt.compare.transformers_loads import Loading
 from ckpt.plan import services
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.precision import Choice
@@ -249,6 +250,17 @@ def test_transformers_joins_only_some_experts(method: str, says: str, moe: Path,
     said = ckpt("convert", "hf", "hf", moe, "--quantize", method, "-o", tmp_path / "out").err.splitlines()
     assert said[-1].startswith(says) and "can load this folder" in said[-1]
     assert said[-1].endswith("; it needs the Python package compressed-tensors") == ("fp8" in method)
+
+
+@pytest.mark.parametrize("method", ["nvfp4a16", "fp8-dynamic"])
+def test_loads_names_experts_that_transformers_may_not_join(
+    method: str, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With compressed-tensors 0.20, transformers 5.23 loads NVFP4 experts without their global scales, unsaid."""
+    loading = Loading(str(tmp_path), "Qwen3MoeForCausalLM", 41, (), ("weights",))
+    monkeypatch.setattr("ckpt.compare.transformers_loads.check_loads", lambda _: loading)
+    out = ckpt("verify", "--loads", quantize(moe, tmp_path / "out", method)).out
+    assert ("may not join the parts of model.layers.0.mlp.experts.0" in out) == (method == "nvfp4a16")
 
 
 def test_mxfp4_keeps_the_values_of_gpt_oss(gpt_oss: Path, tmp_path: Path) -> None:
