@@ -155,9 +155,10 @@ class _Entries:
         while has_more:
             usual = _USUAL.match(self.text, self.at)
             if usual and usual[1] != b"__metadata__":
-                self.at, name = usual.end(), self.string(usual[1])
-                yield name, self.entry(name, usual[2], _usual_shape(usual[3]), int(usual[4]), int(usual[5]))
-                has_more = usual[6] == b","
+                raw, tag, shape, start, stop, following = usual.groups()
+                self.at, name = usual.end(), self.string(raw)
+                yield name, self.entry(name, tag, _usual_shape(shape), int(start), int(stop))
+                has_more = following == b","
                 continue
             key = _KEY.match(self.text, self.at)
             if key is None:
@@ -170,11 +171,11 @@ class _Entries:
                 raise self.fault("the header's value for this name is not an object", name)
             else:
                 yield name, self.metadata() if name == "__metadata__" else self.entry(name, *self.fields(name))
-            following = _NEXT.match(self.text, self.at)
-            if following is None:
+            after = _NEXT.match(self.text, self.at)
+            if after is None:
                 raise self.fault("the header is not JSON: ',' or '}' was expected", name)
-            self.at = following.end()
-            has_more = following[1] == b","
+            self.at = after.end()
+            has_more = after[1] == b","
         if self.text[self.at :].strip(b" \t\r\n"):
             raise self.fault("something follows the header's JSON")
 

@@ -346,12 +346,14 @@ def _check_file_cover(file: TargetFile) -> None:
     spans += [(offset, offset + length) for offset, length in file.zeros]
     strided, outside = 0, False
     for extent in file.filled:
-        end = extent.end
-        outside = outside or extent.offset < 0 or end > file.size
-        if not extent.is_contiguous:
-            strided += extent.nbytes
-        elif end > extent.offset:
-            spans.append((extent.offset, end))
+        start, size = extent.offset, extent.nbytes
+        if extent.is_contiguous:
+            end = start + size
+            spans += [(start, end)] if size else ()
+        else:
+            end = extent.end
+            strided += size
+        outside = outside or start < 0 or end > file.size
     covered = strided + sum([stop - start for start, stop in spans])
     spans.sort()
     overlapping = any(stop > start for (_, stop), (start, _) in pairwise(spans))

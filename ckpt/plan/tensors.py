@@ -352,8 +352,7 @@ class Padded(Protocol):
         """Yield the padding as flat ranges after the last element."""
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """A tensor stored in one place."""
 
     extent: Extent

@@ -38,9 +38,9 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
 
     Placeholders are allowed if the format's files record shapes.
     """
-    sizes = [tensor.numel for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
-    if len(sizes) > 1 and not any(sizes) and not _placeholders(checkpoint):
-        what = f"none of {pluralize(len(sizes), 'tensor')} has an element: these are not weights"
+    are_empty = [0 in tensor.shape for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
+    if len(are_empty) > 1 and all(are_empty) and not _placeholders(checkpoint):
+        what = f"none of {pluralize(len(are_empty), 'tensor')} has an element: these are not weights"
         raise IncompleteError(what, path=checkpoint.path, fqn=next(iter(checkpoint.tensors))[0])
     if registry.get(checkpoint.format).records_shapes or not (empty := _placeholders(checkpoint)):
         return
@@ -97,7 +97,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
     shapes = {
         fqn: tensor.shape
         for (fqn, role), tensor in checkpoint.tensors.items()
-        if role in MODEL_ROLES and tensor.numel == 0 and (fqn.endswith(_PARAMETERS) or tensor.shape == (0,))
+        if role in MODEL_ROLES and 0 in tensor.shape and (fqn.endswith(_PARAMETERS) or tensor.shape == (0,))
     }
     if not shapes:
         return ""

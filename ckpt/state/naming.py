@@ -79,7 +79,8 @@ def as_hub(checkpoint: Checkpoint) -> Checkpoint:
     return to_namespace(checkpoint, HUB)
 
 
-_INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+#: After a dot or at the start. A literal begins it, because `re` finds one faster than a lookbehind.
+_INNER = re.compile(r"_(?<![^.]_)(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 #: DistributedDataParallel and DataParallel.
 _OUTER = "module."
 

@@ -200,9 +200,9 @@ def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], li
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def natural_key(name: str) -> list[tuple[int, str, int]]:
+def natural_key(name: str) -> tuple[tuple[int, str, int], ...]:
     """Return a sort key with `layers.2` before `layers.10`, like transformers (`dot_natural_key`)."""
-    return [_natural_part(part) for part in name.split(".")]
+    return tuple(map(_natural_part, name.split(".")))
 
 
 @cache  # few distinct parts
