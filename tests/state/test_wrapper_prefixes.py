@@ -10,7 +10,7 @@ import pytest
 from ckpt import api
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.relation import Relation, translate
-from ckpt.state.naming import without_wrappers
+from ckpt.state.naming import stripper, without_wrappers
 from tests.support.describing import content
 
 
@@ -60,3 +60,16 @@ def test_a_last_part_is_no_wrapper(toy: Checkpoint) -> None:
     names = {fqn: f"{fqn}._orig_mod" for fqn in toy.shapes}
     named = translate(replace(toy, ties={}), Relation.renaming(names, toy.shapes), toy.namespace)
     assert without_wrappers(named) is named
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("_orig_mod._orig_mod.weight", "weight"),
+        ("head._fsdp_wrapped_module.weight", "head.weight"),
+        ("head.__checkpoint_wrapped_module.weight", "head.__checkpoint_wrapped_module.weight"),
+    ],
+)
+def test_a_wrapper_is_a_whole_part_of_the_name(name: str, inner: str) -> None:
+    assert stripper([name, "other"])(name) == inner
