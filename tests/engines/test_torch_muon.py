@@ -11,7 +11,7 @@ import torch
 from ckpt import api
 from ckpt.plan.checkpoint import Layout
 from tests.engines.torch_muon import WRAPPERS
-from tests.support.engines import fork
+from tests.support.engines import fork_once
 
 pytestmark = pytest.mark.slow
 
@@ -21,10 +21,10 @@ MODULE = "tests.engines.torch_muon"
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch-muon")
-    fork([(2, MODULE, ["save", str(folder)])], ["torch"])
+    fork_once(folder, [(2, MODULE, ["save", str(folder)])], ["torch"])
     for name in WRAPPERS:
         api.plan(api.open(folder / name), "dcp", Layout(world_size=3)).run(folder / f"{name}-converted")
-    fork([(3, MODULE, ["load", str(folder)])], ["torch"])
+    fork_once(folder, [(3, MODULE, ["load", str(folder)])], ["torch"])
     return folder
 
 

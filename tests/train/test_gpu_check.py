@@ -18,6 +18,7 @@ from examples.demo import __main__ as demo
 from tests import gpu_check
 from tests.support import engines
 from tests.support.commands import ckpt
+from tests.support.kept import make_once
 from train import config
 
 DOUBLE = "tests.support.fake_cuda"
@@ -82,10 +83,17 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         runs.append([gpu_check.large_run("fsdp2", ranks, out / "memory-fsdp2")])
         runs.append([DEMO | {"output": str(tmp_path / "trained")}])
         assert jobs == runs[0]
-        (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for run in runs for job in run))
+        lines = "".join(json.dumps(job) + "\n" for run in runs for job in run)
         engines_used = ["zero", "native", "pipeline"]
         preload = [*(f"train.engines.{name}" for name in engines_used), MEGATRON, LLAMA, DOUBLE]
-        engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
+
+        def make() -> None:
+            (tmp_path / "jobs.jsonl").write_text(lines)
+            engines.fork(
+                [(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload
+            )
+
+        make_once(tmp_path, ("train.__main__", DOUBLE), lines, make)
 
     def run(*words: str | Path) -> str:
         if words[:2] == ("-m", "examples.demo"):

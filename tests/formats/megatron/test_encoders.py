@@ -9,7 +9,7 @@ import torch
 from transformers import MegatronBertConfig, MegatronBertForPreTraining
 
 from tests.support.commands import ckpt
-from tests.support.engines import fork
+from tests.support.engines import fork_once
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,9 @@ CLASS = "MegatronBertForPreTraining"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoders")
-    fork([(1, "tests.formats.megatron.megatron_encoders", [str(folder)])], ["tests.support.megatron_imports"])
+    fork_once(
+        folder, [(1, "tests.formats.megatron.megatron_encoders", [str(folder)])], ["tests.support.megatron_imports"]
+    )
     return folder
 
 
