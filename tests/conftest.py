@@ -60,9 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Exclude ten thousand tests and their imports from garbage collection: accelerate collects with every model."""
+    """Exclude ten thousand tests and their imports from garbage collection, and collect less often.
+
+    accelerate collects with every model.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope="session")
