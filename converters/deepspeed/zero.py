@@ -324,7 +324,7 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
     sharing = sharing_under_stage3(models, inners)
     reading.ties = model_file.ties(file) | routers(file, module)
     reading.tensors |= {tensor.key: tensor for tensor in model_file.frozen(models, reading.ties)}
-    _add_buffers(reading, models, buffer_names)
+    _add_buffers(reading, models, module, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
     natives = model_file.natives(file, module, buffer_names)
@@ -370,9 +370,11 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
     return RankFile(file.path, file.rank, content)
 
 
-def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str]) -> None:
-    """Add the buffers: every rank wrote a copy."""
-    copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
+def _add_buffers(
+    reading: _ZeroReading, models: list[RankFile], first: Mapping[str, StoredTensor], names: set[str]
+) -> None:
+    """Add the buffers: every rank wrote a copy. `first` are rank 0's entries; `_light` renamed the others' entries."""
+    copies = [first, *(model.content["module"] for model in models[1:])]
     for model, module in zip(models[1:], copies[1:], strict=True):
         if fqn := next((fqn for fqn in module if fqn not in copies[0]), None):
             missing = f"the buffer of rank {model.rank}"
