@@ -619,6 +619,29 @@ def test_a_broken_file_of_a_trainer(
     assert ckpt("resume", run).code == resumes
 
 
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 3), (2, 3)])
+def test_exchanged_files_of_an_optimizers_ranks(copied: Callable[[str], Path], one: int, other: int) -> None:
+    folder = copied("transformers-distributed") / "gathered"
+    files = [folder / "optimizer" / f"__{rank}_0.distcp" for rank in (one, other)]
+    contents = [file.read_bytes() for file in files]
+    for file, content in zip(files, reversed(contents), strict=True):
+        file.write_bytes(content)
+    refused = ckpt("resume", folder)
+    assert refused.code in (4, 5) and "another save" in refused.err, refused.err
+    assert ckpt("check", folder).code == refused.code
+
+
+@pytest.mark.parametrize("place", ["sharded", "gathered"])
+def test_a_tensor_of_another_name_in_transformers_files(copied: Callable[[str], Path], place: str) -> None:
+    folder, name = copied("transformers-distributed") / place, b"model.layers.0.mlp.up_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content.replace(name, name.replace(b"up_proj", b"up_prjo")))
+    checked = ckpt("check", folder)
+    assert checked.code == 4 and "missing from the model" in checked.out and name.decode() in checked.out, checked.out
+    assert ckpt("resume", folder).code == 4
+
+
 @pytest.mark.parametrize("target", ["dcp", "zero3", "full", "trainer"])
 @pytest.mark.parametrize(
     ("module", "prefix"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.base.text import pluralize
 from ckpt.containers import safetensors as st
 from ckpt.containers.dcp.metadata import ItemPlace
@@ -232,9 +232,10 @@ def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
             expected="a tensor or value written by torch.save",
             found=where,
         ) from error
-    except CorruptError as error:
+    except (CorruptError, UnsafeError) as error:  # the metadata gives an item's bounds
         error.fqn = error.fqn or key
         error.found = f"{error.found}; {where}" if error.found is not None else where
+        error.hint = error.hint or "is this another rank's file, or from another save than .metadata?"
         raise
 
 
