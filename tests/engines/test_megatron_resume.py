@@ -21,6 +21,7 @@ from tests.support.megatron_runs import without_padding
 from tests.support.pages import row_differs
 from tests.support.places import REPOSITORY
 from tests.support.resuming import BOUNDS, Row, Run, apart, losses, options, shown, side_by_side, title
+from tests.support.tiny_sizes import tiny_sizes
 from train import models
 from train.config import Config
 
@@ -63,7 +64,7 @@ class Engine(Run):
         if self.strategy == "megatron":  # Megatron's interleaved schedule needs as many micro batches as stages
             megatron = {"vocab_multiple": 128, "accumulate": self.sizes["pp"] if self.sizes["vpp"] > 1 else 1}
             megatron |= {"sequence_parallel": self.model in SPARSE and self.sizes["tp"] > 1}
-            megatron |= {"sees": True} if self.model == SEEING else {}
+            megatron |= {"sees": tiny_sizes("qwen2_5_vl")["vision_config"]} if self.model == SEEING else {}
         model = "qwen2" if self.model == SEEING else self.model
         return super().job(output, steps, model=f"{model}_wide", **COMMON, **megatron, **more)
 
@@ -139,14 +140,16 @@ SOURCES = {one.source for one in TABLE}
 
 @pytest.fixture(scope="session")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all unbroken runs, conversions and resumed runs in one launch."""
+    """Run all unbroken runs in one launch, and conversions and resumed runs in another."""
     folder = tmp_path_factory.mktemp("resume")
-    jobs: list[dict[str, Any]] = []
+    whole: list[dict[str, Any]] = []
     for run in sorted(SOURCES, key=lambda run: run.folder):
         begins = {}
         if run.format.startswith("megatron") and run.job(folder, 0)["model"] == "llama_wide":
             begins = {"resume": str(start(folder, run.dtype))}
-        jobs.append(run.job(folder / "unbroken" / run.folder, 8, save_every=4, save_at=4, truth=True, **begins))
+        whole.append(run.job(folder / "unbroken" / run.folder, 8, save_every=4, save_at=4, truth=True, **begins))
+    launch(whole, RANKS, folder / "unbroken", module="tests.support.recorded_runs")
+    jobs: list[dict[str, Any]] = []
     for one in [*TABLE, FORGETFUL]:
         home = folder / one.folder
         checkpoint = home / "a run"

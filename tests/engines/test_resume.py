@@ -83,7 +83,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs[run.ranks].append(run.job(folder / "unbroken" / run.folder, 8))
         if run in sources:
             jobs[run.ranks].append(run.job(folder / "stopped" / run.folder, 4))
-    launch_in_turn(sorted(jobs.items()), folder, module="tests.support.resume_worker")
+    launch_in_turn(sorted(jobs.items()), folder, module="tests.support.recorded_runs")
     return folder
 
 

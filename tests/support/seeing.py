@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.support.tiny_sizes import tiny_sizes
 from train.megatron import engine
 from train.truth import megatron as megatron_truth
 
@@ -18,8 +17,8 @@ _LANGUAGE = "language_model."
 
 
 @contextlib.contextmanager
-def sees() -> Iterator[None]:
-    """While open, let the trainer's megatron-core engine build models with a tower."""
+def sees(sizes: Mapping[str, Any]) -> Iterator[None]:
+    """While open, let the trainer's megatron-core engine build models with a tower of these sizes."""
     make, build, name = engine.megatron_args.arguments, engine.build_chunks, megatron_truth.canonical
 
     def arguments(*given: Any) -> Namespace:
@@ -33,12 +32,14 @@ def sees() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(engine.megatron_args, "arguments", arguments))
-        stack.enter_context(mock.patch.object(engine, "build_chunks", lambda *given: list(map(_seeing, build(*given)))))
+        stack.enter_context(
+            mock.patch.object(engine, "build_chunks", lambda *given: [_seeing(one, sizes) for one in build(*given)])
+        )
         stack.enter_context(mock.patch.object(megatron_truth, "canonical", canonical))
         yield
 
 
-def _seeing(language_model: Any) -> Any:
+def _seeing(language_model: Any, sizes: Mapping[str, Any]) -> Any:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.module import MegatronModule
     from transformers import AutoConfig
@@ -51,10 +52,8 @@ def _seeing(language_model: Any) -> Any:
                 setattr(self, name, getattr(language_model, name))
             self.share_embeddings_and_output_weights, self.mtp_process = False, False
             if self.pre_process:
-                sizes = tiny_sizes("qwen2_5_vl")["vision_config"] | {
-                    "out_hidden_size": language_model.config.hidden_size
-                }
-                vision = AutoConfig.for_model("qwen2_5_vl", vision_config=sizes).vision_config
+                own = {**sizes, "out_hidden_size": language_model.config.hidden_size}
+                vision = AutoConfig.for_model("qwen2_5_vl", vision_config=own).vision_config
                 self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(vision)
                 generator, side = torch.Generator().manual_seed(0), 2 * vision.spatial_merge_size
                 size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
