@@ -13,6 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from ckpt.move.files import translate_os_errors
 
+#: A disk's own folder for fsck. Only root can list it.
+LOST_AND_FOUND = "lost+found"
+
 Entries = Mapping[str, os.DirEntry[str]]
 
 Found = TypeVar("Found")
@@ -67,15 +70,16 @@ def files_in(folder: Path) -> list[str]:
 
 
 def folders_in(path: Path) -> list[Path]:
-    """Return the folders in `path`, including links. Empty if `path` is no folder."""
-    return [path / name for name, entry in entries_in(path).items() if is_folder(entry)] if path.is_dir() else []
+    """Return the folders in `path`, including links, without `lost+found`. Empty if `path` is no folder."""
+    entries = entries_in(path) if path.is_dir() else {}
+    return [path / name for name, entry in entries.items() if name != LOST_AND_FOUND and is_folder(entry)]
 
 
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield the files in `folder` and its subfolders, including broken links. Skip links to folders."""
     for name, entry in entries_in(folder).items():
         if entry.is_dir(follow_symlinks=False):
-            yield from files_below(folder / name)
+            yield from () if name == LOST_AND_FOUND else files_below(folder / name)
         elif not is_folder(entry):
             yield folder / name
 

@@ -22,8 +22,8 @@ from ckpt.base.errors import CorruptError, IncompleteError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.base.words import Message, joined
 from ckpt.move.files import confined
-from ckpt.move.listing import entries_in, folders_in, is_folder, names_in
-from ckpt.runs.steps import LATEST, has_rank_files, recorded_step, step_number
+from ckpt.move.listing import entries_in, is_folder, names_in
+from ckpt.runs.steps import LATEST, has_rank_files, recorded_step, searched_folders, step_number
 
 #: Training state from DCP, FSDP, Accelerate, HF Trainer or Megatron.
 _OTHERS_STATE = re.compile(
@@ -97,7 +97,7 @@ def candidate_folders(path: Path, tag: str | None, steps: Steps) -> list[Path]:
 
 def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: Steps) -> None:
     """Raise an error if the record should name a step in this format, but is damaged or missing."""
-    others = newest_first(filter(steps.is_step, folders_in(path)))
+    others = newest_first(filter(steps.is_step, searched_folders(path)))
     if steps.owns_record and said is not None:
         is_others = any(map(steps.may_be_others, named)) or any(map(_OTHERS_STATE.fullmatch, names_in(path)))
         if not others and is_others:
@@ -161,7 +161,7 @@ def free_tags(run: Path) -> list[Path]:
     said = recorded_step(run / LATEST)
     if not said or step_number(said) is not None or not (run / said).is_dir():
         return []
-    free = [folder for folder in folders_in(run) if step_number(folder.name) is None]
+    free = [folder for folder in searched_folders(run) if step_number(folder.name) is None]
     return sorted(folder for folder in free if any(map(_ENGINE_FILE.fullmatch, names_in(folder))))
 
 

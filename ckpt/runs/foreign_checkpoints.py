@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt.base.errors import NotFoundError
-from ckpt.move.listing import folders_in, names_in
+from ckpt.move.listing import names_in
+from ckpt.runs.steps import searched_folders
 
 #: Files that Orbax writes into a step or an item in a step.
 _ORBAX = {"_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding", "commit_success.txt"}
@@ -28,10 +29,10 @@ def _places(path: Path) -> Iterator[Path]:
     """Yield `path` and two levels of folders: a run, its steps, and their content."""
     yield path
     if path.is_dir():
-        inside = [one for one in folders_in(path) if not one.name.startswith(".")]
+        inside = [one for one in searched_folders(path) if not one.name.startswith(".")]
         yield from inside
         for one in inside:
-            yield from folders_in(one)
+            yield from searched_folders(one)
 
 
 def _program(path: Path) -> Iterator[str]:

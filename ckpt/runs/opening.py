@@ -42,12 +42,14 @@ from ckpt.runs.steps import (
     ANY_STEP,
     RECORDS,
     enclosing_folders,
+    is_closed,
     is_step,
     link_target,
     lost_step_number,
     lost_trainer_state,
     recorded_step,
     run_at,
+    searched_folders,
     step_mismatch,
 )
 from ckpt.stores import placeholder_files
@@ -307,7 +309,7 @@ def _contents(folder: Path) -> str:
 def _checkpoint_deeper(path: Path) -> Path | None:
     level = [path]
     for _ in range(_MAX_LEVELS):
-        inside = [inner for folder in level for inner in folders_in(folder) if not inner.name.startswith(".")]
+        inside = [inner for folder in level for inner in searched_folders(folder) if not inner.name.startswith(".")]
         level = inside[:_MAX_ENTRIES]
         for folder in level:
             with suppress(CkptError):
@@ -343,7 +345,7 @@ def _is_part(path: Path) -> bool:
 def _checkpoints_inside(path: Path, format: str) -> list[str]:
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *(step.path for step in run_at(path).steps[:1] if step.path.is_dir())] if path.is_dir() else []
-    every = [place / name for place in places for name in names_in(place)]
+    every = [one for place in places for one in map(place.joinpath, names_in(place)) if not is_closed(one)]
     entries = [entry for entry in every if not OPTIMIZER_FILE.fullmatch(entry.name)][:_MAX_ENTRIES]
     found = [entry for entry in entries if is_run(entry, formats) and not is_staged(entry)]
     return [str(entry.relative_to(path)) for entry in found]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, IncompleteError, SeveralRunsError
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import folders_in
 from ckpt.runs.model_files import CONFIG, is_of_diffusers
 from ckpt.runs.sentence_modules import check_has_model
-from ckpt.runs.steps import has_record, is_step, run_at
+from ckpt.runs.steps import has_record, is_step, run_at, searched_folders
 from ckpt.runs.unread_files import may_hold_tensors
 
 MANIFEST = "ckpt-manifest.json"
@@ -74,7 +73,7 @@ def models_of_pipeline(path: Path) -> list[Path]:
 def _folders(folder: Path) -> list[Path]:
     try:
         steps = {step.path for step in run_at(folder).steps}
-        inside = [p for p in folders_in(folder) if not p.name.startswith(".") and not p.is_symlink()]
+        inside = [p for p in searched_folders(folder) if not p.name.startswith(".") and not p.is_symlink()]
         return [p for p in inside if p not in steps]
     except (OSError, CkptError):
         return []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CkptError
+from ckpt.base.errors import CkptError, StorageError
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
@@ -19,7 +19,7 @@ from ckpt.move.source import read_file
 
 #: transformers/trainer_callback.py, `TrainerState`
 TRAINER_STATE = "trainer_state.json"
-_SCHEDULE = "scheduler.pt"
+SCHEDULE = "scheduler.pt"
 #: The last saved step's tag, and the last universal checkpoint's.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Last step's number from Megatron-LM and verl. Megatron-LM's may say `release` instead.
@@ -165,8 +165,22 @@ def folders_beside(run: Run) -> list[Path]:
     holders = dict.fromkeys([run.path, *(step.path.parent for step in run.steps)])
     known = {*holders, *run.last, *(step.path for step in run.steps)}
     names = tuple(f"{step.path.name}{end}" for step in run.steps for end in "-_.")
-    found = (one for holder in holders for one in sorted(folders_in(holder)) if one not in known)
+    found = (one for holder in holders for one in sorted(searched_folders(holder)) if one not in known)
     return [one for one in found if not one.is_symlink() and not one.name.startswith((".", *names))]
+
+
+@once
+def is_closed(folder: Path) -> bool:
+    """Return True for a folder that can't be listed, like a disk's `lost+found` for its users."""
+    try:
+        return folder.is_dir() and entries_in(folder) is None
+    except StorageError:
+        return True
+
+
+def searched_folders(path: Path) -> list[Path]:
+    """Return the folders in `path`, without closed ones that have no step's name."""
+    return [one for one in folders_in(path) if ANY_STEP.fullmatch(one.name) or not is_closed(one)]
 
 
 def has_record(path: Path) -> bool:
@@ -176,7 +190,7 @@ def has_record(path: Path) -> bool:
 def runs_inside(path: Path) -> list[Path]:
     """Return folders with steps or a record of their own, like OpenRLHF's `_actor` and `_critic`."""
     own = {*_holders(path), *(step.path for step in run_at(path).steps)}
-    inside = [one for one in (folders_in(path) if path.is_dir() else ()) if one not in own and not one.is_symlink()]
+    inside = [one for one in searched_folders(path) if one not in own and not one.is_symlink()]
     return sorted(one for one in inside if has_record(one) or run_at(one).steps)
 
 
@@ -297,7 +311,7 @@ def lost_trainer_state(step: Path) -> str:
 
 def lost_step_number(step: Path) -> str:
     """Return a sentence if a step of HF Trainer with a schedule has no trainer state, or ""."""
-    if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists() or not (step / _SCHEDULE).is_file():
+    if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists() or not (step / SCHEDULE).is_file():
         return ""
     return f"{TRAINER_STATE}, with the step's number, is missing: HF Trainer does not resume without it"
 

@@ -6,7 +6,6 @@ Names follow HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_opti
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from ckpt.base.errors import LossError
 from ckpt.base.text import pluralize
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
-from ckpt.move.listing import files_in
+from ckpt.move.listing import files_in, names_in
 from ckpt.plan.checkpoint import PART, Checkpoint, SourceFile, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, model_dtypes, num_elements
 from ckpt.runs.data_position import is_loader_state, position_notes
 from ckpt.runs.file_checks import carried_content, check_copied
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
+from ckpt.runs.lost_files import RandomState, random_states
 from ckpt.runs.model_files import (
     CONFIG,
     QUANTIZATION_ENTRY,
@@ -37,13 +37,9 @@ from ckpt.runs.model_files import (
     with_quantization,
 )
 from ckpt.runs.search import check_has_weights
-from ckpt.runs.sentence_modules import trainer_note
-from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, TRAINER_STATE, is_step
+from ckpt.runs.sentence_modules import MODULES, trainer_note
+from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, SCHEDULE, TRAINER_STATE, is_step, trainer_state
 
-_OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
-#: Random states by rank. With one process, HF Trainer's has no number.
-_TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
-_ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
 #: From `save_lora_weights` of diffusers (loaders/lora_base.py).
 _HOOKS_ADAPTER = re.compile(r"pytorch_lora_weights.*\.safetensors")
 _MAX_FILE = 64 << 20
@@ -119,7 +115,7 @@ def run_companions(
             continue
         if is_of(name, FileKind.RUN, FileKind.ADAPTER) or (deepspeed and is_of(name, FileKind.SCRIPT)):
             found[name] = _copy(home, name)
-    states = [state for state in map(_random_state, names) if state is not None]
+    states = random_states(names)
     for state in states:
         if num_ranks is None or state.rank < num_ranks:
             to = state.name_among(num_ranks)
@@ -146,14 +142,15 @@ def lightnings_record(checkpoint: Checkpoint, num_ranks: int) -> tuple[list[Targ
     )
 
 
-def rank_notes(checkpoint: Checkpoint, num_ranks: int) -> Iterator[str]:
-    """Yield what is lost if `num_ranks` ranks load the step's own files."""
-    if (step := _step_around(checkpoint)) is not None:
+def rank_notes(checkpoint: Checkpoint, num_ranks: int | None) -> Iterator[str]:
+    """Yield what is lost if `num_ranks` ranks load the step's own files. None stands for the ranks that wrote them."""
+    if (step := step_around(checkpoint)) is not None:
         names = files_in(step)
-        states = [state for state in map(_random_state, names) if state is not None]
-        yield from _missing(states, num_ranks, [one for one in states if one.name_among(num_ranks) == one.name])
+        states = random_states(names)
+        ranks = num_ranks or checkpoint.world_size or max((one.rank for one in states), default=0) + 1
+        yield from _missing(states, ranks, [one for one in states if one.name_among(num_ranks) == one.name])
         yield from position_notes(step, names, checkpoint.world_size, num_ranks)
-    if _is_of_lightning(Path(checkpoint.path)):
+    if num_ranks is not None and _is_of_lightning(Path(checkpoint.path)):
         yield from _batches_note(checkpoint, num_ranks)
 
 
@@ -172,8 +169,20 @@ def carried_files(checkpoint: Checkpoint) -> list[Path]:
     return [*(folder / name for name, folder in sorted(found.items())), *run_files(checkpoint)]
 
 
+def files_to_resume(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files that the trainer itself reads to resume from the step, besides the checkpoint's own.
+
+    sentence-transformers' trainer builds a model from the step's folder (sentence-transformers 5 and 6, trainer.py,
+    `_load_from_checkpoint`). Other trainers build the model as for a new run.
+    """
+    place = Path(checkpoint.path)
+    found = [*run_files(checkpoint), *trainer_state(place), *trainer_state(place.parent)]
+    is_built = (place / MODULES).is_file()
+    return [*found, *(folder / name for name, folder in companion_folders([place] if is_built else []).items())]
+
+
 def run_files(checkpoint: Checkpoint) -> list[Path]:
-    home = _step_around(checkpoint) if checkpoint.unmapped_optimizer else _home(checkpoint)
+    home = step_around(checkpoint) if checkpoint.unmapped_optimizer else _home(checkpoint)
     if home is None:
         return []
     return [home / name for name in files_in(home) if is_of(name, *TRAINING_STATE)]
@@ -189,16 +198,17 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
     None without an optimizer: a trainer would continue without its states.
     """
     has_optimizer = checkpoint.optimizer_states or checkpoint.state.param_groups
-    return _step_around(checkpoint) if has_optimizer else None
+    return step_around(checkpoint) if has_optimizer else None
 
 
-def _step_around(checkpoint: Checkpoint) -> Path | None:
+def step_around(checkpoint: Checkpoint) -> Path | None:
+    """Return the step folder of HF Trainer or Accelerate that contains the checkpoint."""
     path = Path(checkpoint.path)
     for folder in (path, path.parent) if path.is_dir() else (path.parent,):
         if folder == path or str(folder) in checkpoint.folders:
-            with translate_os_errors(folder):
-                if any(os.path.lexists(folder / name) for name in _OF_A_STEP):
-                    return folder
+            names = names_in(folder)
+            if TRAINER_STATE in names or any(not state.trainer for state in random_states(names)):
+                return folder
     return None
 
 
@@ -225,9 +235,9 @@ def _hooks_note(names: Sequence[str]) -> list[str]:
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
     """Return a note if HF Trainer under FSDP lacks its scheduler (5.23)."""
     names = {file.name for file in files}
-    if TRAINER_STATE not in names or "scheduler.pt" in names:
+    if TRAINER_STATE not in names or SCHEDULE in names:
         return ()
-    return ("the source has no scheduler.pt, and HF Trainer needs it to load the optimizer state",)
+    return (f"the source has no {SCHEDULE}, and HF Trainer needs it to load the optimizer state",)
 
 
 def _home(checkpoint: Checkpoint) -> Path | None:
@@ -239,24 +249,7 @@ def _home(checkpoint: Checkpoint) -> Path | None:
     return step
 
 
-@dataclass(frozen=True, slots=True)
-class _RandomState:
-    name: str
-    rank: int
-    trainer: bool
-
-    def name_among(self, num_ranks: int | None) -> str:
-        if not self.trainer or num_ranks is None:
-            return self.name
-        return "rng_state.pth" if num_ranks == 1 else f"rng_state_{self.rank}.pth"
-
-
-def _random_state(name: str) -> _RandomState | None:
-    match = _TRAINER_RNG.fullmatch(name) or _ACCELERATE_RNG.fullmatch(name)
-    return match and _RandomState(name, int(match[1] or 0), match.re is _TRAINER_RNG)
-
-
-def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> Iterator[str]:
+def _dropped(names: list[str], states: list[RandomState], num_ranks: int) -> Iterator[str]:
     gone = sorted(state.rank for state in states if state.rank >= num_ranks)
     if gone:
         yield f"random states of {_span(gone)}: the target run has {num_ranks}"
@@ -265,7 +258,7 @@ def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> It
         yield f"{', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}: a second copy of the weights"
 
 
-def _missing(states: list[_RandomState], num_ranks: int, usable: list[_RandomState]) -> Iterator[str]:
+def _missing(states: list[RandomState], num_ranks: int, usable: list[RandomState]) -> Iterator[str]:
     there = {state.rank for state in usable}
     missing = [rank for rank in range(num_ranks) if rank not in there]
     if states and missing:

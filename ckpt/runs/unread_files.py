@@ -22,7 +22,17 @@ from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.file_table import TENSOR_SUFFIXES, TRAINING_STATE, FileKind, fits, is_of
 from ckpt.runs.sentence_modules import weights_files
-from ckpt.runs.steps import ANY_STEP, LATEST, RECORDS, TRAINER_STEP, is_step, link_target, recorded_step, run_at
+from ckpt.runs.steps import (
+    ANY_STEP,
+    LATEST,
+    RECORDS,
+    TRAINER_STEP,
+    is_closed,
+    is_step,
+    link_target,
+    recorded_step,
+    run_at,
+)
 
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
@@ -130,6 +140,9 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
 
 def _with_tensors(root: Path, folder: str, depth: int = 0) -> Iterator[UnreadFile]:
     """Yield `folder` if it has tensor files, else its subfolders with tensor files."""
+    if is_closed(root / folder):
+        yield UnreadFile(f"{folder}/", OTHER, "the folder can't be listed")
+        return
     if (root / folder / ADAPTER_CONFIG).is_file():
         yield UnreadFile(f"{folder}/", OTHER, "another adapter")
         return

@@ -17,10 +17,10 @@ from typing import Any
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.base.text import pluralize
 from ckpt.move.files import confined
-from ckpt.move.listing import folders_in, has_name, names_in
+from ckpt.move.listing import has_name, names_in
 from ckpt.runs.finding import Steps, find_step, newest_first, newest_whole
 from ckpt.runs.half_checkpoints import optimizer_alone
-from ckpt.runs.steps import LATEST
+from ckpt.runs.steps import LATEST, searched_folders
 
 ALIASES = ("deepspeed", "ds")
 # Before DeepSpeed 0.3 there was no underscore before "optim".
@@ -77,7 +77,7 @@ def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
 
 
 def zero_steps(path: Path) -> list[Path]:
-    return newest_first(filter(is_step_folder, folders_in(path)))
+    return newest_first(filter(is_step_folder, searched_folders(path)))
 
 
 @contextlib.contextmanager

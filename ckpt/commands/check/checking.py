@@ -44,12 +44,12 @@ from ckpt.commands.check.files import (
     Problem,
     files_below,
     problem_of,
-    problems_of,
     read_all,
     relative,
     size_of,
 )
 from ckpt.commands.check.finding import ValueFinding, sentences
+from ckpt.commands.check.step_files import step_problems
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry, services
@@ -57,36 +57,28 @@ from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
 from ckpt.runs.finding import free_tags, missing_models, models_of, number_of
-from ckpt.runs.half_checkpoints import MODEL_FILE, check_holds_model, formats_of, lost_model_of_fsdp, lost_optimizer
-from ckpt.runs.model_files import CONFIG, missing_hooks_folders
-from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint, with_folders_around
+from ckpt.runs.half_checkpoints import MODEL_FILE, check_holds_model, formats_of
+from ckpt.runs.model_files import CONFIG
+from ckpt.runs.opening import AUTO, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
 from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states
-from ckpt.runs.step_checks import check_ranks, content_faults
+from ckpt.runs.step_checks import content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
     LATEST_UNIVERSAL,
     TRACKER,
-    TRAINER_STATE,
     TRAINER_STEP,
     folders_beside,
-    is_step,
+    is_closed,
     link_target,
-    lost_step_number,
-    lost_trainer_state,
-    missing_last_of_lightning,
-    missing_last_of_megatron,
-    missing_trainer_state,
-    one_with_state,
     recorded_step,
     run_at,
     runs_inside,
     step_mismatch,
     trainer_step,
 )
-from ckpt.runs.trainer_files import carried_files
 from ckpt.runs.unread_files import STATE, list_unread, may_hold_tensors, stray_names
 from ckpt.stores.placeholder_files import local
 
@@ -378,6 +370,9 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     for folder in folders_beside(run) if run.steps else ():
         if folder not in places and any(map(MODEL_FILE.fullmatch, names_in(folder))):
             yield Problem(LEFT, run.name(folder), "a model next to the steps, not checked with them")
+    for folder in map(path.joinpath, names_in(path) if path.is_dir() and path not in places else ()):
+        if folder.is_dir() and folder not in places and is_closed(folder):
+            yield Problem(LEFT, folder.name, "not looked into: the folder can't be listed")
 
 
 def _is_being_written(place: Path) -> bool:
@@ -433,11 +428,9 @@ def _check_one(
         Problem(INCOMPLETE, name, "missing; a later model of the save is here") for name in missing_models(place)
     ]
     checkpoint = _together(opened, place) if is_every_model_open else None
-    problems += problems_of(place, files, {file.path for one in opened for file in one.files})
-    problems += _damaged_run_files(root, files, opened)
+    problems += step_problems(place, root, files, opened, checkpoint)
     if number_of(place) is not None:  # the optimizer and other ranks' files are next to it
         files += {Path(file.path): None for one in opened for file in one.files if Path(file.path) not in files}
-    problems += _missing_trainer_files(place, checkpoint)
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
@@ -657,44 +650,3 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield replace(problem_of(error, Path(checkpoint.path)), where=error.fqn or CONFIG)
     except CkptError as error:
         yield Problem(LEFT, CONFIG, f"names and shapes were not compared with it: {error.what}")
-
-
-def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
-    carried: set[Path] = set()
-    for model in models:
-        try:
-            carried.update(carried_files(model))
-        except CkptError as error:
-            yield problem_of(error, root)
-    outside = [path for path in carried.difference(files) if path.is_relative_to(root)]
-    yield from (one for one in problems_of(root, sorted(outside)) if one.kind != LEFT)
-
-
-def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
-    """Yield a problem if the trainer's last file is missing, HF Trainer's only if other steps have it."""
-    if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
-        yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
-    try:
-        check_ranks(place)
-    except CorruptError as error:
-        yield problem_of(error, place)
-    if name := missing_last_of_lightning(place):
-        yield Problem(INCOMPLETE, name, "missing; Lightning writes it after the shards, and loads no folder without it")
-    for name in missing_trainer_state(place):
-        yield Problem(INCOMPLETE, name, "missing; the trainer writes it with the model, and other steps have it")
-    others = [one.path for one in run_at(place.parent).steps if one.path != place] if is_step(place) else []
-    for name in missing_hooks_folders(place, others[:2]):
-        yield Problem(INCOMPLETE, f"{name}/", "missing; the run's other steps have it, by their save hook")
-    is_run = checkpoint is not None and has_optimizer(checkpoint)
-    if is_run and (lost := lost_trainer_state(place)):
-        yield Problem(LACKING, "trainer state", lost)
-    if (other := one_with_state(place)) is not None:
-        yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")
-    elif lost := lost_step_number(place):
-        yield Problem(LACKING, "trainer state", lost)
-    if checkpoint is None or is_run:
-        return
-    if lost := lost_optimizer(place):
-        yield Problem(INCOMPLETE, "optimizer", lost)
-    if name := lost_model_of_fsdp(place):
-        yield Problem(INCOMPLETE, name, "missing; optimizer.bin is from FSDP, which saves its model with it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from ckpt.containers.dcp.metadata import Places, read_metadata
 from ckpt.containers.weights import MAX_INDEX, SHARD, missing_index, parse_index
 from ckpt.move.files import is_broken_link
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import names_in, once
+from ckpt.move.listing import LOST_AND_FOUND, names_in, once
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import ZIP, check_file, has_checked_suffix, is_unread
 from ckpt.runs.file_table import TORCH_SUFFIXES
@@ -48,8 +47,6 @@ LACKING = "lacking"
 NOTED = "note"
 
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-#: HF Trainer's (transformers/trainer.py, `_save_rng_state`), and Accelerate's (`checkpointing.py`).
-_RNG = tuple(re.compile(one) for one in (r"(rng_state_)(\d+)(\.pth)", r"(random_states_)(\d+)(\.pkl)"))
 #: The end of a name of LeRobot's processor config.
 _PROCESSOR = "processor.json"
 #: diffusers 0.42, `utils/constants.py`.
@@ -81,7 +78,8 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
     def walk(place: Path) -> Iterator[Path]:
         for entry in map(place.joinpath, names_in(place)):
             if entry.is_dir():
-                if entry not in left_out and not entry.name.startswith(".") and not entry.is_symlink():
+                is_hidden = entry.name.startswith(".") or entry.name == LOST_AND_FOUND
+                if entry not in left_out and not is_hidden and not entry.is_symlink():
                     yield from walk(entry)
             elif entry.is_file() or (is_broken_link(entry) and has_checked_suffix(entry)):
                 yield entry
@@ -178,11 +176,6 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
         yield INCOMPLETE, CONFIG, f"missing, diffusers can't load {min(weights)} without it"
     if not weights and is_step(folder.parent) and is_of_diffusers(folder) and not may_hold_tensors(folder):
         yield INCOMPLETE, f"{_OF_DIFFUSERS}.safetensors", f"the model's weights are missing, {CONFIG} is there"
-    for matches in ([match for name in names if (match := one.fullmatch(name))] for one in _RNG):
-        ranks = {int(match[2]) for match in matches}
-        for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
-            name = f"{matches[0][1]}{rank}{matches[0][3]}"
-            yield INCOMPLETE, name, f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
     if any(name.endswith(".distcp") for name in names) and not any(name.endswith(".metadata") for name in names):
         what = "the metadata is missing; it is a hidden file that `cp *` skips, and torch writes it last"
         yield INCOMPLETE, ".metadata", what

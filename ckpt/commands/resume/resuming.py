@@ -31,6 +31,9 @@ from ckpt.base.flags import check_types
 from ckpt.base.progress import progress
 from ckpt.base.text import pluralize, scheme_of, show_size
 from ckpt.base.words import Message, joined, keywords_in, on_command_line
+from ckpt.commands.check.files import LACKING, LEFT, NOTED
+from ckpt.commands.check.files import files_below as visible_files_below
+from ckpt.commands.check.step_files import step_problems
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_folder, copies_in, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
@@ -47,6 +50,13 @@ from ckpt.runs.file_checks import check_carried
 from ckpt.runs.file_table import TENSOR_SUFFIXES
 from ckpt.runs.finding import models_of, name_of, save_around, sibling_models
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, check_holds_model
+from ckpt.runs.lost_files import (
+    OTHERS_HAVE_IT,
+    lost_rank_files,
+    lost_schedule,
+    lost_schedules,
+    random_states,
+)
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.runs.step_checks import check_ranks, content_faults
 from ckpt.runs.steps import (
@@ -54,15 +64,15 @@ from ckpt.runs.steps import (
     LATEST,
     OLMOS_MODEL,
     RECORDS,
+    SCHEDULE,
     TRACKER,
     TRAINER_STATE,
     is_step,
     missing_last_of_megatron,
     recorded_step,
     run_at,
-    trainer_state,
 )
-from ckpt.runs.trainer_files import hook_files, rank_notes, run_files
+from ckpt.runs.trainer_files import files_to_resume, hook_files, rank_notes, run_files
 
 T = TypeVar("T")
 
@@ -382,6 +392,7 @@ def _way(
         say(f"note: skipped the model in {path} itself ({', '.join(beside)}), it holds no optimizer")
     for one in every:
         _check_content(one)
+    _check_rank_files(checkpoint)
     target = registry.get(format or checkpoint.format)
     wanted = target.name
     registry.check_options(wanted, layout.options, "resume")
@@ -407,7 +418,7 @@ def _way(
             say(f"note: the save holds {pluralize(len(every), 'model')}; the engine loads all: {names}")
         if layout.world_size and (found_loaders := loaders()) is not None:
             say(f"note: {found_loaders.note(layout.world_size)}")
-        for note in rank_notes(checkpoint, layout.world_size) if layout.world_size else ():
+        for note in (*rank_notes(checkpoint, layout.world_size), *_by_products(path, as_it_is, found, every)):
             say(f"note: {note}")
         for line in unread_files.lines([file.to_json() for file in unread_files.list_unread(found)]):
             say(line)
@@ -523,6 +534,14 @@ def _check_content(checkpoint: Checkpoint) -> None:
             raise IncompleteError(what, path=Path(checkpoint.path) / name)
 
 
+def _check_rank_files(checkpoint: Checkpoint) -> None:
+    """Raise IncompleteError for an item of torch_checkpointing that only some ranks still have: it is not read."""
+    step = Path(checkpoint.path)
+    for name, what in lost_rank_files(step, {file.path for file in checkpoint.files}):
+        if what != OTHERS_HAVE_IT:
+            raise IncompleteError(f"a rank's file is {what}", path=step / name)
+
+
 def _check_whole(checkpoint: Checkpoint) -> None:
     """Raise CorruptError for a missing part of a tensor, or a damaged file or other step's file next to the checkpoint.
 
@@ -531,12 +550,29 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     from ckpt.plan.planner import check_source  # imports numpy
 
     place = Path(checkpoint.path)
-    for file in (*run_files(checkpoint), *trainer_state(place), *trainer_state(place.parent)):
+    for file in files_to_resume(checkpoint):
         check_carried(file, file.parent)
     for folder in (place, place.parent):
         check_ranks(folder)
     for tensor in checkpoint.tensors.values():
         check_source(tensor)
+
+
+def _by_products(path: Path, place: Path, found: Checkpoint, models: Sequence[Checkpoint]) -> Iterator[str]:
+    """Yield the problems that `ckpt check` finds with a step's files, and that its trainer may not notice.
+
+    Raise IncompleteError if HF Trainer would start a new optimizer in silence.
+    """
+    step = place if is_step(place) or not run_at(place).steps else Path(found.path)
+    lost = lost_schedule(step)
+    if lost and (schedules := dict(lost_schedules(step))):
+        raise IncompleteError(lost, path=step, found=schedules.get(SCHEDULE))
+    if lost:
+        yield lost
+    root = path if step.is_relative_to(path) else step
+    for one in step_problems(step, root, visible_files_below(step), models, found):
+        if one.kind not in (LEFT, NOTED, LACKING) and not random_states([one.where]):
+            yield f"this step is not whole: {one}"
 
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
