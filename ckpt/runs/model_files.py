@@ -14,7 +14,7 @@ from ckpt.base.text import Brief, pluralize, show_size
 from ckpt.containers.safetensors import read_header
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import read_json, read_object
-from ckpt.move.listing import files_in, folders_in, names_in
+from ckpt.move.listing import files_in, folders_in, has_name, names_in
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.runs.file_checks import carried_content
@@ -28,6 +28,9 @@ _COPIED = (FileKind.TOKENIZER, FileKind.PROCESSOR, FileKind.GENERATION, FileKind
 
 #: Folder with named chat templates (transformers 5).
 TEMPLATES = "additional_chat_templates"
+
+#: From Accelerate's ranks.
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 
 _MAX_FILE = 1 << 30
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -52,8 +55,13 @@ def find_config(folders: Iterable[Path]) -> Path | None:
 
 def hooks_folders(step: Path) -> list[Path]:
     """Return folders with a model of diffusers in a step, written by a training script's save hook."""
-    inside = folders_in(step) if is_step(step) else []
+    inside = folders_in(step) if may_have_hooks(step) else []
     return [one for one in inside if is_of_diffusers(one)]
+
+
+def may_have_hooks(folder: Path) -> bool:
+    """Return True for a step. Accelerate's `save_state` and `ckpt convert` let the user choose its name."""
+    return is_step(folder) or has_name(folder, _RANDOM_STATES)
 
 
 def missing_hooks_folders(step: Path, others: Iterable[Path]) -> list[str]:

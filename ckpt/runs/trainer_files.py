@@ -16,7 +16,7 @@ from ckpt.base.errors import LossError
 from ckpt.base.text import pluralize
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
-from ckpt.move.listing import files_in, names_in
+from ckpt.move.listing import files_below, files_in, names_in
 from ckpt.plan.checkpoint import PART, Checkpoint, SourceFile, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, model_dtypes, num_elements
@@ -33,12 +33,13 @@ from ckpt.runs.model_files import (
     dump_config,
     find_config,
     hooks_folders,
+    may_have_hooks,
     run_files_left_out,
     with_quantization,
 )
 from ckpt.runs.search import check_has_weights
 from ckpt.runs.sentence_modules import MODULES, trainer_note
-from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, SCHEDULE, TRAINER_STATE, is_step, trainer_state
+from ckpt.runs.steps import LIGHTNINGS_RECORD, OF_DCP, SCHEDULE, TRAINER_STATE, trainer_state
 
 #: From `save_lora_weights` of diffusers (loaders/lora_base.py).
 _HOOKS_ADAPTER = re.compile(r"pytorch_lora_weights.*\.safetensors")
@@ -218,13 +219,13 @@ def hook_files(checkpoint: Checkpoint) -> list[Path]:
     Raise IncompleteError for a model without weights.
     """
     step = _home(checkpoint)
-    if step is None or not is_step(step):
+    if step is None or not may_have_hooks(step):
         return []
     folders = hooks_folders(step)
     for folder in folders:
         check_has_weights(folder)
     adapters = [step / name for name in files_in(step) if _HOOKS_ADAPTER.fullmatch(name)]
-    return [*adapters, *(folder / name for folder in folders for name in files_in(folder))]
+    return [*adapters, *(path for folder in folders for path in files_below(folder))]
 
 
 def _hooks_note(names: Sequence[str]) -> list[str]:

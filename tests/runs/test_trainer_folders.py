@@ -260,6 +260,26 @@ def test_a_save_hooks_model_is_copied_whole_or_not_at_all(copied: Callable[[str]
         assert refused.code == 4 and told in refused.err and not (tmp_path / "out").exists(), refused.err
 
 
+def test_a_converted_run_keeps_its_hooks_models(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """The user names the folder of a conversion, and may convert it again."""
+    run, first = copied("diffusers-zero2"), tmp_path / "first"
+    step, hooks = run / "checkpoint-2", ("unet", "unet_ema")
+    (step / "unet" / "more").mkdir()
+    (step / "unet" / "more" / "sizes.json").write_text("{}")
+    ckpt("convert", "auto", "zero2", run, "--world-size", 3, "-o", first)
+    for target in ("zero2", "dcp", "full"):
+        done = ckpt("convert", "auto", target, first, "--world-size", 4, "-v", "-o", tmp_path / target)
+        assert done.code == 0 and "load hook: unet/, unet_ema/" in done.err, done.err
+        for name in hooks:
+            assert contents(tmp_path / target / name) == contents(step / name)
+    resumed = resume(first, world_size=2, say=lambda _: None)
+    assert all(contents(Path(resumed, name)) == contents(step / name) for name in hooks)
+    for file in first.glob("random_states_*"):  # a run of DeepSpeed alone, next to other models
+        file.unlink()
+    done = ckpt("convert", "auto", "zero2", first, "--world-size", 4, "-v", "-o", tmp_path / "alone")
+    assert done.code == 0 and "load hook" not in done.err and not (tmp_path / "alone" / "unet").exists(), done.err
+
+
 def test_a_save_hooks_adapter_is_copied(copied: Callable[[str], Path], tmp_path: Path) -> None:
     run = copied("diffusers-fsdp2")
     done = ckpt("convert", "auto", "dcp", run, "--world-size", 3, "-o", tmp_path / "out")
