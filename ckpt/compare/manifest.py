@@ -1,8 +1,8 @@
 """`ckpt-manifest.json`: digests of a conversion's output.
 
 It holds each file's size and xxh3-128 digests for its pieces: one for each tensor's bytes, and one for all other bytes
-(headers, pickles, padding). If every tensor is contiguous, like in safetensors, it also holds the logical digests
-(`ckpt.compare.digest`). It has its own digest. The same conversion writes the same manifest.
+(headers, pickles, padding). A copied file is one piece. If every tensor is contiguous, like in safetensors, it also
+holds the logical digests (`ckpt.compare.digest`). It has its own digest. The same conversion writes the same manifest.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ckpt.runs.search import MANIFEST as MANIFEST
 
 _VERSION = 2
 _MAX_NAMES = 5  # tensor names per message
+_MAX_COPY = 64 << 20  # always read
 
 
 def make_manifest(
@@ -148,8 +149,8 @@ def expected_bytes(folder: Path) -> int:
 def check(folder: Path, progress: Progress | None = None, *, elements: bool = True) -> ManifestCheck:
     """Hash every file in the folder's manifest, and find the tensors in changed files.
 
-    Without `elements`, tensor bytes are not read. Raise NotFoundError without a manifest, CorruptError if it is
-    damaged.
+    Without `elements`, neither tensors nor large copied files are read. Raise NotFoundError without a manifest,
+    CorruptError if it is damaged.
     """
     content = _load(folder)
     expected: dict[str, Any] = content["files"]
@@ -172,12 +173,19 @@ def check(folder: Path, progress: Progress | None = None, *, elements: bool = Tr
         for piece in _changed_pieces(present[name], now)
     ]
     if changes:
-        problems += _explain(folder, changes, content["format"])
+        copied = {name for name, file in present.items() if _is_copy(file)}
+        problems += [f"{change.file}: its bytes have changed" for change in changes if change.file in copied]
+        problems += _explain(folder, [change for change in changes if change.file not in copied], content["format"])
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     unknown = sorted(there - set(expected) - {MANIFEST})
     return ManifestCheck(
         str(folder), len(expected), sum(e["bytes"] for e in expected.values()), tuple(problems), tuple(unknown)
     )
+
+
+def _is_copy(file: FileDigest) -> bool:
+    """Return True for a file without a header before its piece."""
+    return [*file.pieces] == [(0, file.size)]
 
 
 def _changed_pieces(before: FileDigest, now: FileDigest) -> Iterator[Piece | None]:
@@ -292,10 +300,11 @@ def _read(folder: Path, name: str) -> Checkpoint:
 def _hash_files(
     folder: Path, files: dict[str, FileDigest], progress: Progress | None, elements: bool
 ) -> dict[str, FileDigest]:
-    """Hash the pieces and, in each file, the bytes outside them, or only the latter."""
+    """Hash the pieces and, in each file, the bytes outside them, or only the latter and small copied files."""
     found: dict[str, dict[Piece, str]] = {name: {} for name in files}
     rests: dict[str, str] = {}
-    todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces) if elements or job is None]
+    whole = {name for name, file in files.items() if elements or (_is_copy(file) and file.size <= _MAX_COPY)}
+    todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces) if name in whole or job is None]
     lock = threading.Lock()
 
     def advance(count: int) -> None:

@@ -261,6 +261,20 @@ def test_manifest_finds_every_flipped_bit(target: str, tmp_path: Path) -> None:
     assert ckpt("verify", folder).code == 0
 
 
+def test_small_copied_files_are_always_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`clean` and `resume` read neither large tensors nor large copied files."""
+    folder, large = tmp_path / "zero2", "unet_ema/diffusion_pytorch_model.safetensors"
+    assert ckpt("convert", "auto", "zero2", FIXTURES / "diffusers-zero2", "--gpus", 3, "-o", folder).code == 0
+    monkeypatch.setattr(manifest, "_MAX_COPY", (folder / large).stat().st_size - 1)
+    for name in ("scheduler.bin", "random_states_1.pkl", "unet/config.json", large):
+        assert manifest.check(folder, elements=False).good
+        flip(folder / name, 700, 1)
+        told = (f"{name}: its bytes have changed",)
+        assert manifest.check(folder).problems == told, "elements of the copied model, too"
+        assert manifest.check(folder, elements=False).problems == (() if name == large else told)
+        flip(folder / name, 700, 1)
+
+
 def test_manifest_tells_missing_short_and_unknown_files(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     ckpt("convert", "auto", "zero3", FIXTURES / "toy-zero3", "-o", folder)

@@ -523,6 +523,21 @@ class TestAKeptConversion:
             ckpt.resume(run, world_size=2)
         assert f"remove {found}" in str(damaged.value.hint)
 
+    @pytest.mark.parametrize("name", ["trainer_state.json", "rng_state_1.pth"])
+    def test_a_flipped_bit_in_its_trainers_files_is_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """These files are copied, and read even if the conversion is large."""
+        from ckpt.commands.resume import resuming
+
+        outputs = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer"))
+        found = Path(ckpt.resume(outputs, world_size=3))
+        monkeypatch.setattr(resuming, "_AFFORDABLE", 0)
+        assert ckpt.resume(outputs, world_size=3) == str(found)
+        flip(found / name, -30)
+        with pytest.raises(CorruptError, match="doesn't match its manifest"):
+            ckpt.resume(outputs, world_size=3)
+
     def test_its_size_is_said_and_it_goes_when_a_newer_step_is_taken(self, run: Path) -> None:
         said: list[str] = []
         found = Path(ckpt.resume(run, world_size=2, say=said.append))
