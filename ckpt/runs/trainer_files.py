@@ -101,6 +101,7 @@ def run_companions(
 
     If `num_ranks` is None, the random states of all ranks are kept. `deepspeed` means a DeepSpeed target: a run's files
     are in the folder around its tag. `own` holds the format's files with training state, `names` an engine's tensors.
+    Raise IncompleteError for a save hook's model without weights.
     """
     files, notes = model_files(checkpoint, dtype)
     notes += [note] if names and (note := trainer_note(checkpoint.folders, names)) else []
@@ -121,6 +122,8 @@ def run_companions(
         if num_ranks is None or state.rank < num_ranks:
             to = state.name_among(num_ranks)
             found[to] = _copy(home, state.name, to)
+    for folder in hooks_folders(home):
+        check_has_weights(folder)
     hooks = [str(path.relative_to(home)) for path in hook_files(checkpoint)]
     found |= {name: _copy(home, name) for name in hooks}
     sources = {file.path for file in checkpoint.files}
@@ -167,7 +170,8 @@ def _batches_note(checkpoint: Checkpoint, num_ranks: int) -> Iterator[str]:
 
 def carried_files(checkpoint: Checkpoint) -> list[Path]:
     found = companion_folders(map(Path, checkpoint.folders))
-    return [*(folder / name for name, folder in sorted(found.items())), *run_files(checkpoint)]
+    beside = (folder / name for name, folder in sorted(found.items()))
+    return [*beside, *run_files(checkpoint), *hook_files(checkpoint)]
 
 
 def files_to_resume(checkpoint: Checkpoint) -> list[Path]:
@@ -214,18 +218,12 @@ def step_around(checkpoint: Checkpoint) -> Path | None:
 
 
 def hook_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the models and adapters of diffusers that the script's save hook wrote into the step.
-
-    Raise IncompleteError for a model without weights.
-    """
+    """Return the models and adapters of diffusers that the script's save hook wrote into the step."""
     step = _home(checkpoint)
     if step is None or not may_have_hooks(step):
         return []
-    folders = hooks_folders(step)
-    for folder in folders:
-        check_has_weights(folder)
     adapters = [step / name for name in files_in(step) if _HOOKS_ADAPTER.fullmatch(name)]
-    return [*adapters, *(path for folder in folders for path in files_below(folder))]
+    return [*adapters, *(path for folder in hooks_folders(step) for path in files_below(folder))]
 
 
 def _hooks_note(names: Sequence[str]) -> list[str]:

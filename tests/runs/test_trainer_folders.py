@@ -274,6 +274,11 @@ def test_a_converted_run_keeps_its_hooks_models(copied: Callable[[str], Path], t
             assert contents(tmp_path / target / name) == contents(step / name)
     resumed = resume(first, world_size=2, say=lambda _: None)
     assert all(contents(Path(resumed, name)) == contents(step / name) for name in hooks)
+    assert ckpt("check", first).code == 0
+    content = (first / "unet_ema" / WEIGHTS).read_bytes()
+    halve(first / "unet_ema" / WEIGHTS)
+    check_says(f"unet_ema/{WEIGHTS}: the file is shorter", first)
+    (first / "unet_ema" / WEIGHTS).write_bytes(content)
     for file in first.glob("random_states_*"):  # a run of DeepSpeed alone, next to other models
         file.unlink()
     done = ckpt("convert", "auto", "zero2", first, "--world-size", 4, "-v", "-o", tmp_path / "alone")
