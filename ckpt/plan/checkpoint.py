@@ -279,6 +279,8 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     missing_optimizer: str | None = None
+    #: Sentence on weights that the engine expects in its files, and that only the masters replace.
+    lost_weights: str = ""
     #: Note on an optimizer whose states could not be mapped to parameters. Its engine may still load them.
     unmapped_optimizer: str = ""
     #: Functions that return a virtual path's bytes on writing, for example merged LoRA weights.

@@ -93,6 +93,7 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
         notes=(*first.notes, *sources.notes, note),
         computed=computed,
         unread=(*first.unread, *unread.sentences),
+        lost_weights=next((lost for one in slices if (lost := one.checkpoint.lost_weights)), ""),
     )
 
 

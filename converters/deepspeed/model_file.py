@@ -11,7 +11,7 @@ module tree names (deepspeed 0.19.8, runtime/engine.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from converters.deepspeed.config import is_bf16_optimizer
 from converters.deepspeed.flat_groups import InSlots, slot_size
+from converters.deepspeed.folder import is_data_parallel_file
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
 from converters.deepspeed.rank_files import check_lengths, flat_extent
 
@@ -35,8 +36,20 @@ def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTen
 
 def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dict[str, StoredTensor], StateDictNames]:
     tensors = _state_dict(model, num_tensor_parallel)
-    names = _match(model, tensors)
+    names = match(tensors, _recorded_shapes(model))
     return {names.renamed.get(fqn, fqn): stored for fqn, stored in tensors.items()}, names
+
+
+def check_shapes(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> None:
+    """Raise CorruptError if a tensor has another shape than its file records. Stage 3 may leave a placeholder."""
+    may_be_empty = is_data_parallel_file(model.path)
+    held = {fqn: stored.shape for fqn, stored in module.items() if fqn not in buffers}
+    held = {fqn: shape for fqn, shape in held.items() if shape != (0,) or not may_be_empty}
+    recorded = _recorded_shapes(model) if held else {}
+    for fqn, shape in held.items():
+        if (expected := recorded.get(fqn)) not in (None, shape):
+            what = "the model's tensor has another shape than its file records"
+            raise CorruptError(what, **model.where, fqn=fqn, expected=list(expected), found=list(shape))
 
 
 def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> dict[str, DType]:
@@ -47,13 +60,14 @@ def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Contai
     return found | dict.fromkeys(lacking, *dtypes) if len(dtypes) == 1 else found
 
 
-def _match(model: RankFile, tensors: Mapping[str, StoredTensor]) -> StateDictNames:
-    if model.content.get("param_shapes") is None:  # without ZeRO nothing is recorded
-        return match(tensors, dict.fromkeys(buffer_names(model)))
-    shapes: dict[str, Shape | None] = {fqn: shape for group in param_shapes(model) for fqn, shape in group.items()}
-    shapes |= frozen_shapes(model)
-    shapes |= {alias: shapes.get(owner) for alias, owner in ties(model).items()}
-    return match(tensors, shapes | dict.fromkeys(buffer_names(model)))
+def _recorded_shapes(model: RankFile) -> dict[str, Shape | None]:
+    """Return the recorded names with their shapes, None if a shape is unknown."""
+    shapes: dict[str, Shape | None] = {}
+    if model.content.get("param_shapes") is not None:  # without ZeRO nothing is recorded
+        shapes |= {fqn: shape for group in param_shapes(model) for fqn, shape in group.items()}
+        shapes |= frozen_shapes(model)
+        shapes |= {alias: shapes.get(owner) for alias, owner in ties(model).items()}
+    return shapes | dict.fromkeys(buffer_names(model))
 
 
 def _state_dict(model: RankFile, num_tensor_parallel: int) -> dict[str, StoredTensor]:
@@ -206,15 +220,29 @@ _Parts = tuple[str, ...]
 class StateDictNames:
     """State dict names matched with recorded names.
 
-    `renamed` maps a dict name to the recorded name.
+    `renamed` maps a dict name to the recorded name. `lacking` has the recorded names without an entry.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     unmatched: frozenset[str] = frozenset()
+    lacking: frozenset[str] = frozenset()
 
     def copies(self, trained: Container[str]) -> frozenset[str]:
         """Return second copies' names."""
         return self.unmatched.union(fqn for fqn in self.renamed.values() if fqn in trained)
+
+    def lost(self, trained: Collection[str]) -> str:
+        """Return a sentence if most trained parameters have an entry, and others have none, or "".
+
+        A model's own `state_dict()` may leave out most of them: TRL's has only the value head if PEFT trains the rest.
+        """
+        lost = [fqn for fqn in trained if fqn in self.lacking]
+        if not lost or 2 * len(lost) >= len(trained):
+            return ""
+        return (
+            f"the model's state dict lacks {pluralize(len(lost), 'trained parameter')} ({', '.join(lost[:4])}): "
+            "DeepSpeed's strict load refuses the file; a conversion takes the masters' values"
+        )
 
     def notes(self) -> Iterator[str]:
         if self.renamed:
@@ -240,7 +268,7 @@ def match(module: Mapping[str, StoredTensor], recorded: Mapping[str, Shape | Non
     lacking = {fqn for fqn in recorded if fqn not in module and not _is_expert(fqn)}
     unknown = {tuple(fqn.split(".")): fqn for fqn in module if fqn not in recorded}
     if not lacking or not unknown:
-        return StateDictNames()
+        return StateDictNames(lacking=frozenset(lacking))
     by_parts = {tuple(fqn.split(".")): fqn for fqn in recorded if fqn in lacking}
     found = [
         (block, name, fqn)
@@ -259,7 +287,7 @@ def match(module: Mapping[str, StoredTensor], recorded: Mapping[str, Shape | Non
             lacking.discard(fqn)
     shapes = Counter(recorded[fqn] for fqn in lacking)
     unmatched = (fqn for fqn in unknown.values() if fqn not in renamed)
-    return StateDictNames(renamed, frozenset(_as_large(unmatched, module, shapes)))
+    return StateDictNames(renamed, frozenset(_as_large(unmatched, module, shapes)), frozenset(lacking))
 
 
 def _as_large(fqns: Iterable[str], module: Mapping[str, StoredTensor], shapes: Counter[Shape | None]) -> Iterator[str]:

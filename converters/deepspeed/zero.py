@@ -116,6 +116,7 @@ class _ZeroReading:
     models: list[RankFile] = field(default_factory=list)  # rank 0's first
     ties: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    lost_weights: str = ""
     own_order: bool = False  # ranks order experts differently from the model
 
     def load(self, path: str, rank: int) -> RankFile:
@@ -248,7 +249,8 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
     reading.notes = tuple(names.notes())
     groups, num_ranks = model_file.param_shapes(file), len(inners)
     natives = model_file.natives(file, module, buffers)
-    copies = names.copies({fqn for group in groups for fqn in group})
+    trained = dict.fromkeys(fqn for group in groups for fqn in group)
+    copies, reading.lost_weights = names.copies(trained), names.lost(trained)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module, **frozen}.items():
         if isinstance(stored, StoredTensor) and fqn not in reading.ties and fqn not in copies:
@@ -276,6 +278,7 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
         reading.tensors |= {t.key: t for t in sharing.together(parts, [range(num_ranks)] * len(parts))}
         group = ParamGroup(sharing.in_order(order), options[number] if number < len(options) else {})
         reading.states.groups += (group,)
+    model_file.check_shapes(file, module, buffers)
 
 
 def _read_flat_group(
@@ -313,6 +316,7 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
     reading.notes = tuple(names.notes())
     buffer_names = model_file.buffer_names(file)
     sub_groups = model_file.param_shapes(file)
+    reading.lost_weights = names.lost([fqn for group in sub_groups for fqn in group])
     if len(set(partition_counts(inners[0]))) > 1:
         raise NotFoundError(
             "parameter groups partitioned over different numbers of ranks are not supported", path=inners[0].path
@@ -332,6 +336,7 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
         groups = sharers_under_stage3(sharing, models, inners, number, shapes)
         parts = [_read_sub_group(reading, number, [inners[r] for r in ranks], shapes, natives) for ranks in groups]
         reading.tensors |= {tensor.key: tensor for tensor in sharing.together(parts, groups)}
+    model_file.check_shapes(file, module, buffer_names)
     _add_unrecorded(reading, {fqn: stored for fqn, stored in module.items() if fqn not in names.unmatched})
     reading.states.groups = _stage3_groups(inners[0], sub_groups)
 
@@ -365,6 +370,7 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
     if rank == 0:
         return file
     names, module = model_file.buffer_names(file), model_file.module(file, reading.num_tensor_parallel)
+    model_file.check_shapes(file, module, names)
     content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
     content["module"] = {fqn: value for fqn, value in module.items() if fqn in names}
     return RankFile(file.path, file.rank, content)
@@ -515,8 +521,9 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
         facts=DeepSpeedFacts(reading.own_order),
         state=state,
         folders=(str(folder.parent),),
-        notes=(*left_out, *reading.notes, *reading.sources.notes),
+        notes=(*left_out, *reading.notes, *filter(None, [reading.lost_weights]), *reading.sources.notes),
         computed=reading.states.computed,
         quantized=QuantizedStates(reading.states.quantized),
         unread=reading.states.left_out(),
+        lost_weights=reading.lost_weights,
     )

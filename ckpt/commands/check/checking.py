@@ -439,6 +439,8 @@ def _check_one(
     for one in opened:
         if one.missing_optimizer is not None:
             problems.append(Problem(INCOMPLETE, "optimizer", one.missing_optimizer))
+        if one.lost_weights:
+            problems += _in_model([Problem(INCOMPLETE, "weights", one.lost_weights)], one, place, models)
         problems += _in_model(_against_config(one), one, place, models)
         problems += _in_model(_missing_content(one), one, place, models)
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None

@@ -550,6 +550,8 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     from ckpt.plan.planner import check_source  # imports numpy
 
     place = Path(checkpoint.path)
+    if checkpoint.lost_weights:
+        raise IncompleteError(checkpoint.lost_weights, path=place)
     for file in files_to_resume(checkpoint):
         check_carried(file, file.parent)
     for folder in (place, place.parent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import pytest
 import torch
 
 from ckpt import api
+from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
 from converters.deepspeed.model_file import match
-from tests.support.building import assert_holds, groups_of, write_stage2, write_stage3
+from tests.support.building import MODEL_NAME, assert_holds, groups_of, write_stage2, write_stage3
+from tests.support.commands import ckpt
+from tests.support.model_files import rewriting
 
 GROUPS = groups_of({"inner.a.weight": (5, 7), "inner.b.weight": (3,), "v_head.weight": (1, 4)}, {"inner.a.bias": (2,)})
 WRITERS = pytest.mark.parametrize("write", [write_stage2, write_stage3])
@@ -73,11 +77,59 @@ def test_no_tensor_appears_twice_under_an_unrelated_name(tmp_path: Path, write: 
 @WRITERS
 def test_a_state_dict_without_some_parameters(tmp_path: Path, write: Callable[..., Path]) -> None:
     """TRL's value head over a PEFT model: the dict has only the head."""
-    change = renaming(str, drop="inner.a.weight")
-    checkpoint = api.open(write(tmp_path / "run", GROUPS, 2, change_model=change))
+
+    def head_alone(model: dict[str, Any], rank: int) -> None:
+        model["module"] = {fqn: tensor for fqn, tensor in model["module"].items() if fqn == "v_head.weight"}
+
+    checkpoint = api.open(write(tmp_path / "run", GROUPS, 2, change_model=head_alone))
     assert_holds(checkpoint, GROUPS)
     assert checkpoint.tensors["inner.a.weight", MASTER].native == BFLOAT16
-    assert not any("state_dict()" in note for note in checkpoint.notes)
+    assert not any("state dict" in note or "state_dict()" in note for note in checkpoint.notes)
+    assert ckpt("check", tmp_path / "run").code == 0
+    assert ckpt("resume", tmp_path / "run").code == 0
+
+
+@WRITERS
+@pytest.mark.parametrize("rename", [str, "{}x".format])
+def test_a_parameter_that_the_dict_lost(
+    tmp_path: Path, write: Callable[..., Path], rename: Callable[[str], str]
+) -> None:
+    """The master has the values, but a strict load refuses a dict without the name."""
+
+    def change(model: dict[str, Any], rank: int) -> None:
+        lost = model["module"].pop("inner.a.weight")
+        model["module"] |= {} if rename is str else {rename("inner.a.weight"): lost}
+
+    run = write(tmp_path / "run", GROUPS, 2, change_model=change)
+    assert_holds(api.open(run), GROUPS)
+    words = "the model's state dict lacks 1 trained parameter (inner.a.weight)"
+    for command in ("check", "resume"):
+        result = ckpt(command, run)
+        assert (result.code, words in result.out + result.err) == (4, True)
+    assert words in ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out").err
+
+
+@WRITERS
+@pytest.mark.parametrize("shape", [(7, 5), (5, 6), (4, 7), (35,)])
+def test_a_parameter_with_another_shape_than_recorded(
+    tmp_path: Path, write: Callable[..., Path], shape: tuple[int, ...]
+) -> None:
+    def change(model: dict[str, Any], rank: int) -> None:
+        if rank or write is write_stage2:
+            model["module"]["inner.a.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
+
+    with pytest.raises(CorruptError, match="another shape than its file records") as caught:
+        api.open(write(tmp_path / "run", GROUPS, 2, change_model=change))
+    assert (caught.value.fqn, caught.value.expected, caught.value.found) == ("inner.a.weight", [5, 7], list(shape))
+
+
+def test_a_frozen_parameter_and_a_tie_with_other_shapes(fixtures: Path, tmp_path: Path) -> None:
+    for name in ("frozen.weight", "head.weight"):
+        run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / name))
+        with rewriting(run / "global_step2" / MODEL_NAME) as model:
+            model["module"][name] = model["module"][name].T.contiguous()
+        with pytest.raises(CorruptError, match="another shape than its file records"):
+            api.open(run)
 
 
 @WRITERS
