@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, IncompleteError, SeveralRunsError
 from ckpt.move.json_files import read_json
+from ckpt.move.listing import names_in
+from ckpt.runs.half_checkpoints import MODEL_FILE
 from ckpt.runs.model_files import CONFIG, is_of_diffusers
 from ckpt.runs.sentence_modules import check_has_model
 from ckpt.runs.steps import has_record, is_step, run_at, searched_folders
@@ -31,7 +33,8 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     """
     if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
-    check_has_model(path)
+    if not any(map(MODEL_FILE.fullmatch, names_in(path))):
+        check_has_model(path)
     runs: list[Path] = []
     level = [path]
     for _ in range(_LEVELS):

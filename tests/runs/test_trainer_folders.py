@@ -706,6 +706,16 @@ def test_a_sentence_transformer_without_optimizer_keeps_its_names(copied: Callab
     assert all(torch.equal(tensor, states[name]) for name, tensor in loaded.state_dict().items())
 
 
+def test_a_final_sentence_transformer_has_no_optimizer_to_resume_with(copied: Callable[[str], Path]) -> None:
+    model = copied("sentence-transformers") / "final"
+    refused = ckpt("resume", model)
+    assert (refused.code, "no checkpoint here has an optimizer" in refused.err) == (6, True), refused
+    assert ckpt("resume", model, "--model-only").code == 0
+    (model / "model.safetensors").unlink()
+    lost = ckpt("resume", model)
+    assert (lost.code, "the model's weights are missing" in lost.err) == (4, True), lost
+
+
 def test_a_model_next_to_the_steps_is_named(copied: Callable[[str], Path]) -> None:
     run = copied("trainer-plain")
     told = "other: a model next to the steps, not checked with them"
