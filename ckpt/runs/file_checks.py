@@ -17,7 +17,7 @@ from ckpt.runs.file_table import TORCH_SUFFIXES
 ZIP = b"PK\x03\x04"
 
 #: Contradictory zip archives, and links that leave the folder.
-_ALWAYS_DAMAGE = ("no data was read", "symlink")
+_ALWAYS_DAMAGE = (torchfile.NOT_READ, "symlink")
 
 
 def check_file(path: Path, root: Path) -> Any:

@@ -232,10 +232,11 @@ def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
             expected="a tensor or value written by torch.save",
             found=where,
         ) from error
-    except (CorruptError, UnsafeError) as error:  # the metadata gives an item's bounds
+    except (CorruptError, UnsafeError) as error:
         error.fqn = error.fqn or key
         error.found = f"{error.found}; {where}" if error.found is not None else where
-        error.hint = error.hint or "is this another rank's file, or from another save than .metadata?"
+        if isinstance(error, CorruptError) or torchfile.NOT_READ in error.what:  # the metadata gives an item's bounds
+            error.hint = error.hint or "is this another rank's file, or from another save than .metadata?"
         raise
 
 

@@ -42,6 +42,8 @@ from ckpt.move.source import opened, read_at
 MAX_DIRECTORY = 1 << 29
 #: A legacy file's pickles are read in growing steps: their length is unknown.
 MAX_LEGACY_PICKLE = 1 << 26
+#: Ends the message for an archive that contradicts itself.
+NOT_READ = "no data was read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class _Region:
         raise CorruptError(what, path=self.path, expected=expected, found=found)
 
     def unsafe(self, what: str, expected: object = None, found: object = None) -> NoReturn:
-        raise UnsafeError(f"{what}; no data was read", path=self.path, expected=expected, found=found)
+        raise UnsafeError(f"{what}; {NOT_READ}", path=self.path, expected=expected, found=found)
 
 
 def _read_region(region: _Region, alike: Pickles | None) -> TorchFile:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UnsafeError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
@@ -167,6 +167,15 @@ def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path
     with pytest.raises(LossError, match="uses the name of the model") as caught:  # another reader would find two models
         write(beside, tmp_path / "out")
     assert caught.value.found == "module"
+
+
+def test_content_that_is_not_supported_is_no_other_ranks_file(tmp_path: Path) -> None:
+    import torch
+
+    held = frozenset([torch.eye(3).to_sparse()])
+    with pytest.raises(UnsafeError, match="a sparse tensor") as refused:
+        read(save({"model": {"w": torch.ones(4)}, "extra": held}, tmp_path / "step"))
+    assert refused.value.fqn == "extra" and refused.value.hint is None
 
 
 def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
