@@ -49,10 +49,11 @@ def random_states(names: Collection[str]) -> list[RandomState]:
     return [RandomState(one[0], int(one[1] or 0), one.re is _TRAINER_RNG) for one in found if one is not None]
 
 
-def lost_random_states(step: Path, world_size: int | None) -> Iterator[tuple[str, str]]:
-    """Yield the missing files of ranks. `world_size` is the recorded number of ranks, None if nothing records it.
+def lost_random_states(step: Path, world_size: int | None) -> Iterator[tuple[str, str, bool]]:
+    """Yield the missing files of ranks, and whether another file proves that there was one.
 
-    HF Trainer numbers the files only if there are several ranks.
+    `world_size` is the recorded number of ranks, None if nothing records it. It is no proof: a conversion to more ranks
+    has no random states for them. HF Trainer numbers the files only if there are several ranks.
     """
     names = names_in(step)
     numbered_states = [one for one in random_states(names) if one.name == one.name_of(one.rank)]
@@ -65,10 +66,10 @@ def lost_random_states(step: Path, world_size: int | None) -> Iterator[tuple[str
             if rank < last:
                 why = f", rank {last}'s is there"
             elif rank < recorded:
-                why = f": {pluralize(recorded, 'rank')} wrote this step"
+                why = f": the step records {pluralize(recorded, 'rank')}"
             else:
                 why = f": a single rank writes {states[0].name_among(1)}"
-            yield states[0].name_of(rank), f"the file of rank {rank} is missing{why}"
+            yield states[0].name_of(rank), f"the file of rank {rank} is missing{why}", not last < rank < recorded
 
 
 def lost_schedules(step: Path) -> Iterator[tuple[str, str]]:

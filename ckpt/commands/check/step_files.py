@@ -57,8 +57,8 @@ def _lost_state(place: Path, opened: set[str], models: Sequence[Checkpoint]) -> 
     sizes = {step_around(model) or place: model.world_size for model in models} or {place: None}
     for step, world_size in sizes.items():
         if step.is_dir():
-            for name, what in lost_random_states(step, world_size):
-                yield Problem(INCOMPLETE, name, what)
+            for name, what, is_proved in lost_random_states(step, world_size):
+                yield Problem(INCOMPLETE if is_proved else LACKING, name, what)
     for name, what in (*lost_schedules(place), *lost_rank_files(place, opened)):
         yield Problem(INCOMPLETE, name, what)
     if (what := lost_schedule(place)) and not (place / MANIFEST).exists():  # a conversion says it
