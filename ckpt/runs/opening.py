@@ -37,7 +37,7 @@ from ckpt.runs.recorded_precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want
 from ckpt.runs.selection import is_run as is_run
-from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states
+from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states, step_mismatch
 from ckpt.runs.steps import (
     ANY_STEP,
     RECORDS,
@@ -50,7 +50,6 @@ from ckpt.runs.steps import (
     recorded_step,
     run_at,
     searched_folders,
-    step_mismatch,
 )
 from ckpt.stores import placeholder_files
 
@@ -164,7 +163,7 @@ def _select_replica(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
 
 
 def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
-    told = step_mismatch(Path(checkpoint.path), checkpoint.state.step)
+    told = step_mismatch(checkpoint)
     empty = (empty_parameters(checkpoint), missing_states(checkpoint)[0])
     steps = different_steps(checkpoint)
     place = Path(checkpoint.path)

@@ -11,6 +11,7 @@ after an overflow, so its optimizer may be behind.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import whole
-from ckpt.runs.steps import recorded_number, trainer_step, trainer_steps
+from ckpt.runs.steps import contradicting_folder, recorded_number, run_at, step_number, trainer_step, trainer_steps
 
 _PLACEHOLDER = (0,)
 #: Modules use these suffixes for a tensor with shape [0] only next to other empty tensors.
@@ -179,6 +180,28 @@ def different_steps(checkpoint: Checkpoint) -> str:
     if state.zero_stage is not None and taken == step - skipped + 1 and not _weights_differ(checkpoint):
         return ""  # DeepSpeed's BF16_Optimizer (0.19.8, bf16_optimizer.py) takes a first step without gradients
     return f"the model is from step {step}, but the optimizer has taken {taken:g}: are all files from one save?"
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def step_mismatch(checkpoint: Checkpoint) -> str:
+    """Return a sentence if a checkpoint's folder has another number than its files, or "".
+
+    If a trainer's folders may count something else, another folder with this step and the same name must prove it.
+    """
+    place, step = Path(checkpoint.path), checkpoint.state.step
+    if told := contradicting_folder(place, step):
+        return told
+    if step is None or step_number(place.name) in (None, step):
+        return ""
+    alike = _DIGITS.sub("", place.name)
+    for other in run_at(place.parent).steps:
+        if other.number == step and other.path != place and _DIGITS.sub("", other.path.name) == alike:
+            with suppress(CkptError):  # reported elsewhere
+                if registry.get(checkpoint.format).read(other.path, ReadRequest()).state.step == step:
+                    return f"the folder is called {place.name}, but it is from step {step}, like {other.path.name}"
+    return ""
 
 
 def _optimizer_steps(checkpoint: Checkpoint) -> float:

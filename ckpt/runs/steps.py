@@ -354,7 +354,7 @@ def trainer_step(folder: Path) -> int | None:
     return step if type(step) is int else None
 
 
-def step_mismatch(place: Path, step: int | None) -> str | None:
+def contradicting_folder(place: Path, step: int | None) -> str | None:
     """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
     HF Trainer and Megatron only use the step in folder names, and LeRobot's link does. Other trainers' names may count

@@ -706,6 +706,19 @@ def test_a_sentence_transformer_without_optimizer_keeps_its_names(copied: Callab
     assert all(torch.equal(tensor, states[name]) for name, tensor in loaded.state_dict().items())
 
 
+def test_a_torchtitan_step_copied_as_another_step_is_named(copied: Callable[[str], Path]) -> None:
+    """Only the other step proves it: forks may count something else in their folders' names."""
+    run = copied("torchtitan-loader")
+    told = "the folder is called step-16, but it is from step 8, like step-8"
+    assert "the folder is called" not in ckpt("check", run).out
+    shutil.copytree(run / "step-8", run / "step-16")
+    checked, resumed = ckpt("check", run), ckpt("resume", run)
+    assert checked.code == 4 and f"step-16: {told}" in checked.out and "every part" not in checked.out, checked
+    assert told in resumed.err, resumed
+    shutil.rmtree(run / "step-8")
+    assert ckpt("check", run).code == 0
+
+
 def test_a_final_sentence_transformer_has_no_optimizer_to_resume_with(copied: Callable[[str], Path]) -> None:
     model = copied("sentence-transformers") / "final"
     refused = ckpt("resume", model)

@@ -62,7 +62,7 @@ from ckpt.runs.model_files import CONFIG
 from ckpt.runs.opening import AUTO, is_run, open_checkpoint, with_folders_around
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
-from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states
+from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states, step_mismatch
 from ckpt.runs.step_checks import content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
@@ -76,7 +76,6 @@ from ckpt.runs.steps import (
     recorded_step,
     run_at,
     runs_inside,
-    step_mismatch,
     trainer_step,
 )
 from ckpt.runs.unread_files import STATE, list_unread, may_hold_tensors, stray_names
@@ -569,7 +568,7 @@ def _mixed_save_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems if folder name, model and optimizer disagree on the step."""
     if what := different_steps(checkpoint):
         yield Problem(LACKING, "optimizer", f"{what} The optimizer may have been reset")
-    if told := step_mismatch(Path(checkpoint.path), checkpoint.state.step):
+    if told := step_mismatch(checkpoint):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 
 
