@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CkptError, IncompleteError
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError
 from ckpt.base.text import pluralize
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, ReadRequest
@@ -34,18 +34,26 @@ _GATHER = (
 )
 
 
+#: LeRobot's names in `rng_state.safetensors` and `optimizer_state.safetensors` (lerobot 0.4.4).
+_TRAINING_STATE = re.compile(r"(?:py|np|torch)(?:_cuda)?_rng_\w+|state/\d+/\w+")
+
+
 def check_has_elements(checkpoint: Checkpoint) -> None:
     """Raise IncompleteError if the model has no element, or has empty placeholders as weights.
 
-    Placeholders are allowed if the format's files record shapes.
+    Placeholders are allowed if the format's files record shapes. Raise CorruptError for a trainer's random or optimizer
+    state in place of the model.
     """
+    names = [fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES]
+    if names and all(map(_TRAINING_STATE.fullmatch, names)):
+        what = "these tensors are a trainer's random or optimizer state, not a model: were two files exchanged?"
+        raise CorruptError(what, path=checkpoint.path, fqn=names[0])
     are_empty = [0 in tensor.shape for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
     if len(are_empty) > 1 and all(are_empty) and not _placeholders(checkpoint):
         what = f"none of {pluralize(len(are_empty), 'tensor')} has an element: these are not weights"
         raise IncompleteError(what, path=checkpoint.path, fqn=next(iter(checkpoint.tensors))[0])
     if registry.get(checkpoint.format).records_shapes or not (empty := _placeholders(checkpoint)):
         return
-    names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     place = _checkpoint_with_weights(Path(checkpoint.path), empty)
     what = f"{len(empty)} of {pluralize(len(names), 'tensor')} {'are' if len(empty) > 1 else 'is'} empty: "
     raise IncompleteError(

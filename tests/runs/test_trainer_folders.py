@@ -719,6 +719,20 @@ def test_a_torchtitan_step_copied_as_another_step_is_named(copied: Callable[[str
     assert ckpt("check", run).code == 0
 
 
+@pytest.mark.parametrize("name", ["rng_state", "optimizer_state"])
+def test_a_lerobot_model_exchanged_with_its_training_state(
+    copied: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    step = copied("lerobot") / "checkpoints" / "000002"
+    assert ckpt("check", step).code == 0
+    model, state = step / "pretrained_model" / "model.safetensors", step / "training_state" / f"{name}.safetensors"
+    exchanged = model.read_bytes(), state.read_bytes()
+    state.write_bytes(exchanged[0])
+    model.write_bytes(exchanged[1])
+    for result in (ckpt("check", step), ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out")):
+        assert (result.code, "state, not a model" in result.out + result.err) == (4, True), result
+
+
 def test_a_final_sentence_transformer_has_no_optimizer_to_resume_with(copied: Callable[[str], Path]) -> None:
     model = copied("sentence-transformers") / "final"
     refused = ckpt("resume", model)
