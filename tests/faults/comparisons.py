@@ -30,6 +30,7 @@ from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
 from tests.quantized.test_damaged_scales import (
     EVERY,
+    OF_ANOTHER_LAYER,
     UNBOUNDED,
     broken,
     make,
@@ -340,7 +341,8 @@ def other_roundings(sample: Sample, random: Random) -> Lie:
         model, draw = make(layout, home(run), seed), Random(seed)
         if kind in ("part", "scale", "not finite"):
             cases = {"part": broken, "scale": misvalued, "not finite": lambda one: [("", not_finite(one))]}[kind](model)
-            model.save(draw.choice([parts for _, parts in cases]))
+            # two layers' scales may be so close that every value stays within the bound
+            model.save(draw.choice([parts for case, parts in cases if case != OF_ANOTHER_LAYER]))
         elif kind == "value":
             model.save(other_value(model, draw))
         else:

@@ -160,6 +160,9 @@ def broken(model: Model) -> Iterator[tuple[str, Parts]]:
     yield f"extra {extra}", {**parts, extra: torch.ones(1)}
 
 
+OF_ANOTHER_LAYER = "swapped with another layer"
+
+
 def misvalued(model: Model) -> Iterator[tuple[str, Parts]]:
     """Yield models with other legal scales."""
     parts, name = model.parts, model.scale
@@ -172,7 +175,7 @@ def misvalued(model: Model) -> Iterator[tuple[str, Parts]]:
     if first != last:
         yield "swapped", {**parts, name: swapped}
     other = name.replace("layers.1.", "layers.2.")
-    yield "swapped with another layer", {**parts, name: parts[other], other: parts[name]}
+    yield OF_ANOTHER_LAYER, {**parts, name: parts[other], other: parts[name]}
 
 
 def not_finite(model: Model) -> Parts:
