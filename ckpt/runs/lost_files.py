@@ -17,11 +17,20 @@ from ckpt.base.text import pluralize
 from ckpt.move.listing import names_in
 from ckpt.runs.finding import numbered
 from ckpt.runs.search import MANIFEST
-from ckpt.runs.steps import ANY_STEP, LATEST, RANK_FILE, RANKS_METADATA, SCHEDULE, TRAINER_STATE, is_step, run_at
+from ckpt.runs.steps import (
+    ACCELERATE_RNG,
+    ANY_STEP,
+    LATEST,
+    RANK_FILE,
+    RANKS_METADATA,
+    SCHEDULE,
+    TRAINER_STATE,
+    is_step,
+    run_at,
+)
 
-#: Random states by rank. With one process, HF Trainer's has no number.
+#: HF Trainer's random states by rank. With one process, they have no number.
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
-_ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
 #: Accelerate's schedules, and HF Trainer's.
 _ACCELERATE_SCHEDULE = re.compile(r"scheduler(?:_(\d+))?\.bin")
 #: torchtitan's item for the step's number.
@@ -45,7 +54,7 @@ class RandomState:
 
 
 def random_states(names: Collection[str]) -> list[RandomState]:
-    found = ((_TRAINER_RNG.fullmatch(name) or _ACCELERATE_RNG.fullmatch(name)) for name in names)
+    found = ((_TRAINER_RNG.fullmatch(name) or ACCELERATE_RNG.fullmatch(name)) for name in names)
     return [RandomState(one[0], int(one[1] or 0), one.re is _TRAINER_RNG) for one in found if one is not None]
 
 

@@ -20,7 +20,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.sentence_modules import settings
-from ckpt.runs.steps import is_step
+from ckpt.runs.steps import ACCELERATE_RNG, is_step
 
 CONFIG = "config.json"
 QUANTIZATION_ENTRY = "quantization_config"
@@ -28,9 +28,6 @@ _COPIED = (FileKind.TOKENIZER, FileKind.PROCESSOR, FileKind.GENERATION, FileKind
 
 #: Folder with named chat templates (transformers 5).
 TEMPLATES = "additional_chat_templates"
-
-#: From Accelerate's ranks.
-_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 
 _MAX_FILE = 1 << 30
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -61,7 +58,7 @@ def hooks_folders(step: Path) -> list[Path]:
 
 def may_have_hooks(folder: Path) -> bool:
     """Return True for a step. Accelerate's `save_state` and `ckpt convert` let the user choose its name."""
-    return is_step(folder) or has_name(folder, _RANDOM_STATES)
+    return is_step(folder) or has_name(folder, ACCELERATE_RNG)
 
 
 def missing_hooks_folders(step: Path, others: Iterable[Path]) -> list[str]:

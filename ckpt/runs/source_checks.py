@@ -32,10 +32,9 @@ _GATHER = (
     "set stage3_gather_16bit_weights_on_model_save (Accelerate: zero3_save_16bit_model) to save whole weights, "
     "or give the folder of the DeepSpeed checkpoint (global_stepN)"
 )
-
-
 #: LeRobot's names in `rng_state.safetensors` and `optimizer_state.safetensors` (lerobot 0.4.4).
 _TRAINING_STATE = re.compile(r"(?:py|np|torch)(?:_cuda)?_rng_\w+|state/\d+/\w+")
+_DIGITS = re.compile(r"\d+")
 
 
 def check_has_elements(checkpoint: Checkpoint) -> None:
@@ -188,9 +187,6 @@ def different_steps(checkpoint: Checkpoint) -> str:
     if state.zero_stage is not None and taken == step - skipped + 1 and not _weights_differ(checkpoint):
         return ""  # DeepSpeed's BF16_Optimizer (0.19.8, bf16_optimizer.py) takes a first step without gradients
     return f"the model is from step {step}, but the optimizer has taken {taken:g}: are all files from one save?"
-
-
-_DIGITS = re.compile(r"\d+")
 
 
 def step_mismatch(checkpoint: Checkpoint) -> str:

@@ -20,6 +20,8 @@ from ckpt.move.source import read_file
 #: transformers/trainer_callback.py, `TrainerState`
 TRAINER_STATE = "trainer_state.json"
 SCHEDULE = "scheduler.pt"
+#: Random states of one of Accelerate's ranks.
+ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
 #: The last saved step's tag, and the last universal checkpoint's.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Last step's number from Megatron-LM and verl. Megatron-LM's may say `release` instead.
@@ -173,9 +175,11 @@ def folders_beside(run: Run) -> list[Path]:
 def is_closed(folder: Path) -> bool:
     """Return True for a folder that can't be listed, like a disk's `lost+found` for its users."""
     try:
-        return folder.is_dir() and entries_in(folder) is None
+        if folder.is_dir():
+            entries_in(folder)
     except StorageError:
         return True
+    return False
 
 
 def searched_folders(path: Path) -> list[Path]:

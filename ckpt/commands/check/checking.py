@@ -370,7 +370,7 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
         if folder not in places and any(map(MODEL_FILE.fullmatch, names_in(folder))):
             yield Problem(LEFT, run.name(folder), "a model next to the steps, not checked with them")
     for folder in map(path.joinpath, names_in(path) if path.is_dir() and path not in places else ()):
-        if folder.is_dir() and folder not in places and is_closed(folder):
+        if folder not in places and is_closed(folder):
             yield Problem(LEFT, folder.name, "not looked into: the folder can't be listed")
 
 
