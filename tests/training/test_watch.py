@@ -154,6 +154,26 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
     assert json.loads(watch(tmp_path / "again", "--json")[1])["had_ended"] is True
 
 
+def test_a_killed_rank_is_named_before_the_rank_that_failed_without_it(tmp_path: Path) -> None:
+    """The other rank fails at once. The killed one's beats are late only after that."""
+    now = time.monotonic()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    hearts = [Heart(tmp_path, rank, 2, 30, 1.0) for rank in range(2)]
+    hearts[1].facts["pid"] = ended.pid
+    for heart in hearts:
+        heart._beat()
+    hearts[0].enter("failed: RuntimeError", 5)
+    hearts[0]._beat()
+    seen = Watcher(tmp_path, silent=600, stuck=600, clock=lambda: now)
+    seen.look()
+    assert seen.findings() == []
+    now += 61
+    assert [(one.kind, one.rank) for one in seen.findings()] == [("failed", 0)], "rank 1 is invisible, but beats"
+    with mock.patch.object(time, "time", return_value=time.time() + 61):
+        assert [(one.kind, one.rank) for one in seen.findings()] == [("dead", 1), ("failed", 0)]
+
+
 def test_ranks_without_a_heartbeat_are_named_also_if_all_others_are_done(
     tmp_path: Path, ranks: list[subprocess.Popen[str]]
 ) -> None:

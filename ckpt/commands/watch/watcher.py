@@ -121,6 +121,9 @@ class Watcher:
         if dead or failed:  # the first to end is guilty: others lost it, or torchrun ended them
             found = [(DEAD, seen) for seen in dead] + [(FAILED, seen) for seen in failed]
             found.sort(key=lambda one: one[1].facts["time"])
+            kind, first = found[0]
+            if kind == FAILED and len(dead) < len(running) and now - first.beat <= 2 * first.facts["every"]:
+                return []  # a rank killed before is only known to be dead when its next beats are late
             return [self._finding(kind, seen, now - seen.beat) for kind, seen in found]
         if frozen := [seen for seen in running if now - seen.beat > max(self.silent, 2 * seen.facts["every"])]:
             # A rank waiting in C code, with the interpreter locked, still answers a signal.
