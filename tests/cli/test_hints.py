@@ -212,3 +212,18 @@ def test_a_hint_that_does_not_help_is_found(tmp_path: Path, monkeypatch: pytest.
         hints.check_hint(["inspect", str(run)], None, again, lambda *_: again)
     with pytest.raises(AssertionError, match="of no kind"):
         hints.check("ckpt.open", hints.Told("a new error", "be lucky"), [], list)
+
+
+def test_a_command_without_arguments_is_tried_in_a_copy_of_the_tests_folder(tmp_path: Path) -> None:
+    """In the repository it would open every fixture."""
+    (tmp_path / "adapter").mkdir()
+    error, seen = "error: not served\n\nhint: use `ckpt merge-lora` to merge it\n", []
+
+    def run(words: list[str], _: Path | None) -> str:
+        seen.append((words, Path.cwd(), [path.name for path in Path().iterdir()]))
+        return ""
+
+    hints.check_hint(["convert", str(tmp_path / "adapter")], None, error, run)
+    ((words, place, found),) = seen
+    assert words == ["merge-lora", "--dry-run"] and found == ["adapter"]
+    assert place != tmp_path and place.parent == tmp_path.parent and Path.cwd() != place

@@ -200,7 +200,7 @@ def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterato
         commands += [[path if word == source else word for word in args]] if source else []
     for words in commands:
         if can_be_tried(words):
-            yield Trial(f"`ckpt {shlex.join(words)}`", functools.partial(_next_error, words, cwd, run))
+            yield Trial(f"`ckpt {shlex.join(words)}`", functools.partial(_next_error, words, cwd, run, args))
     for name in other:
         tried = [[*_without(args, name), name, str(size)] for size in SIZES]
         again = functools.partial(
@@ -244,8 +244,8 @@ def unused(words: Sequence[str]) -> Path:
     return Path(folders[0] if folders else "/nonexistent") / f"hint-output-{next(_numbers)}"
 
 
-def _next_error(words: list[str], cwd: Path | None, run: Run) -> str | None:
-    printed = try_command(words, cwd, run)
+def _next_error(words: list[str], cwd: Path | None, run: Run, failed: Sequence[str] = ()) -> str | None:
+    printed = try_command(words, cwd, run, failed)
     return None if printed is None else getattr(told(printed), "what", "")
 
 
@@ -297,11 +297,15 @@ def can_be_tried(words: list[str]) -> bool:
     return bool(words) and words[0] not in _NOT_RUN and not any(map(_PLACEHOLDER.search, words))
 
 
-def try_command(words: list[str], cwd: Path | None, run: Run) -> str | None:
-    """Run a command on a copy of the test's folder. Return its stderr, or None if it can't be run."""
+def try_command(words: list[str], cwd: Path | None, run: Run, failed: Sequence[str] = ()) -> str | None:
+    """Run a command on a copy of the test's folder. Return its stderr, or None if it can't be run.
+
+    A command without arguments runs inside the folder named by `failed`: the repository holds every fixture.
+    """
+    inside = failed if len(words) == 1 and cwd is None else ()
     if words[0] in _DRY and "--dry-run" not in words:
         words = [*words, "--dry-run"]
-    with copied(" ".join([*words, str(cwd or "")])) as moved:
+    with copied(" ".join([*words, *inside, str(cwd or "")]), enter=bool(inside)) as moved:
         if moved is None or (words[0] == "resume" and not moved.is_copy):
             return None
         return run([moved(word) for word in words], Path(moved(str(cwd))) if cwd else None)
@@ -326,8 +330,11 @@ class Moved:
 
 
 @contextlib.contextmanager
-def copied(text: str) -> Iterator[Moved | None]:
-    """Copy the test's folder, named in `text` or the working directory. Yield None if it is too large."""
+def copied(text: str, enter: bool = False) -> Iterator[Moved | None]:
+    """Copy the test's folder, named in `text` or the working directory. Yield None if it is too large.
+
+    `enter` makes the copy the working directory.
+    """
     before = os.getcwd()
     folders = {found for found in _TEST_FOLDER.findall(f"{text} {before}") if os.path.isdir(found)}
     if len(folders) > 1 or not all(map(_can_be_copied, folders)):
@@ -340,8 +347,8 @@ def copied(text: str) -> Iterator[Moved | None]:
     copy = f"{folder}-hint{next(_numbers)}"
     shutil.copytree(folder, copy, symlinks=True)
     try:
-        if before.startswith(folder):
-            os.chdir(before.replace(folder, copy, 1))
+        if enter or before.startswith(folder):
+            os.chdir(before.replace(folder, copy, 1) if before.startswith(folder) else copy)
         yield Moved(folder, copy)
     finally:
         os.chdir(before)

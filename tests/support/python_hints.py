@@ -171,29 +171,32 @@ def _trials(
     for command in hints.commands_in(told.hint):
         words = shlex.split(command)[1:]
         if hints.can_be_tried(words):
-            yield hints.Trial(command, functools.partial(_command, words))
+            yield hints.Trial(command, functools.partial(_command, words, _places(given)))
+
+
+def _places(given: Mapping[str, Any]) -> list[str]:
+    return [str(value) for value in given.values() if isinstance(value, str | Path)]
 
 
 def _unused(given: Mapping[str, Any]) -> Path:
-    return hints.unused([str(value) for value in given.values() if isinstance(value, str | Path)])
+    return hints.unused(_places(given))
 
 
 def _literal(text: str) -> Any:
     return text[1:-1] if text.startswith("'") else ast.literal_eval(text)
 
 
-def _command(words: list[str]) -> str | None:
+def _command(words: list[str], failed: list[str]) -> str | None:
     from tests.support.commands import ckpt as run
 
-    printed = hints.try_command(words, None, lambda typed, _: run(*typed).err)
+    printed = hints.try_command(words, None, lambda typed, _: run(*typed).err, failed)
     return None if printed is None else getattr(hints.told(printed), "what", "")
 
 
 def _call(short: str, function: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
     """Return a call's error in a copy of the test's folder, "" if it works, or None if it can't be called."""
     wanted = {name: value for name, value in given.items() if name not in _REPORTING}
-    places = [value for value in wanted.values() if isinstance(value, str | Path)]
-    with hints.copied(" ".join(map(str, places))) as moved:
+    with hints.copied(" ".join(_places(wanted))) as moved:
         if moved is None:
             return None
         wanted = {name: _moved(value, moved) for name, value in wanted.items()}
