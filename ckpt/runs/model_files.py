@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.base.text import Brief, pluralize, show_size
@@ -17,6 +17,7 @@ from ckpt.move.json_files import read_json, read_object
 from ckpt.move.listing import files_in, folders_in, has_name, names_in
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
+from ckpt.plan.namespace import config_parts
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.sentence_modules import settings
@@ -24,6 +25,8 @@ from ckpt.runs.steps import ACCELERATE_RNG, is_step
 
 CONFIG = "config.json"
 QUANTIZATION_ENTRY = "quantization_config"
+#: Config keys for a model's quantization; the second one is compressed-tensors' first name.
+QUANTIZATION_ENTRIES = (QUANTIZATION_ENTRY, "compression_config")
 _COPIED = (FileKind.TOKENIZER, FileKind.PROCESSOR, FileKind.GENERATION, FileKind.QUANTIZATION)
 
 #: Folder with named chat templates (transformers 5).
@@ -192,35 +195,52 @@ def corrected_config(
         if key == "dtype" and "torch_dtype" in result:
             result["torch_dtype"] = main
         names = {dtype.name for dtype in written}
-        result = {k: _true_dtypes(v, main, names) if isinstance(v, Mapping) else v for k, v in result.items()}
+        result |= {k: _true_dtypes(v, main, names) for k, v in result.items() if _has_dtypes(k, v)}
     architectures = result.get("architectures")
     if isinstance(architectures, list):
         # FSDP1 wraps the class under its own name, and older Trainers save that name
         result["architectures"] = [
             re.sub(r"^FSDP(?=[A-Z])", "", name) if isinstance(name, str) else name for name in architectures
         ]
-    if plain and result.get(QUANTIZATION_ENTRY):
-        del result[QUANTIZATION_ENTRY]
+    is_quantized = records_quantization(result)
+    if plain:
+        result = with_quantization(result, {})
+    if plain and is_quantized:
         notes.append("config.json: left out quantization_config: every written weight is plain floating point")
     return result, notes
 
 
-def with_quantization(config: Mapping[str, Any], of: Mapping[str, Any]) -> Mapping[str, Any]:
-    recorded = of.get(QUANTIZATION_ENTRY)
-    return {**config, QUANTIZATION_ENTRY: recorded} if recorded else config
+def with_quantization(config: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with the quantization recorded in `of`, also in their text models."""
+    recorded = {key: of[key] for key in QUANTIZATION_ENTRIES if of.get(key)}
+    gone = {key for key in QUANTIZATION_ENTRIES if config.get(key) is not None} - recorded.keys()
+    found = {key: value for key, value in config.items() if key not in gone} | recorded
+    text, of_text = config.get("text_config"), of.get("text_config")
+    if isinstance(text, Mapping):
+        found["text_config"] = with_quantization(text, of_text if isinstance(of_text, Mapping) else {})
+    return found
+
+
+def records_quantization(config: Mapping[str, Any]) -> bool:
+    return any(part.get(key) for part in config_parts(config) for key in QUANTIZATION_ENTRIES)
 
 
 def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[str, Any]:
     """Return a sub-config with the main dtype in place of unused ones."""
     result: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if _has_dtypes(key, value):
             result[key] = _true_dtypes(value, main, names)
         elif key in ("dtype", "torch_dtype") and isinstance(value, str):
             result[key] = value if value.removeprefix("torch.") in names else main
         else:
             result[key] = value
     return result
+
+
+def _has_dtypes(key: str, value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return True for a sub-config. Dtypes in a quantization's record are other tensors'."""
+    return isinstance(value, Mapping) and key not in QUANTIZATION_ENTRIES
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:

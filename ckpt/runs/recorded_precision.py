@@ -28,7 +28,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.namespace import OF_RUNS, OF_THE_MODEL, config_parts
 from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
 from ckpt.runs.file_table import FILES, TRAINING_ARGS, FileKind
-from ckpt.runs.model_files import CONFIG, QUANTIZATION_ENTRY
+from ckpt.runs.model_files import CONFIG, QUANTIZATION_ENTRIES, QUANTIZATION_ENTRY
 
 _MAX_ARGUMENTS = 16 << 20  # training arguments take a few kB
 _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -118,13 +118,16 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
+    """Return the record in `config`, or in a file. An empty one is of dequantized weights, whatever the files say."""
+    if config and config.get(QUANTIZATION_ENTRY) == {}:
+        return None
     found = _config_quantization(config) if config else None
     return found or next((one for folder in folders if (one := _folder_quantization(Path(folder))) is not None), None)
 
 
 def _config_quantization(config: Mapping[str, Any]) -> Quantization | None:
     for part in config_parts(config):
-        recorded, mlx = part.get(QUANTIZATION_ENTRY) or part.get("compression_config"), part.get(_MLX)
+        recorded, mlx = next((part[key] for key in QUANTIZATION_ENTRIES if part.get(key)), None), part.get(_MLX)
         if isinstance(recorded, Mapping) and recorded.get("quant_method"):
             return Quantization(str(recorded["quant_method"]).lower(), recorded, CONFIG)
         if isinstance(mlx, Mapping) and "bits" in mlx:

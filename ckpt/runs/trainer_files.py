@@ -26,7 +26,6 @@ from ckpt.runs.file_table import TRAINING_STATE, FileKind, is_of
 from ckpt.runs.lost_files import RandomState, random_states
 from ckpt.runs.model_files import (
     CONFIG,
-    QUANTIZATION_ENTRY,
     companion_folders,
     companions,
     corrected_config,
@@ -34,6 +33,7 @@ from ckpt.runs.model_files import (
     find_config,
     hooks_folders,
     may_have_hooks,
+    records_quantization,
     run_files_left_out,
     with_quantization,
 )
@@ -68,23 +68,24 @@ def model_files(
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
-    if plain or PART not in checkpoint.uncast.values():
-        found = {name: content for name, content in found.items() if not is_of(name, FileKind.QUANTIZATION)}
     path = find_config(folders) if config is None else None
     config = config or checkpoint.config
-    notes: list[str] = []
+    notes, is_requantized = list[str](), False
     if path is not None:
         found[CONFIG] = content_of(path.parent, path.name)
         config = parse_json(found[CONFIG], path)
     elif config is not None:
         found[CONFIG] = dump_config(config)
     if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
-        no_longer = checkpoint.config is not None and not checkpoint.config.get(QUANTIZATION_ENTRY)
+        no_longer = checkpoint.config is not None and not records_quantization(checkpoint.config)
         counts = model_dtypes(checkpoint, dtype) if written is None else num_elements(written)
-        recorded = with_quantization(config, checkpoint.config or {})
+        recorded = config if no_longer or not checkpoint.config else with_quantization(config, checkpoint.config)
+        is_requantized = path is not None and recorded != config
         true, notes = corrected_config(recorded, counts, plain=plain or no_longer)
         if true != config:
             found[CONFIG] = dump_config(true)
+    if plain or is_requantized or PART not in checkpoint.uncast.values():
+        found = {name: content for name, content in found.items() if not is_of(name, FileKind.QUANTIZATION)}
     return _files(found), notes
 
 

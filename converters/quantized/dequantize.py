@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.planner import first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
-from ckpt.runs.model_files import QUANTIZATION_ENTRY
+from ckpt.runs.model_files import QUANTIZATION_ENTRY, with_quantization
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 from converters.quantized.parts import QuantizedWeights, quantized_weights
 
@@ -25,7 +25,7 @@ _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
-    """Replace quantized weights by plain weights, and remove `quantization_config`.
+    """Replace quantized weights by plain weights, and remove the config's record.
 
     `dtype` None uses the model config's. Raise UsageError for unsupported methods, CorruptError if a weight is
     incomplete. Reading raises LossError for a number too large for float16, CorruptError for NaN or infinity.
@@ -52,8 +52,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         checkpoint,
         tensors={**kept, **plain},
         computed=computed,
-        config=checkpoint.config
-        and {name: value for name, value in checkpoint.config.items() if name != QUANTIZATION_ENTRY},
+        config=checkpoint.config and {**with_quantization(checkpoint.config, {}), QUANTIZATION_ENTRY: {}},
         notes=(*checkpoint.notes, *_dequantized_notes(weights, sorted(unused))),
     )
 

@@ -15,7 +15,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.namespace import config_parts
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
-from ckpt.runs.model_files import QUANTIZATION_ENTRY
+from ckpt.runs.model_files import QUANTIZATION_ENTRY, with_quantization
 from converters.quantized._packed_weight import FusedWeights, PackedParts, PlainWeight
 from converters.quantized._weight import StoredWeights
 from converters.quantized.casts import RULE, SharedFactor, can_cast, cast_parts
@@ -106,7 +106,7 @@ def _cast(checkpoint: Checkpoint, method: str, quantizer: Quantizer, weights: Qu
         checkpoint,
         tensors=tensors,
         computed=computed,
-        config={**(checkpoint.config or {}), QUANTIZATION_ENTRY: {**recorded, **quantizer.settings(plain)}},
+        config=with_quantization(checkpoint.config or {}, {QUANTIZATION_ENTRY: {**recorded, **quantizer.settings(plain)}}),
         notes=(*checkpoint.notes, f"{count} cast from mxfp4 to {method} with unchanged values"),
     )
 

@@ -649,3 +649,38 @@ def test_a_qlora_run_is_merged_onto_the_base_that_its_checkpoint_holds(
     plain = load(base, device_map="cpu").dequantize()
     merged = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
     assert_same(weights(tmp_path / "merged"), dict(merged.state_dict()))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_config_of_plain_values_records_no_quantization(key: str, is_nested: bool, tmp_path: Path) -> None:
+    """Vision models record it in `text_config`; the first releases of compressed-tensors had another key."""
+    weight = torch.randn(128, 128).to(torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.ones(1, 1)}
+    record = {key: {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    text = {"num_hidden_layers": 1, **(record if is_nested else {})}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "x", "text_config": text, **({} if is_nested else record)}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = config_of(dequantize(folder, tmp_path / "out"))
+    assert {**found, "dtype": None} == {"model_type": "x", "text_config": {"num_hidden_layers": 1}, "dtype": None}
+    assert config_of(dequantize(folder, tmp_path / "again")) == found
+    assert ckpt("convert", "hf", "hf", folder, "-o", tmp_path / "carried").code == 0
+    assert {**config_of(tmp_path / "carried"), "dtype": None} == {**config, "dtype": None}
+
+
+def test_dtypes_in_a_quantizations_record_are_not_the_models(tmp_path: Path) -> None:
+    """AMD Quark calls the packed values' dtype `dtype`."""
+    record = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}, "dtype": "fp8_e4m3"}
+    tensors = {"x.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "y.weight": torch.ones(64, 4, dtype=BF16)}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    sub = {"text_config": {"dtype": "float16", "quantization_config": record}}
+    config = {"model_type": "x", "dtype": "float16", "quantization_config": record, **sub}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert ckpt("convert", "hf", "hf", folder, "-o", tmp_path / "out").code == 0
+    sub = {"text_config": {"dtype": "bfloat16", "quantization_config": record}}
+    assert config_of(tmp_path / "out") == {**config, "dtype": "bfloat16", **sub}

@@ -7,6 +7,7 @@ The bits are equal to the owning library's: transformers' `Fp8Quantize` here, an
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -518,3 +519,32 @@ def test_float16_is_refused_for_mxfp4(llama: Path, tmp_path: Path) -> None:
     result = ckpt("convert", "hf", "hf", llama, "-o", tmp_path / "x", "--quantize", "mxfp4", "--dtype", "fp16")
     assert result.code == 2
     assert "--dtype bf16" in result.err
+
+
+@pytest.mark.parametrize("is_in_config", [True, False])
+def test_modelopts_record_is_not_the_new_weights(is_in_config: bool, llama: Path, tmp_path: Path) -> None:
+    """ModelOpt records its settings in a file of its own, next to the config."""
+    source, out, module = tmp_path / "modelopt", tmp_path / "out", "model.layers.0.mlp.up_proj"
+    shutil.copytree(llama, source)
+    tensors = weights(source)
+    parts = {"weight": tensors[f"{module}.weight"].to(F8), "weight_scale": torch.ones(()), "input_scale": torch.ones(())}
+    tensors |= {f"{module}.{part}": one for part, one in parts.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    record = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["*self_attn*", "*layers.1*", "*gate*", "*down*"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(record))
+    if is_in_config:
+        config = json.loads((source / "config.json").read_text())
+        entry = {"quant_method": "modelopt", **record["quantization"]}
+        (source / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    refused = ckpt("convert", "hf", "hf", source, "-o", out, "--quantize", "int8")
+    assert (refused.code, "quantized already" in refused.err, out.exists()) == (6, True, False)
+    assert "hf_quant_config.json" in [file.name for file in carried(source, tmp_path / "carried")]
+    quantize(source, out, "int8", "--dequantize")
+    assert not (out / "hf_quant_config.json").exists()
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
+    assert ckpt("check", out).code == 0
+
+
+def carried(source: Path, out: Path) -> list[Path]:
+    assert ckpt("convert", "hf", "hf", source, "-o", out).code == 0
+    return list(out.iterdir())
