@@ -309,3 +309,19 @@ def test_a_module_in_the_folder_is_a_method(
         broken = {**case.parts, name: torch.cat([part, part])}
         with pytest.raises(CorruptError, match="instead of"):
             api.dequantized(api.open(case.save(tmp_path / "model", parts=broken)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_other_small_floats_are_not_read_as_e4m3(dtype: torch.dtype, tmp_path: Path) -> None:
+    case = Case.of(f"{_CT}/fp8-channel-bf16")
+    (name,) = (name for name, part in case.parts.items() if part.dtype == torch.float8_e4m3fn)
+    folder = case.save(tmp_path / "model", parts={**case.parts, name: case.parts[name].view(dtype)})
+    (tmp_path / "plain").mkdir()
+    save_file({"layer.weight": case.expected}, tmp_path / "plain/model.safetensors")
+    for command in (
+        ("convert", "hf", "hf", folder, "-o", tmp_path / "no", "--dequantize"),
+        ("verify", folder, tmp_path / "plain", "--quantized"),
+    ):
+        done = ckpt(*command)
+        assert done.code == UsageError.exit_code and str(dtype).removeprefix("torch.") in done.err, done.err
+    assert not (tmp_path / "no").exists()

@@ -111,7 +111,9 @@ class _CompressedWeight:
     is_symmetric: bool = True
 
     def __call__(self, stored: StoredWeights, owner: str, parts: Mapping[str, str]) -> Weight:
-        shape = self._shape(stored, parts)
+        shape, packed = self._shape(stored, parts), stored.tensors[parts[self.packed]]
+        if self.read is read_e4m3 and packed.dtype.name not in E4M3:
+            raise stored.unsupported(packed.fqn, expected=E4M3[0], found=packed.dtype)
         scale = stored.tensors[parts[SCALE]]
         if self.grid.columns and self.grid.rows == 1 and shape[-1] % self.grid.columns:
             raise stored.unsupported(parts[SCALE], expected="groups that divide the rows", found=list(shape))
