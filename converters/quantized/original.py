@@ -71,17 +71,22 @@ class Original:
         return {fqn: weights[fqn] for fqn in self.weights.owners if fqn in weights}
 
     def added_to(self, checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Checkpoint:
-        """Note dtypes that differ from the original's."""
-        stored = self.checkpoint.tensors
-        pairs = ((one.dtype, stored[fqn, WEIGHT].dtype) for fqn, one in chosen.items() if (fqn, WEIGHT) in stored)
+        """Add the original's scales for attention, and note plain dtypes that differ from the original's."""
+        stored, scales = self.checkpoint.tensors, sorted(self.weights.attention_scales)
+        plain = [fqn for fqn in chosen.keys() - self.weights.parts if (fqn, WEIGHT) in stored]
+        pairs = ((chosen[fqn].dtype, stored[fqn, WEIGHT].dtype) for fqn in plain)
         counts = Counter(pair for pair in pairs if pair[0] != pair[1])
-        notes = (
+        notes = [
             f"{pluralize(count, 'plain tensor')} in {ours}, and in {theirs} in {self.checkpoint.path}"
             for (ours, theirs), count in counts.items()
-        )
+        ]
+        if scales:
+            count = pluralize(len(scales), "scale")
+            notes.append(f"{count} for attention copied from {self.checkpoint.path}, for example {scales[0]}")
         places = dict.fromkeys((*checkpoint.given.places, self.checkpoint.path, *self.checkpoint.given.places))
         return replace(
             checkpoint,
+            tensors={**checkpoint.tensors, **{(name, WEIGHT): stored[name, WEIGHT] for name in scales}},
             files=tuple({file.path: file for file in (*checkpoint.files, *self.checkpoint.files)}.values()),
             given=replace(checkpoint.given, places=tuple(places)),
             notes=(*checkpoint.notes, *notes),

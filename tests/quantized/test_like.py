@@ -203,3 +203,17 @@ def test_original_that_cannot_be_imitated_is_refused(models: dict[str, Path], tm
     save_file(tensors, first / "model.safetensors", metadata={"format": "pt"})
     damaged = refusal(plain, out, "--quantize", "int8", "--like", str(first))
     assert (damaged.code, "quantized weights are not complete" in damaged.err) == (4, True)
+
+
+def test_scales_for_attention_are_copied(models: dict[str, Path], tmp_path: Path) -> None:
+    """The config that is copied promises them."""
+    first, out = original(models["llama"], "fp8-dynamic", tmp_path), tmp_path / "out"
+    scale = "model.layers.1.self_attn.k_scale"
+    stored = {**weights(first), scale: torch.tensor([0.02])}
+    save_file(stored, first / "model.safetensors", metadata={"format": "pt"})
+    words = ("--quantize", "fp8-dynamic", "--like", str(first))
+    result = ckpt("convert", "hf", "hf", models["llama"], "-o", out, *words, "-v")
+    assert result.code == 0 and f"1 scale for attention copied from {first}, for example {scale}" in result.err
+    assert "plain tensor" not in result.err, "quantized weights are no plain tensors"
+    assert weights(out).keys() == stored.keys()
+    assert all(same(one, stored[name]) for name, one in weights(out).items())
