@@ -195,7 +195,7 @@ def corrected_config(
         if key == "dtype" and "torch_dtype" in result:
             result["torch_dtype"] = main
         names = {dtype.name for dtype in written}
-        result |= {k: _true_dtypes(v, main, names) for k, v in result.items() if _has_dtypes(k, v)}
+        result |= {k: _true_dtypes(v, main, names) for k, v in result.items() if _has_dtypes(v, k)}
     architectures = result.get("architectures")
     if isinstance(architectures, list):
         # FSDP1 wraps the class under its own name, and older Trainers save that name
@@ -229,7 +229,7 @@ def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[
     """Return a sub-config with the main dtype in place of unused ones."""
     result: dict[str, Any] = {}
     for key, value in config.items():
-        if _has_dtypes(key, value):
+        if _has_dtypes(value, key):
             result[key] = _true_dtypes(value, main, names)
         elif key in ("dtype", "torch_dtype") and isinstance(value, str):
             result[key] = value if value.removeprefix("torch.") in names else main
@@ -238,7 +238,7 @@ def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[
     return result
 
 
-def _has_dtypes(key: str, value: object) -> TypeGuard[Mapping[str, Any]]:
+def _has_dtypes(value: object, key: str) -> TypeGuard[Mapping[str, Any]]:
     """Return True for a sub-config. Dtypes in a quantization's record are other tensors'."""
     return isinstance(value, Mapping) and key not in QUANTIZATION_ENTRIES
 

@@ -102,11 +102,12 @@ def _cast(checkpoint: Checkpoint, method: str, quantizer: Quantizer, weights: Qu
     recorded = weights.quantization.settings
     plain = sorted({*_plain_modules(checkpoint, chosen, ()), *recorded.get("ignore", ())})
     count = pluralize(len(weights.owners), "weight")
+    entry = {QUANTIZATION_ENTRY: {**recorded, **quantizer.settings(plain)}}
     return replace(
         checkpoint,
         tensors=tensors,
         computed=computed,
-        config=with_quantization(checkpoint.config or {}, {QUANTIZATION_ENTRY: {**recorded, **quantizer.settings(plain)}}),
+        config=with_quantization(checkpoint.config or {}, entry),
         notes=(*checkpoint.notes, f"{count} cast from mxfp4 to {method} with unchanged values"),
     )
 

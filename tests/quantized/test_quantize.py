@@ -527,10 +527,12 @@ def test_modelopts_record_is_not_the_new_weights(is_in_config: bool, llama: Path
     source, out, module = tmp_path / "modelopt", tmp_path / "out", "model.layers.0.mlp.up_proj"
     shutil.copytree(llama, source)
     tensors = weights(source)
-    parts = {"weight": tensors[f"{module}.weight"].to(F8), "weight_scale": torch.ones(()), "input_scale": torch.ones(())}
+    one = torch.ones(())
+    parts = {"weight": tensors[f"{module}.weight"].to(F8), "weight_scale": one, "input_scale": one.clone()}
     tensors |= {f"{module}.{part}": one for part, one in parts.items()}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    record = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["*self_attn*", "*layers.1*", "*gate*", "*down*"]}}
+    plain = ["*self_attn*", "*layers.1*", "*gate*", "*down*"]
+    record = {"quantization": {"quant_algo": "FP8", "exclude_modules": plain}}
     (source / "hf_quant_config.json").write_text(json.dumps(record))
     if is_in_config:
         config = json.loads((source / "config.json").read_text())
