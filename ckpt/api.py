@@ -1125,7 +1125,7 @@ def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
     if dtype is None:
         return checkpoint
     return replace(
-        checkpoint, tensors={k: replace(t, native=dtype) if k[1] == WEIGHT else t for k, t in tensors.items()}
+        checkpoint, tensors={k: t._replace(native=dtype) if k[1] == WEIGHT else t for k, t in tensors.items()}
     )
 
 

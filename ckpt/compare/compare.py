@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
@@ -414,7 +414,7 @@ def location(tensor: Tensor) -> tuple[str, int]:
 def check_replicas(tensor: Tensor, reader: Reader) -> None:
     """Raise CorruptError if a replica's bits differ from the tensor's source."""
     for replica in tensor.replicas:
-        check_source(replace(tensor, source=replica))
+        check_source(tensor._replace(source=replica))
         difference = compare(tensor.shape, tensor.fragments(), replica.fragments(tensor.shape), reader)
         if difference is not None:
             one, other = difference.a, difference.b

@@ -34,7 +34,7 @@ def as_written(plan: Plan, *, every_cast: bool = False) -> Checkpoint:
             path = f"cast:{tensor.role}:{tensor.fqn}"
             computed[path] = partial(_cast, tensor, dtype, source.computed)
             stored = Whole(Extent.contiguous(path, 0, dtype, tensor.shape))
-            tensors[slot.key] = replace(tensor, dtype=dtype, source=stored, replicas=())
+            tensors[slot.key] = tensor._replace(dtype=dtype, source=stored, replicas=())
     return replace(source, tensors=tensors, computed=computed)
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from json.encoder import encode_basestring
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -56,7 +57,7 @@ _FIELD = re.compile(
 )
 #: The safetensors library's own spelling. Numbers with 18 digits do not overflow.
 _USUAL = re.compile(
-    rb'"(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
+    rb'"(?!__metadata__")(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
     rb'"shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
     rb'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\}([,}])'
 )
@@ -154,7 +155,7 @@ class _Entries:
         has_more = not empty
         while has_more:
             usual = _USUAL.match(self.text, self.at)
-            if usual and usual[1] != b"__metadata__":
+            if usual:
                 raw, tag, shape, start, stop, following = usual.groups()
                 self.at, name = usual.end(), self.string(raw)
                 yield name, self.entry(name, tag, _usual_shape(shape), int(start), int(stop))
@@ -346,12 +347,12 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
     ordered = sorted(tensors, key=lambda t: (_RANK[_tag(t)], t.name))
     members = [f'"__metadata__":{_to_json(dict(sorted(metadata.items())))}'] if metadata else []
     offsets, at = [], 0
-    for tensor in ordered:
-        name, dtype, shape = tensor
-        if name == "__metadata__" or not _is_text(name):
+    for name, dtype, shape in ordered:
+        if name == "__metadata__" or not (name.isascii() or _is_text(name)):
             raise LossError("safetensors can't store a tensor with this name", fqn=name)
-        stop = at + tensor.nbytes
-        members.append(f'{_to_json(name)}:{{{_dtype_and_shape(dtype, shape)},"data_offsets":[{at},{stop}]}}')
+        described, nbytes = _dtype_and_shape(dtype, shape)
+        stop = at + nbytes
+        members.append(f'{encode_basestring(name)}:{{{described},"data_offsets":[{at},{stop}]}}')
         offsets.append(at)
         at = stop
     text = f"{{{','.join(members)}}}".encode()
@@ -369,10 +370,10 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @lru_cache(4096)
-def _dtype_and_shape(dtype: DType, shape: Shape) -> str:
-    """Return dtype and shape as JSON members."""
+def _dtype_and_shape(dtype: DType, shape: Shape) -> tuple[str, int]:
+    """Return dtype and shape as JSON members, and the number of bytes."""
     listed = (*shape[:-1], shape[-1] * 2) if dtype.tag == _PACKED else shape
-    return f'"dtype":"{dtype.tag}","shape":{_to_json(listed)}'
+    return f'"dtype":"{dtype.tag}","shape":{_to_json(listed)}', prod(shape) * dtype.itemsize
 
 
 def _tag(tensor: Planned) -> str:

@@ -158,19 +158,19 @@ def _collect(
             found=f"{DCP_KEY} in its metadata",
             hint="consolidate them with PyTorch's consolidate_safetensors_files_on_every_rank",
         )
-    for entry in header.entries:
-        if weight_map is not None and weight_map.get(entry.name) != name:
+    for fqn, dtype, shape, start, _ in header.entries:
+        if weight_map is not None and weight_map.get(fqn) != name:
             raise CorruptError(
                 "the file has a tensor missing from the index",
                 path=path,
-                fqn=entry.name,
-                expected=weight_map.get(entry.name, "no such tensor"),
+                fqn=fqn,
+                expected=weight_map.get(fqn, "no such tensor"),
                 found=name,
             )
-        if (entry.name, WEIGHT) in tensors:
-            raise CorruptError("the tensor is in two files", path=path, fqn=entry.name)
-        extent = Extent.contiguous(path, entry.start, entry.dtype, entry.shape)
-        tensors[entry.name, WEIGHT] = Tensor(entry.name, WEIGHT, entry.dtype, entry.shape, Whole(extent))
+        key = fqn, WEIGHT
+        if key in tensors:
+            raise CorruptError("the tensor is in two files", path=path, fqn=fqn)
+        tensors[key] = Tensor(fqn, WEIGHT, dtype, shape, Whole(Extent.contiguous(path, start, dtype, shape)))
 
 
 def weight_files(

@@ -323,8 +323,8 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, Shape]:
         """Shapes by fqn. A weight's or master's shape wins over an optimizer state's."""
-        states_first = sorted(self.tensors.values(), key=lambda tensor: tensor.role in MODEL_ROLES)
-        return {tensor.fqn: tensor.shape for tensor in states_first}
+        states = {fqn: tensor.shape for (fqn, role), tensor in self.tensors.items() if role not in MODEL_ROLES}
+        return states | {fqn: tensor.shape for (fqn, role), tensor in self.tensors.items() if role in MODEL_ROLES}
 
     @property
     def parameters(self) -> dict[str, Tensor]:

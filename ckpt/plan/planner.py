@@ -150,7 +150,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
         for slot in file.slots:
             wanted.setdefault(slot.key, []).append((file, slot))
     casts: dict[tuple[DType, DType], dict[Key, int]] = {}
-    regions: dict[Key, dict[Region, None]] = {}
+    regions: dict[Key, list[Region]] = {}
     for key, places in wanted.items():
         tensor = checkpoint.tensors.get(key)
         if tensor is None:
@@ -167,7 +167,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
                 per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
                 per_key[key] = per_key.get(key, 0) + slot.extent.nbytes
         found.fill(tensor, places)
-        regions[key] = {slot.region: None for _, slot in places}
+        regions[key] = [slot.region for _, slot in places]
     _prove_nothing_is_lost(checkpoint, target, regions, carries_optimizer)
     pluralize = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
     spans = {name: rows.spans() for name, rows in found.rows.items()}
@@ -223,7 +223,8 @@ class _CopyTable:
             return 0
         dtype = runs[0][2].dtype  # the same for all runs
         found, size, target_size = rows.of(dtype, slot.dtype), dtype.itemsize, slot.dtype.itemsize
-        for number in range(max(0, bisect_right(runs, begin, key=_start) - 1), len(runs)):
+        at_first = max(0, bisect_right(runs, begin, key=_start) - 1) if len(runs) > 1 else 0
+        for number in range(at_first, len(runs)):
             start, stop, extent, at, _ = runs[number]
             first, last = max(start, begin), min(stop, end)
             if first < last:
@@ -362,7 +363,7 @@ def _check_file_cover(file: TargetFile) -> None:
 
 
 def _prove_nothing_is_lost(
-    checkpoint: Checkpoint, target: Target, regions: Mapping[Key, Iterable[Region]], carries_optimizer: bool
+    checkpoint: Checkpoint, target: Target, regions: Mapping[Key, Sequence[Region]], carries_optimizer: bool
 ) -> None:
     """Raise LossError unless everything in the source is placed or left out with a reason.
 
@@ -374,7 +375,7 @@ def _prove_nothing_is_lost(
         fqn, role = key
         if key in regions:
             # A target may hold a master, and the same element rounded as a weight.
-            fault = check_tiling(list(regions[key]), tensor.shape, overlaps=True)
+            fault = check_tiling(regions[key], tensor.shape, overlaps=True)
             if fault is not None:
                 found = f"{fault.kind} at {fault.region}"
                 raise LossError("part of a tensor would not be written", fqn=fqn, found=found)
@@ -395,7 +396,7 @@ def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
         of_ranks = (*(source for source in tensor.replicas if source not in copies), *tensor.rank_copies)
         for source in (tensor.source, *of_ranks) if of_ranks else ():
             if any(fragment.rank == rank for fragment in source.fragments(tensor.shape)):
-                chosen[key] = replace(tensor, source=source, replicas=copies, rank_copies=())
+                chosen[key] = tensor._replace(source=source, replicas=copies, rank_copies=())
                 break
         else:
             if of_ranks:

@@ -48,9 +48,11 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
     """Return one choice per parameter and buffer. Buffers and `checkpoint.uncast` are never cast."""
-    weights, masters, buffers = (
-        {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted} for wanted in MODEL_ROLES
-    )
+    of_roles: dict[str, dict[str, Tensor]] = {role: {} for role in MODEL_ROLES}
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role in of_roles:
+            of_roles[role][fqn] = tensor
+    weights, masters, buffers = of_roles.values()
     found = {fqn: Choice(buffer, buffer.dtype) for fqn, buffer in buffers.items()}
     uncast = checkpoint.uncast
     return found | {
@@ -94,11 +96,13 @@ def describe(
 ) -> list[str]:
     """Return notes on the chosen precision. `record` names the source of the run's own dtype."""
     parameters = [c for c in chosen.values() if c.tensor.role in (WEIGHT, MASTER)]
+    masters = [c for c in parameters if c.tensor.role == MASTER]
+    weights = [c for c in parameters if c.tensor.role == WEIGHT]
     has_master = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
-    rounded = [c for c in parameters if c.tensor.role == MASTER and c.is_cast]
-    exact = [c for c in parameters if c.tensor.role == MASTER and not c.is_cast]
-    beside = [c for c in parameters if c.tensor.role == WEIGHT and c.tensor.fqn in has_master]
-    cast = [c for c in parameters if c.tensor.role == WEIGHT and c.is_cast]
+    rounded = [c for c in masters if c.is_cast]
+    exact = [c for c in masters if not c.is_cast]
+    beside = [c for c in weights if c.tensor.fqn in has_master] if has_master else []
+    cast = [c for c in weights if c.is_cast]
     notes: list[str] = []
     if rounded:
         names = _dtypes(rounded)
@@ -124,7 +128,7 @@ def describe(
         is_unknown = is_narrower and not checkpoint.has_all_buffers
         unknown = "; this architecture is unknown: some may need float32, and buffers may be among them"
         notes.append(what + f"{unknown} ({_first_name(cast)})" if is_unknown else Brief(what))
-    notes += _exception_notes(cast, parameters, checkpoint)
+    notes += _exception_notes(cast, weights)
     parts = [c for c in parameters if requested is not None and checkpoint.uncast.get(c.tensor.fqn) == PART]
     if parts:
         what = pluralize(len(parts), "part")
@@ -138,16 +142,17 @@ def describe(
         only = "casts only fp64, fp32, bf16 and fp16"
         notes.append(Note("{} kept in {}: {dtype} {}", _count(kept), _dtypes(kept), only))
     wanted = {requested} if requested is not None else {c.dtype for c in cast}
-    fixed = [c for c in chosen.values() if c.tensor.role == BUFFER or checkpoint.uncast.get(c.tensor.fqn) == FIXED]
-    if fixed := [c for c in fixed if wanted and FLOAT32 not in wanted and c.dtype in CAST_SOURCES - wanted]:
+    others = CAST_SOURCES - wanted if wanted and FLOAT32 not in wanted else ()
+    fixed = [c for c in chosen.values() if c.dtype in others] if others else []
+    if fixed := [c for c in fixed if c.tensor.role == BUFFER or checkpoint.uncast.get(c.tensor.fqn) == FIXED]:
         why = "buffers, and parameters that transformers keeps too"
         notes.append(f"{pluralize(len(fixed), 'tensor')} kept in {_dtypes(fixed)}: {why} ({_first_name(fixed)})")
     return notes
 
 
-def _exception_notes(cast: list[Choice], parameters: list[Choice], checkpoint: Checkpoint) -> Iterator[str]:
+def _exception_notes(cast: list[Choice], weights: list[Choice]) -> Iterator[str]:
     """Name the tensors that are rounded although the others are stored in the written dtype."""
-    exact = {c.dtype for c in parameters if c.tensor.role == WEIGHT and not c.is_cast}
+    exact = {c.dtype for c in weights if not c.is_cast} if cast else set()
     rounded = [c for c in cast if c.dtype in exact and c.tensor.dtype.itemsize > c.dtype.itemsize]
     if rounded:
         what = f"{pluralize(len(rounded), 'tensor')} rounded from {_stored(rounded)}, unlike the others"

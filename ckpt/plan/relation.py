@@ -321,9 +321,8 @@ def _with_copies_as_replicas(
                     expected=f"the {role} of {owner!r} again" + (f", {other.dtype}" if other else ""),
                     found="no such tensor" if other is None else f"{one.dtype} of shape {list(one.shape)}",
                 )
-            tensors[owner, role] = replace(
-                other, replicas=(*other.replicas, *map(TiedCopy, (one.source, *one.replicas)))
-            )
+            again = map(TiedCopy, (one.source, *one.replicas))
+            tensors[owner, role] = other._replace(replicas=(*other.replicas, *again))
     return replace(checkpoint, tensors=tensors)
 
 

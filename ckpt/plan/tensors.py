@@ -7,7 +7,7 @@ overlaps (`ckpt.plan.tiling`).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
 from operator import add
@@ -389,8 +389,7 @@ class Pieces:
         yield from self.pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A logical tensor: one fqn in one role (`weight`, `master`, `buffer`, or an optimizer state's name).
 
     `native` is the model's own dtype, if it differs: an fp32 master in a bf16 model has `dtype` float32 and `native`
@@ -431,7 +430,7 @@ class Tensor:
 
     def rank_local(self) -> Tensor:
         """Return the first rank's values."""
-        return replace(self, replicas=(), rank_copies=self.replicas)
+        return self._replace(replicas=(), rank_copies=self.replicas)
 
 
 @dataclass(frozen=True, slots=True)

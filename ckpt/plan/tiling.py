@@ -81,7 +81,7 @@ def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = Fa
     """Return the first fault, or None. With `overlaps`, covering an element several times is allowed."""
     if len(regions) == 1 and isinstance(regions[0], Box) and regions[0].is_whole(shape):  # the usual case
         return None
-    return next(tiling_faults(regions, shape, overlaps=overlaps), None)
+    return next(tiling_faults([*dict.fromkeys(regions)] if overlaps else regions, shape, overlaps=overlaps), None)
 
 
 def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:

@@ -119,6 +119,6 @@ def _with_buffers(checkpoint: Checkpoint) -> Checkpoint:
     trained = {fqn for fqn, role in checkpoint.tensors if role != WEIGHT}
     trained.update(*(group.fqns for group in state.param_groups), *state.scalars.values())
     found = services.tensor_kinds.buffers(checkpoint) - trained
-    with_role = (replace(one, role=BUFFER) if one.fqn in found else one for one in checkpoint.tensors.values())
+    with_role = (one._replace(role=BUFFER) if one.fqn in found else one for one in checkpoint.tensors.values())
     tensors = {tensor.key: tensor for tensor in with_role} if found else checkpoint.tensors
     return replace(checkpoint, tensors=tensors, has_all_buffers=services.tensor_kinds.is_known(checkpoint))

@@ -377,7 +377,7 @@ class _RankReading:
         self.bytes_read += read_box_into(tensor, box, computed, self._sources, raw.data)
         for replica in tensor.replicas:
             other = np.empty_like(raw)
-            again = replace(tensor, source=replica)
+            again = tensor._replace(source=replica)
             self.bytes_read += read_box_into(again, box, computed, self._sources, other.data)
             if not np.array_equal(raw, other):
                 with Reader(computed=computed) as reader:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -110,7 +110,7 @@ def with_replicas(
     found: dict[Key, Tensor] = {}
     for alias, owner in ties.items():
         tensor = tensors[owner, WEIGHT]
-        found[owner, WEIGHT] = replace(tensor, replicas=(*tensor.replicas, Whole(module[alias].extent)))
+        found[owner, WEIGHT] = tensor._replace(replicas=(*tensor.replicas, Whole(module[alias].extent)))
     return found
 
 

@@ -60,10 +60,10 @@ class Cut:
     def joined(self, held: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> Tensor:
         if self.is_replicated and len(held) > 1:
             sources: list[Source] = [source for one in held for source in (one.source, *one.replicas)]
-            return replace(held[0], replicas=tuple(sources[1:]))
+            return held[0]._replace(replicas=tuple(sources[1:]))
         each = zip(held, self.boxes, ranks, strict=True)
         parts = tuple(RankPart(one.shape, boxes, one.source, own) for one, boxes, own in each)
-        return replace(held[0], shape=self.shape, source=Joined(parts), replicas=())
+        return held[0]._replace(shape=self.shape, source=Joined(parts), replicas=())
 
 
 @dataclass(frozen=True)

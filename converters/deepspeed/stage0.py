@@ -222,7 +222,7 @@ def _read_states(optimizer: Optimizer, rank: int, held: _RankContent, states: Op
     own.check_all_there({fqn: shapes[fqn] for fqn in optimizer.states}, held.file.path)
     for (fqn, role), tensor in list(own.tensors.items()):
         source = tensor.source._replace(rank=rank) if isinstance(tensor.source, Whole) else tensor.source
-        own.tensors[fqn, role] = replace(tensor, source=source, native=held.tensors[fqn, WEIGHT].dtype)
+        own.tensors[fqn, role] = tensor._replace(source=source, native=held.tensors[fqn, WEIGHT].dtype)
         if tensor.shape != shapes[fqn]:
             states.unread.add(role, "it is not of the parameter's shape", [fqn])
             del own.tensors[fqn, role]

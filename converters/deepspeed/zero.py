@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -399,7 +399,7 @@ def _add_buffers(
                     found="none" if stored is None else f"{stored.extent.dtype} {list(stored.extent.shape)}",
                 )
             copies_of_ranks.append(Whole(stored.extent, model.rank))
-        reading.tensors[fqn, BUFFER] = replace(tensor, rank_copies=tuple(copies_of_ranks))
+        reading.tensors[fqn, BUFFER] = tensor._replace(rank_copies=tuple(copies_of_ranks))
 
 
 def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:

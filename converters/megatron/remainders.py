@@ -11,7 +11,6 @@ states store their values in fp32, which megatron-core itself cannot load.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -65,7 +64,7 @@ def with_masters(
             name = f"master:{path}:{fqn}:{number}"
             computed[name] = partial(_master, weight, tensor, box)
             pieces.append(Fragment(box, Extent.contiguous(name, 0, FLOAT32, box.sizes)))
-        found[fqn, role] = replace(tensor, dtype=FLOAT32, source=Pieces(tuple(pieces)), native=BFLOAT16, replicas=())
+        found[fqn, role] = tensor._replace(dtype=FLOAT32, source=Pieces(tuple(pieces)), native=BFLOAT16, replicas=())
     return found, computed
 
 

@@ -22,7 +22,7 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int, dtype: DType
 
     def shifted_source(tensor: Tensor, source: Source, number: int, target: DType) -> Source:
         path = f"shifted:{by}:{checkpoint.path}:{tensor.fqn}:{tensor.role}:{number}"
-        computed[path] = partial(_content, replace(tensor, source=source), by, target, checkpoint.computed)
+        computed[path] = partial(_content, tensor._replace(source=source), by, target, checkpoint.computed)
         return Whole(Extent.contiguous(path, 0, target, tensor.shape))
 
     for key in [(fqn, role) for fqn in fqns for role in (WEIGHT, MASTER)]:
@@ -31,7 +31,7 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int, dtype: DType
             source, *replicas = (
                 shifted_source(tensor, one, n, target) for n, one in enumerate((tensor.source, *tensor.replicas))
             )
-            tensors[key] = replace(tensor, dtype=target, source=source, replicas=tuple(replicas))
+            tensors[key] = tensor._replace(dtype=target, source=source, replicas=tuple(replicas))
     return replace(checkpoint, tensors=tensors, computed=computed)
 
 

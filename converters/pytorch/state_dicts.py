@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def tie_as_declared(
         if trained is not None and (kept.fqn not in trained or alias in trained):
             continue
         copies = map(TiedCopy, (again.source, *again.replicas))
-        tensors[kept.fqn, WEIGHT] = replace(kept, replicas=(*kept.replicas, *copies))
+        tensors[kept.fqn, WEIGHT] = kept._replace(replicas=(*kept.replicas, *copies))
         del tensors[alias, WEIGHT]
         ties[alias] = kept.fqn
 

@@ -287,7 +287,7 @@ def _order(checkpoint: Checkpoint) -> list[str]:
 
 def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
     """Use a master without a weight as the weight."""
-    masters = {(t.fqn, WEIGHT): replace(t, role=WEIGHT) for t in checkpoint.with_role(MASTER)}
+    masters = {(t.fqn, WEIGHT): t._replace(role=WEIGHT) for t in checkpoint.with_role(MASTER)}
     return replace(checkpoint, tensors={**masters, **checkpoint.tensors})
 
 

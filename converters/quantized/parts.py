@@ -589,7 +589,7 @@ def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> Quantize
     """Find quantized weights. Without `reads`, recorded states are unproved."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
-    has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())
+    has_packed = any(dtype.name in PACKED for dtype in {tensor.dtype for tensor in tensors.values()})
 
     def read(name: str) -> bytes:
         from ckpt.move.reading import read_box  # imports numpy

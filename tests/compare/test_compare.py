@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -441,4 +441,4 @@ def test_a_replica_with_a_hole_is_refused(tmp_path: Path) -> None:
     (fragment,) = tensor.replicas[0].fragments(tensor.shape)
     part = Fragment(Box((0, 0), (1, 3)), fragment.extent.narrow(Box((0, 0), (1, 3))), 1)
     with Reader() as reader, pytest.raises(CorruptError, match="stored nowhere"):
-        check_replicas(replace(tensor, replicas=(Pieces((part,)),)), reader)
+        check_replicas(tensor._replace(replicas=(Pieces((part,)),)), reader)

@@ -178,7 +178,7 @@ def test_shapes_that_differ_are_no_comparison_of_values(tmp_path: Path) -> None:
 def test_a_master_is_rounded_for_a_weight_in_the_models_own_dtype(tmp_path: Path) -> None:
     values = floats(1.1, 2.2, float("nan"))
     a = one_file(tmp_path / "a", [("x", MASTER, values)])
-    bfloat16 = replace(a.tensors["x", MASTER], native=BFLOAT16)
+    bfloat16 = a.tensors["x", MASTER]._replace(native=BFLOAT16)
     a = replace(a, tensors={("x", MASTER): bfloat16})
     b = one_file(tmp_path / "b", [("x", WEIGHT, rounded(values))])
     assert verify(a, b).equal
@@ -693,7 +693,7 @@ def test_two_sides_compute_other_contents_under_one_path(tmp_path: Path, is_repl
         source = one_file(tmp_path / side, [("w", WEIGHT, floats(1, 2))])
         made_up = Whole(Extent.contiguous("made up:w", 0, FLOAT32, (2,)))
         tensor = source.tensors["w", WEIGHT]
-        tensor = replace(tensor, replicas=(made_up,)) if is_replica else replace(tensor, source=made_up)
+        tensor = tensor._replace(replicas=(made_up,)) if is_replica else tensor._replace(source=made_up)
         content = floats(*values).data.cast("B")
         return replace(source, tensors={("w", WEIGHT): tensor}, computed={"made up:w": lambda: content})
 

@@ -147,7 +147,7 @@ def foreign(checkpoint: Checkpoint) -> Checkpoint:
 def weights_only(checkpoint: Checkpoint) -> Checkpoint:
     """Return masters as weights without optimizer or training state, sorted by name like a safetensors header."""
     tensors = {
-        (fqn, BUFFER if role == BUFFER else WEIGHT): replace(tensor, role=BUFFER if role == BUFFER else WEIGHT)
+        (fqn, BUFFER if role == BUFFER else WEIGHT): tensor._replace(role=BUFFER if role == BUFFER else WEIGHT)
         for (fqn, role), tensor in sorted(checkpoint.tensors.items())
         if role in (MASTER, WEIGHT, BUFFER)
     }

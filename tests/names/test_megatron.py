@@ -353,9 +353,9 @@ class TestHybrids:
         name = "model.layers.0.linear_attn.norm.weight"
         hub = hub_of(config_of("qwen3_next"))
         weight = hub.tensors[name, WEIGHT]
-        more = {(name, role): replace(weight, role=role, dtype=FLOAT32) for role in ("master", "exp_avg")}
+        more = {(name, role): weight._replace(role=role, dtype=FLOAT32) for role in ("master", "exp_avg")}
         rest = {
-            (fqn, role): replace(tensor, role=role, dtype=FLOAT32)
+            (fqn, role): tensor._replace(role=role, dtype=FLOAT32)
             for (fqn, _), tensor in hub.tensors.items()
             for role in ("master", "exp_avg")
         }
@@ -611,7 +611,7 @@ class TestPadding:
     def test_optimizer_states_are_padded_too(self) -> None:
         hub = hub_of(config_of("llama"))
         states = {
-            (fqn, role): replace(tensor, role=role, dtype=FLOAT32)
+            (fqn, role): tensor._replace(role=role, dtype=FLOAT32)
             for (fqn, _), tensor in hub.tensors.items()
             for role in ("master", "exp_avg")
         }

@@ -176,7 +176,7 @@ def test_the_written_folder_loads_with_no_key_missing_or_left_over(tmp_path: Pat
 def test_every_role_is_split_alike(tmp_path: Path) -> None:
     saved = Saved("mixtral", tmp_path)
     checkpoint = saved.in_memory()
-    roles = {(f, role): replace(t, role=role) for (f, _), t in checkpoint.tensors.items() for role in ("master", "m")}
+    roles = {(f, role): t._replace(role=role) for (f, _), t in checkpoint.tensors.items() for role in ("master", "m")}
     hub = to_hub(replace(checkpoint, tensors=roles))
     name = "model.layers.1.block_sparse_moe.experts.7.w1.weight"
     assert hub.get(name, "master") is not None and hub.get(name, "m") is not None

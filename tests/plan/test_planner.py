@@ -101,7 +101,7 @@ class TestTheSource:
         check_source(Tensor("w", "weight", FLOAT32, (4,), Pieces((Fragment(whole((4,)), gaps),))))
 
     def test_what_is_left_out_is_not_looked_at(self) -> None:
-        broken = replace(tensor((4,), []), role="exp_avg")
+        broken = tensor((4,), [])._replace(role="exp_avg")
         good = tensor()
         target = replace(written(good), left_out={("w", "exp_avg"): "it is broken"})
         assert make_plan(checkpoint(good, broken), target).moved_bytes == 16
@@ -109,13 +109,13 @@ class TestTheSource:
 
 class TestTheTarget:
     def test_a_tensor_that_goes_nowhere(self) -> None:
-        extra = replace(tensor(), fqn="extra")
+        extra = tensor()._replace(fqn="extra")
         with pytest.raises(LossError, match="goes nowhere") as caught:
             make_plan(checkpoint(tensor(), extra), written(tensor()))
         assert (caught.value.exit_code, caught.value.fqn) == (6, "extra")
 
     def test_a_tensor_that_is_not_there(self) -> None:
-        extra = replace(tensor(), fqn="extra")
+        extra = tensor()._replace(fqn="extra")
         with pytest.raises(LossError, match="the source lacks") as caught:
             make_plan(checkpoint(tensor()), written(tensor(), extra))
         assert (caught.value.fqn, caught.value.path) == ("extra", "out.bin")
@@ -162,7 +162,7 @@ class TestTheTarget:
 
     def test_slots_count_for_the_cover(self) -> None:
         gaps = Slot(("w", "weight"), whole((2,)), Extent("out.bin", 0, FLOAT32, (2,), (2,)))
-        other = replace(tensor((2,)), fqn="v")
+        other = tensor((2,))._replace(fqn="v")
         between = Slot(("v", "weight"), whole((2,)), Extent("out.bin", 4, FLOAT32, (2,), (2,)))
         file = TargetFile("out.bin", 16, (), (gaps, between))
         plan = make_plan(checkpoint(tensor((2,)), other), Target((file,)))
@@ -239,7 +239,7 @@ class TestReplicas:
     def test_a_rank_is_chosen(self) -> None:
         sources = [Whole(Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (4,)), rank) for rank in range(3)]
         replicated = Tensor("w", "weight", FLOAT32, (4,), sources[0], replicas=tuple(sources[1:]))
-        alone = replace(tensor(), fqn="v")
+        alone = tensor()._replace(fqn="v")
         for rank in range(3):
             chosen = choose_replica(checkpoint(replicated, alone), rank)
             assert chosen.tensors["w", "weight"].source == sources[rank]
@@ -253,8 +253,8 @@ class TestReplicas:
         sources = [Whole(Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (4,)), rank) for rank in range(3)]
         again = TiedCopy(sources[2])
         tied = Tensor("w", "weight", FLOAT32, (4,), sources[0], replicas=(sources[1], again))
-        assert choose_replica(checkpoint(tied), 1).tensors["w", "weight"] == replace(
-            tied, source=sources[1], replicas=(again,)
+        assert choose_replica(checkpoint(tied), 1).tensors["w", "weight"] == tied._replace(
+            source=sources[1], replicas=(again,)
         )
         with pytest.raises(UsageError, match="no tensor is stored by several ranks"):
-            choose_replica(checkpoint(replace(tied, replicas=(again,))), 0)
+            choose_replica(checkpoint(tied._replace(replicas=(again,))), 0)

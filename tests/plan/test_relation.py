@@ -324,13 +324,13 @@ class TestEverythingElseIsCarried:
         source = checkpoint_of([zeros(name, (2, 3), role) for name in ("x0", "x1") for role in roles])
         there = translate(source, fused("x0", "x1"), "there")
         assert set(there.tensors) == {("y", role) for role in roles}
-        native = replace(zeros("x0", (2, 3), "master"), native=BFLOAT16)
+        native = zeros("x0", (2, 3), "master")._replace(native=BFLOAT16)
         assert translate(checkpoint_of([native]), fused("x0"), "there").tensors["y", "master"].native == BFLOAT16
 
     def test_replicas(self) -> None:
         """A part held by only one rank completes every other replica."""
         again = Whole(Extent.contiguous("again.bin", 0, FLOAT32, (2, 3)), 1)
-        parts = [replace(zeros("x0", (2, 3)), replicas=(again,)), zeros("x1", (2, 3))]
+        parts = [zeros("x0", (2, 3))._replace(replicas=(again,)), zeros("x1", (2, 3))]
         (replica,) = translate(checkpoint_of(parts), fused("x0", "x1"), "there").tensors["y", "weight"].replicas
         assert [fragment.extent.path for fragment in replica.fragments((2, 2, 3))] == ["again.bin", "x1.bin"]
 

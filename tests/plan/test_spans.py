@@ -126,7 +126,7 @@ class TestRules:
         runs = tensor.runs()
         if runs is not None:
             assert as_elements(runs) == elements(list(tensor.fragments()), shape, 0, tensor.numel)
-            check_source(replace(tensor, source=Pieces(tuple(run_fragments(runs)))))
+            check_source(tensor._replace(source=Pieces(tuple(run_fragments(runs)))))
 
     @given(shapes(2, min_size=1), st.data())
     def test_a_damaged_rule_is_refused_as_its_fragments_are(self, shape: Shape, data: st.DataObject) -> None:
@@ -147,7 +147,7 @@ class TestRules:
         else:
             worse = replace(source, group=replace(source.group, extents=damaged))
         one = Tensor("w", "weight", FLOAT32, shape, worse)
-        listed = replace(one, source=Pieces(tuple(worse.fragments(shape))))
+        listed = one._replace(source=Pieces(tuple(worse.fragments(shape))))
         assert faults(one) == faults(listed)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +173,11 @@ def damaged(tensors: Mapping[str, Tensor], layout: str) -> Iterator[tuple[str, d
         one = tensors[name]
         yield f"without {part}", {n: t for n, t in tensors.items() if n != name}
         for dtype in {"float64", "int16", "float8_e5m2fnuz"} - {one.dtype.name}:
-            yield f"{part} in {dtype}", {**tensors, name: replace(one, dtype=BY_NAME[dtype])}
+            yield f"{part} in {dtype}", {**tensors, name: one._replace(dtype=BY_NAME[dtype])}
         is_metadata = part == "weight_format" or ".quant_state." in part
         if one.shape and not is_metadata and (layout, part) not in UNTOLD:
             for shape in ((*one.shape[:-1], one.shape[-1] + 1), (one.shape[0] + 1, *one.shape[1:]), (*one.shape, 3)):
-                yield f"{part} of {shape}", {**tensors, name: replace(one, shape=shape)}
+                yield f"{part} of {shape}", {**tensors, name: one._replace(shape=shape)}
     for word in (
         "weight_scale_2",
         "qweight",

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,7 @@ def test_an_optimizer_without_states_still_tells_what_is_trained() -> None:
 
 def test_the_table_of_tensors_is_aligned() -> None:
     one = tensor("layers.0.weight", MASTER, FLOAT32, (10, 4), 4)
-    other = replace(tensor("b", BUFFER, BOOL, ()), replicas=(Pieces(()),))
+    other = tensor("b", BUFFER, BOOL, ())._replace(replicas=(Pieces(()),))
     assert list(aligned(HEADS, rows(checkpoint(one, other)), RIGHT)) == [
         "name             role    dtype    shape    bytes  fragments  ranks",
         "layers.0.weight  master  float32  [10, 4]    160          4  0-3",
@@ -364,7 +363,7 @@ def test_bytes_of_each_rank() -> None:
 
 def test_where_the_parts_of_a_tensor_lie() -> None:
     copy = tensor("", "", FLOAT32, (10, 4)).source
-    one = replace(tensor("layers.0.weight", MASTER, FLOAT32, (10, 4), 2), replicas=(copy,))
+    one = tensor("layers.0.weight", MASTER, FLOAT32, (10, 4), 2)._replace(replicas=(copy,))
     assert list(part_lines(one, "")) == [
         "layers.0.weight  master float32 [10, 4], 160 B",
         "  rank 0, elements 0:20: file at byte 0, 80 B",

@@ -177,7 +177,7 @@ def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(name: st
     tensors = every[:40] + every[-8:]
     by_cut, by_list = (Sketcher(lambda fragment: fragment.rank or 0) for _ in range(2))
     for tensor in tensors:
-        plain = replace(tensor, source=Listed(tensor.source))
+        plain = tensor._replace(source=Listed(tensor.source))
         assert by_cut.sketch(tensor, None) == by_list.sketch(plain, None), tensor.fqn
     assert by_cut.by_role == by_list.by_role
 

@@ -191,7 +191,7 @@ def _union(patches: Sequence[Patch]) -> float:
 
 def test_copies_are_striped_in_the_colours_of_all_that_hold_them() -> None:
     halves = [FlatRange(0, 3), FlatRange(3, 6)]
-    one = replace(tensor("w", (6,), halves), replicas=(pieces((6,), halves, (2, 3)),))
+    one = tensor("w", (6,), halves)._replace(replicas=(pieces((6,), halves, (2, 3)),))
     found = drawn(one)
     row = found.row("w")
     assert [found.colours(fill) for fill, _ in row.patches] == [[COLOURS[0], COLOURS[2]], [COLOURS[1], COLOURS[3]]]
@@ -201,7 +201,7 @@ def test_copies_are_striped_in_the_colours_of_all_that_hold_them() -> None:
 
 def test_a_copy_that_is_cut_otherwise_is_told() -> None:
     copy = pieces((6,), [FlatRange(0, 2), FlatRange(2, 6)], (2, 3))
-    row = drawn(replace(tensor("w", (6,), [FlatRange(0, 3), FlatRange(3, 6)]), replicas=(copy,))).row("w")
+    row = drawn(tensor("w", (6,), [FlatRange(0, 3), FlatRange(3, 6)])._replace(replicas=(copy,))).row("w")
     assert "copy 2 is cut otherwise: ranks 2-3" in row.notes
 
 

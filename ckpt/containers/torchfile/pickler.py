@@ -79,18 +79,22 @@ class _Encoder:
     protocol: int
     tensors: Callable[[Any], TensorRef | None] | None
     out: bytearray = field(default_factory=bytearray)
-    #: By identity. The objects are kept so that their ids are not reused.
-    memo: dict[int, int] = field(default_factory=dict)
+    #: Opcodes that repeat a value: by identity (the objects are kept so that their ids are not reused), or by value.
+    memo: dict[int, bytes] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
-    texts: dict[str, int] = field(default_factory=dict)
-    names: dict[tuple[str, str], int] = field(default_factory=dict)
-    sizes: dict[Size, int] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    names: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    sizes: dict[Size, bytes] = field(default_factory=dict)
     keeps: bool = True
 
     def save(self, value: Any) -> None:
         kind = type(value)
         if kind is str:
-            self.text(value)
+            known = self.texts.get(value)
+            if known is None:
+                self.text(value)
+            else:
+                self.out += known
             return
         writer = _PLAIN.get(kind)
         if writer is not None:
@@ -98,7 +102,7 @@ class _Encoder:
             return
         known = self.memo.get(id(value))
         if known is not None:
-            self.get(known)
+            self.out += known
             return
         writer = _OBJECTS.get(kind)
         if writer is not None:
@@ -110,7 +114,8 @@ class _Encoder:
         self.tensor(reference)
         self.put(value)
 
-    def next_index(self) -> int:
+    def remember(self) -> bytes:
+        """Write the opcode that remembers the last value, and return the opcode that repeats it."""
         index = len(self.memo) + len(self.texts) + len(self.names) + len(self.sizes)
         if self.protocol >= 4:
             self.out += b"\x94"
@@ -118,20 +123,17 @@ class _Encoder:
             self.out += b"q%c" % index
         else:
             self.out += b"r" + _u32(index)
-        return index
+        return b"h%c" % index if index < 256 else b"j" + _u32(index)
 
     def put(self, value: Any) -> None:
         if self.keeps:
-            self.memo[id(value)] = self.next_index()
+            self.memo[id(value)] = self.remember()
             self.kept.append(value)
 
-    def get(self, index: int) -> None:
-        self.out += b"h%c" % index if index < 256 else b"j" + _u32(index)
-
     def text(self, value: str) -> None:
-        index = self.texts.get(value)
-        if index is not None:
-            self.get(index)
+        known = self.texts.get(value)
+        if known is not None:
+            self.out += known
             return
         data = value.encode("utf-8", "surrogatepass")
         if self.protocol >= 4 and len(data) < 256:
@@ -141,15 +143,15 @@ class _Encoder:
         else:
             raise LossError("a text of more than 4 GiB cannot be pickled")
         self.out += data
-        self.texts[value] = self.next_index()
+        self.texts[value] = self.remember()
 
     def name(self, module: str, name: str) -> None:
         """Nested classes have the protocol's own form."""
         if module == "__builtin__":  # Python 2's name, kept by protocol 2
             module, name = "builtins", _PYTHON2_NAMES.get(name, name)
-        index = self.names.get((module, name))
-        if index is not None:
-            self.get(index)
+        known = self.names.get((module, name))
+        if known is not None:
+            self.out += known
             return
         outer, _, inner = name.rpartition(".")
         if self.protocol >= 4:
@@ -163,7 +165,7 @@ class _Encoder:
             self.out += b"\x86R"
         else:
             self.out += b"c" + f"{module}\n{name}\n".encode()
-        self.names[module, name] = self.next_index()
+        self.names[module, name] = self.remember()
 
     def call(self, module: str, name: str, *args: Any) -> None:
         self.name(module, name)
@@ -278,12 +280,12 @@ def _int(encoder: _Encoder, value: int) -> None:
 
 
 def _torch_size(encoder: _Encoder, value: Size) -> None:
-    index = encoder.sizes.get(value)
-    if index is not None:
-        encoder.get(index)
+    known = encoder.sizes.get(value)
+    if known is not None:
+        encoder.out += known
         return
     encoder.call("torch", "Size", tuple(value))
-    encoder.sizes[value] = encoder.next_index()
+    encoder.sizes[value] = encoder.remember()
 
 
 def _steps(encoder: _Encoder, value: slice | range) -> None:
@@ -337,8 +339,7 @@ def _tuple(encoder: _Encoder, value: tuple[Any, ...]) -> None:
     if known is None:
         encoder.put(value)
     else:  # it contains itself through a Record
-        encoder.out += b"0"
-        encoder.get(known)
+        encoder.out += b"0" + known
 
 
 def _list(encoder: _Encoder, value: list[Any]) -> None:

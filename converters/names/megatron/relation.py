@@ -466,7 +466,7 @@ def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
     found: dict[Key, Tensor] = {}
     for (fqn, role), tensor in tensors.items():
         role = BUFFER if role == WEIGHT and fqn.endswith(BUFFERS) else role
-        found[fqn, role] = replace(tensor, role=role) if role != tensor.role else tensor
+        found[fqn, role] = tensor._replace(role=role) if role != tensor.role else tensor
     return found
 
 

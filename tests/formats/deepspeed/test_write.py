@@ -316,7 +316,7 @@ def test_fsdps_float32_parameters_are_the_masters_of_the_model_that_the_config_n
     fixtures: Path, tmp_path: Path
 ) -> None:
     source = api.open(fixtures / "lora-zero3")
-    masters = {(fqn, WEIGHT): replace(t, role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
+    masters = {(fqn, WEIGHT): t._replace(role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
     bare = replace(foreign(source), tensors=masters, state=TrainingState(), config={"dtype": "bfloat16"})
     target = lay_out(bare, 1, tmp_path / "out", world_size=1)
     assert any("so float32 weights became masters" in note for note in target.notes)
@@ -332,9 +332,9 @@ def test_what_no_optimizer_owns_is_not_rounded_where_it_may_be_a_buffer(
 ) -> None:
     """FSDP's files don't distinguish buffers from frozen parameters. The engine rounds frozen parameters on load."""
     source = api.open(fixtures / "lora-zero3")
-    tensors = {(fqn, WEIGHT): replace(t, role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
+    tensors = {(fqn, WEIGHT): t._replace(role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
     (trained, _), spare = tensors.popitem()
-    tensors["router.bias", WEIGHT] = replace(spare, fqn="router.bias")
+    tensors["router.bias", WEIGHT] = spare._replace(fqn="router.bias")
     groups = tuple(replace(g, fqns=tuple(n for n in g.fqns if n != trained)) for g in source.state.param_groups)
     bare = replace(foreign(source, param_groups=groups), tensors=tensors, config={"dtype": "bfloat16"})
     target = lay_out(bare, stage, tmp_path / "out", world_size=2)
@@ -374,7 +374,7 @@ def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path, tmp_
 
 def test_states_of_another_shape_are_listed(fixtures: Path, tmp_path: Path) -> None:
     source = api.open(fixtures / "toy-zero3")
-    row = replace(source.tensors["down.bias", "exp_avg"], fqn="down.weight", role="exp_avg_row")
+    row = source.tensors["down.bias", "exp_avg"]._replace(fqn="down.weight", role="exp_avg_row")
     target = lay_out(
         replace(source, tensors={**source.tensors, ("down.weight", "exp_avg_row"): row}), 2, tmp_path / "o"
     )

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -370,8 +369,8 @@ INT = tensor("w", WEIGHT, BY_NAME["int32"])
         (W16, M32, None, WEIGHT, "bfloat16"),
         (W16, None, None, WEIGHT, "bfloat16"),
         (None, M32, None, MASTER, "bfloat16"),
-        (None, replace(M32, native=None), None, MASTER, "float32"),
-        (None, replace(M32, native=FLOAT32), None, MASTER, "float32"),
+        (None, M32._replace(native=None), None, MASTER, "float32"),
+        (None, M32._replace(native=FLOAT32), None, MASTER, "float32"),
         (W16, M32, BFLOAT16, WEIGHT, "bfloat16"),
         (W16, M32, FLOAT32, MASTER, "float32"),
         (W16, M32, FLOAT16, MASTER, "float16"),

@@ -66,7 +66,7 @@ def described(folder: Path, namespace: str, layout: Layout | None = None) -> Che
     tensors = {}
     for (name, _), tensor in file.tensors.items():
         role, _, fqn = name.partition("/")
-        tensors[fqn, role] = replace(tensor, fqn=fqn, role=role)
+        tensors[fqn, role] = tensor._replace(fqn=fqn, role=role)
     own = MEGATRON if held.metadata["strategy"] == "megatron" else TRANSFORMERS
     found = replace(file, tensors=tensors, ties=held.ties, namespace=own, config=ckpt.open(folder).config)
     return to_namespace(found, namespace, layout)
