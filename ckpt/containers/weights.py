@@ -38,9 +38,9 @@ class Index:
     weight_map: Mapping[str, str]
     total_size: object
 
-    def size_notes(self, total: int) -> list[str]:
+    def size_notes(self, tensors: Iterable[Tensor]) -> list[str]:
         """Return a note if total_size is wrong: older tools counted elements, or tied tensors twice."""
-        if self.total_size is None or self.total_size == total:
+        if self.total_size is None or self.total_size == (total := sum(tensor.nbytes for tensor in tensors)):
             return []
         return [f"{self.name}: total_size says {self.total_size!r} bytes, the tensors have {total}"]
 

@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
     @property
     def key(self) -> Key:
-        return self.tensor.key
+        return self.tensor[:2]
 
     @property
     def is_cast(self) -> bool:

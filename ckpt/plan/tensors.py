@@ -408,7 +408,7 @@ class Tensor(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        return self.fqn, self.role
+        return self[:2]
 
     @property
     def numel(self) -> int:

@@ -108,7 +108,7 @@ def clean_names(names: Collection[str], path: str) -> dict[str, str]:
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Remove wrapper names, and add a note if there were any."""
-    names = {*checkpoint.shapes, *checkpoint.ties}
+    names = {fqn for fqn, _ in checkpoint.tensors} | checkpoint.ties.keys()
     if not _INNER.search("\n.".join(names)):  # faster than a search per name
         return checkpoint
     note = "left out wrapper prefixes (torch.compile) from the model's names, like torch's state dicts"
@@ -124,9 +124,9 @@ def with_trainers_prefix(
     `others` are the prefixes of other modules. `splits_modules` is True for formats with a folder for each module:
     they have the model's own names.
     """
-    names = {*checkpoint.shapes, *checkpoint.ties}
     if prefix is None or (checkpoint.namespace == OWN and not splits_modules):
         return checkpoint
+    names = {fqn for fqn, _ in checkpoint.tensors} | checkpoint.ties.keys()
     is_named = any(name.startswith(prefix) for name in names)
     if is_named != splits_modules:
         return checkpoint

@@ -97,7 +97,7 @@ class HuggingFace(Format):
         tensors, renamed = with_plain_names(tensors)
         notes += renamed
         if index is not None:
-            notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
+            notes += index.size_notes(tensors.values())
         is_adapter = is_others({fqn for fqn, _ in tensors})
         notes += ["an adapter with another program's names, not a model"] if is_adapter else []
         modules = module_weights(folders, sources)

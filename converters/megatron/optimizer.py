@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.torchfile.scalars import read_scalar
@@ -151,33 +151,45 @@ def check_alike(
     """
     if not is_known(args):
         return
-    groups = [fqn for members, _ in found.groups.values() for fqn in members]
-    stepped = dict.fromkeys([*groups, *(fqn for fqn, role in held if role not in (WEIGHT, BUFFER))])
-    shapes = {fqn: shape for (fqn, role), (shape, _) in held.items() if role != BUFFER}
-    optimizers = {fqn: stepped_by(fqn, len(shapes[fqn]), args) for fqn in stepped}
-
-    def kind(fqn: str, role: str) -> tuple[object, ...]:
-        weight = held.get((fqn, WEIGHT)) if role == MASTER else None
-        return role, optimizers[fqn], weight and weight[1]
-
-    of_optimizer = [(fqn, role) for fqn, role in held if role not in (WEIGHT, BUFFER)]
-    expected = {kind(*key) for key in of_optimizer}
-    begun = [fqn for fqn, role in of_optimizer if role in ADAM] + [
-        fqn for fqn, step in found.states.scalars.get("step", {}).items() if step and fqn in stepped
-    ]
-    adams = {optimizer for optimizer in optimizers.values() if (optimizer or args.get("optimizer")) == ADAM_NAME}
-    expected |= {kind(fqn, role) for fqn in begun if optimizers[fqn] in adams for role in ADAM}
-    roles = dict.fromkeys((*ADAM, *(role for _, role in of_optimizer)))
-    for fqn in stepped:
-        lacking = [role for role in roles if kind(fqn, role) in expected and (fqn, role) not in held]
+    states: dict[str, list[str]] = {fqn: [] for members, _ in found.groups.values() for fqn in members}
+    roles, shapes = dict.fromkeys(ADAM), dict[str, Shape]()
+    for (fqn, role), (shape, _) in held.items():
+        if role != BUFFER:
+            shapes[fqn] = shape
+        if role not in (WEIGHT, BUFFER):
+            states.setdefault(fqn, []).append(role)
+            roles[role] = None
+    steps = found.states.scalars.get("step", {})
+    first: dict[_Stepped, str] = {}  # few parameters differ in these facts
+    for fqn, own in states.items():
+        weight, optimizer = held.get((fqn, WEIGHT)), stepped_by(fqn, len(shapes[fqn]), args)
+        begun = bool(steps.get(fqn)) or not set(ADAM).isdisjoint(own)
+        first.setdefault(_Stepped(optimizer, weight and weight[1], begun, tuple(own)), fqn)
+    expected = {one.kind(role) for one in first for role in one.states}
+    adams = [one for one in first if one.begun and (one.optimizer or args.get("optimizer")) == ADAM_NAME]
+    expected |= {one.kind(role) for one in adams for role in ADAM}
+    for one, fqn in first.items():
+        lacking = [role for role in roles if one.kind(role) in expected and role not in one.states]
         if lacking:
             raise CorruptError(
                 "a parameter lacks a state, but others with the same optimizer have it",
                 path=path,
                 fqn=fqn,
                 expected=", ".join(lacking),
-                found=", ".join(role for role in roles if (fqn, role) in held) or "none",
+                found=", ".join(role for role in roles if role in one.states) or "none",
             )
+
+
+class _Stepped(NamedTuple):
+    """Facts about a parameter: its optimizer, its weight's dtype, its states, and True if Adam has stepped it."""
+
+    optimizer: str | None
+    dtype: DType | None
+    begun: bool
+    states: tuple[str, ...]
+
+    def kind(self, role: str) -> tuple[object, ...]:
+        return role, self.optimizer, self.dtype if role == MASTER else None
 
 
 def without_states(keys: Iterable[Key]) -> tuple[str, ...]:

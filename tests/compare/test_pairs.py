@@ -442,7 +442,7 @@ class TestTies:
 
 
 def with_source(checkpoint: Checkpoint, fqn: str, source: Source, replicas: tuple[Source, ...] = ()) -> Checkpoint:
-    tensor = replace(checkpoint.tensors[fqn, WEIGHT], source=source, replicas=replicas)
+    tensor = checkpoint.tensors[fqn, WEIGHT]._replace(source=source, replicas=replicas)
     return replace(checkpoint, tensors={**checkpoint.tensors, (fqn, WEIGHT): tensor})
 
 

@@ -184,7 +184,7 @@ def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(name: st
 
 def test_nothing_of_a_name_is_markup_and_nothing_is_loaded() -> None:
     checkpoint = damaged()
-    tensor = replace(checkpoint.tensors["norm.weight", WEIGHT], fqn=HOSTILE)
+    tensor = checkpoint.tensors["norm.weight", WEIGHT]._replace(fqn=HOSTILE)
     hostile = replace(checkpoint, path=f"/runs/{HOSTILE}", tensors={tensor.key: tensor})
     page, _ = Inspection(hostile).page()
     assert "<img" not in page and page.count("</script>") == 2 and page.count("<script") == 2

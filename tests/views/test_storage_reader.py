@@ -305,7 +305,7 @@ def test_replicas_that_disagree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     checkpoint = ckpt.open(DCP)
     (tmp_path / "other").write_bytes(bytes(12))
     other = Whole(Extent.contiguous(str(tmp_path / "other"), 0, FLOAT32, (3,)))
-    gain = replace(checkpoint.tensors["gain", WEIGHT], replicas=(other,))
+    gain = checkpoint.tensors["gain", WEIGHT]._replace(replicas=(other,))
     differing = replace(checkpoint, tensors={**checkpoint.tensors, ("gain", WEIGHT): gain})
     monkeypatch.setattr(storage_reader, "open_checkpoint", lambda *_, **__: differing)
     with pytest.raises(Exception, match="copies disagree for one tensor"):
