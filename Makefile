@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Processes that test at once; each may start engines of eight ranks.
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+# Processes that test at once; each may start engines of eight ranks. nproc counts OpenMP's threads if they are limited.
+WORKERS ?= $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2)
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
 export OMP_NUM_THREADS ?= 1

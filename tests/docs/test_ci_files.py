@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -70,6 +71,15 @@ def test_the_action_verifies(here: Path) -> None:
     assert shell(script, here, **env).returncode == 1
     script, env = step("Verify", path="nothing; touch harm")
     assert shell(script, here, **env).returncode == 3 and not (here / "harm").exists()
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OMP_THREAD_LIMIT"])
+def test_a_limit_on_threads_is_no_limit_on_test_workers(variable: str) -> None:
+    """Both variables limit nproc."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "WORKERS", "MAKE"))}
+    run = functools.partial(subprocess.run, cwd=REPOSITORY, capture_output=True, text=True)
+    cores = run(["sh", "-c", "nproc || echo 2"], env=env).stdout.strip()
+    assert f" -n {cores} " in run(["make", "-n", "test"], env=env | {variable: "1"}).stdout
 
 
 def test_the_workflow_runs_what_the_makefile_has() -> None:
