@@ -31,6 +31,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Shells make background processes ignore Ctrl-C, and interrupted test commands would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Waiting for the disk takes longer than most conversions. `tests/move` waits; no other test could see a difference.
+os.fsync = lambda fd: None
+
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
