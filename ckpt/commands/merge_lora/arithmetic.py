@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from math import frexp, prod
 
 import torch
 
@@ -74,22 +74,26 @@ def merge_linear(
     DoRA's `magnitude` is [out].
     """
     if magnitude is None:
-        return _add(weight, _product(a, b, transposed), scaling, b.dtype)
+        add_rows(a, b, scaling=scaling, transposed=transposed)(weight, 0)
+        return weight
     delta = _linear_delta(a, b, scaling, transposed)
     norm = _row_norms(_transpose(weight, transposed), _transpose(delta, transposed))
     factor = _transpose((magnitude / norm).view(-1, 1), transposed)
     return (factor * (weight + delta)).to(weight.dtype)
 
 
-def add_rows(a: torch.Tensor, b: torch.Tensor, *, scaling: float) -> Callable[[torch.Tensor, int], None]:
-    """Return a function that merges into rows of a linear layer, from their first row's number.
+def add_rows(
+    a: torch.Tensor, b: torch.Tensor, *, scaling: float, transposed: bool = False
+) -> Callable[[torch.Tensor, int], None]:
+    """Return a function that merges into rows of a weight, from their first row's number.
 
-    It has the bits of `merge_linear`. No other product may be computed in this thread in the meantime.
+    No other product may be computed in this thread in the meantime.
     """
-    product = _product(a, b, False)
+    product = _product(a, b, transposed)
+    is_exact = b.dtype == product.dtype and _scales_exactly(a, b, scaling)
 
     def add(rows: torch.Tensor, first: int) -> None:
-        _add(rows, product[first : first + len(rows)], scaling, b.dtype)
+        _add(rows, product[first : first + len(rows)], scaling, b.dtype, is_exact)
 
     return add
 
@@ -203,21 +207,26 @@ def _product(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor
     return _transpose(product, transposed)
 
 
-def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+def _scales_exactly(a: torch.Tensor, b: torch.Tensor, scaling: float) -> bool:
+    """Return True if scaling rounds no element of the product: by 1, 2, 4, ... to numbers that are not too large."""
+    largest = len(a) * float(a.abs().amax()) * float(b.abs().amax()) * scaling if a.numel() and b.numel() else 0.0
+    return scaling >= 1 and frexp(scaling)[0] == 0.5 and largest < torch.finfo(b.dtype).max / 4  # False for NaN
+
+
+def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: torch.dtype, is_exact: bool) -> None:
     """Compute `weight += (product * scaling).to(dtype)` as torch does: add in the wider dtype, round once.
 
-    A few rows at a time stay in the processor's cache.
+    A few rows at a time stay in the processor's cache. `is_exact` scaling takes no pass of its own.
     """
     wider = torch.promote_types(weight.dtype, dtype)
     number = rows_at_once(weight.shape[1])
     for part, rows in zip(weight.split(number), product.split(number), strict=True):
-        delta = rows.mul_(scaling).to(dtype)
+        delta, alpha = (rows, scaling) if is_exact else (rows.mul_(scaling).to(dtype), 1)
         if weight.dtype == wider:
-            part.add_(delta)
+            part.add_(delta, alpha=alpha)
         else:
             wide = _scratch("sum", tuple(part.shape), wider)
-            part.copy_(wide.copy_(part).add_(delta))
-    return weight
+            part.copy_(wide.copy_(part).add_(delta, alpha=alpha))
 
 
 def rows_at_once(columns: int) -> int:

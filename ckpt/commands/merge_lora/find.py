@@ -22,6 +22,7 @@ from ckpt.base.text import HUB_ID, Brief, pluralize
 from ckpt.base.words import Message, Note, joined
 from ckpt.move.casts import too_large
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.reading import read_exactly
 from ckpt.move.source import is_standin
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
@@ -81,10 +82,20 @@ class Factor:
         return len(fragments) == 1 and any(not (e.path in self.of.computed or is_standin(e.path)) for e in extents)
 
     def rows(self, number: int) -> Iterator[torch.Tensor]:
+        """Yield a range's rows, `number` at a time, in memory that the next rows overwrite."""
+        import torch
+
         assert self.choice is not None
+        (extent,) = (one.extent for one in self.choice.tensor.fragments())
+        memory = torch.empty((min(number, self.shape[0]), self.shape[1]), dtype=getattr(torch, extent.dtype.name))
+        place, end = extent.offset, extent.end
         with OpenFiles() as sources:
-            for first in range(0, self.shape[0], number):
-                yield load(self.choice, self.of, sources, slice(first, first + number))
+            while place < end:
+                rows = memory[: (end - place) // (self.shape[1] * extent.dtype.itemsize)]
+                data = rows.reshape(-1).view(torch.uint8).numpy().data
+                read_exactly(sources, extent.path, place, data)
+                place += len(data)
+                yield _cast_tensor(rows, self.choice.dtype, self.of, self.fqn) if self.choice.is_cast else rows
 
     def rounded(self, dtype: DType) -> Factor:
         def load() -> torch.Tensor:
@@ -93,8 +104,8 @@ class Factor:
         return self if self.choice and self.choice.dtype == dtype else replace(self, load=load, choice=None)
 
 
-def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None, rows: slice | None = None) -> torch.Tensor:
-    tensor = LazyTensor(choice.tensor, of.computed, sources)[... if rows is None else rows]
+def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> torch.Tensor:
+    tensor = LazyTensor(choice.tensor, of.computed, sources)[...]
     return _cast_tensor(tensor, choice.dtype, of, choice.tensor.fqn) if choice.is_cast else tensor
 
 
