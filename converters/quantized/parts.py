@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +19,13 @@ from ckpt.runs.recorded_precision import Quantization, quantization_of
 from converters.quantized.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
 from converters.quantized.headers import file_metadata
 from converters.quantized.methods import methods, schemes_of
+from converters.quantized.module_names import (
+    aliases,
+    is_target,
+    matches_by_name,
+    matches_in_some_loader,
+    matches_in_transformers,
+)
 from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Settings, UnknownValues
 
 _PLAIN = "{w}"
@@ -288,8 +294,13 @@ class QuantizedWeights:
                 return f"transformers joins experts while loading, but may not join the parts of {owner}"
             if packed and len(packed.shape) > 2 and not (fit.scheme and fit.scheme.loads_stacks):
                 return f"transformers may not apply the scales of stacked weights, such as {owner}"
+            module = owner.rpartition(".")[0]
+            if (self._known is None or self._known.matches is not matches_by_name) and any(
+                matches_in_transformers(entry, module) for entry in self._ignored
+            ):
+                return f"transformers excludes {module}, but it is quantized"
         for one in self._plain_in_one_layer:
-            if not _is_listed(one.fqn.rpartition(".")[0], self._ignored):
+            if not self._is_listed(one.fqn.rpartition(".")[0]):
                 return f"transformers excludes modules, but the config lists the tensor {one.fqn}"
         return None
 
@@ -496,13 +507,24 @@ class QuantizedWeights:
     def _misplaced(self) -> Iterator[Fault]:
         """Yield plain weights that the config quantizes, and quantized weights that it does not."""
         exact = set(self._ignored)
+        is_by_name = self._known is not None and self._known.matches is matches_by_name
         for owner, parts in self.owners.items():
-            if not exact.isdisjoint((owner, owner.rpartition(".")[0])) and any(map(self._is_packed, parts.values())):
+            module = owner.rpartition(".")[0]
+            if not any(map(self._is_packed, parts.values())):
+                continue
+            is_excluded = is_by_name and any(matches_by_name(entry, module) for entry in self._ignored)
+            if is_excluded or not exact.isdisjoint((owner, module)):
                 yield Fault(owner, "quantized, but the config excludes it")
+            elif is_by_name and self._targets and not is_target(module, self._targets, of_class=True):
+                yield Fault(owner, "quantized, but no group in the config has it as target")
         for tensor in self._plain_in_one_layer:
-            if not any(_is_listed(name, self._ignored) for name in (tensor.fqn, tensor.fqn.rpartition(".")[0])):
+            if not any(self._is_listed(name) for name in (tensor.fqn, tensor.fqn.rpartition(".")[0])):
                 what = f"{tensor.dtype}, but the same weight in other layers is quantized by {self.title}"
                 yield Fault(tensor.fqn, what)
+
+    def _is_listed(self, module: str) -> bool:
+        matches = self._known.matches if self._known else matches_in_some_loader
+        return any(matches(entry, name) for entry in self._ignored for name in aliases(module))
 
     @cached_property
     def _ignored(self) -> Sequence[str]:
@@ -511,19 +533,20 @@ class QuantizedWeights:
     @cached_property
     def _plain_in_one_layer(self) -> Sequence[Tensor]:
         """Plain weights that other layers quantize. Empty if the method or the config's targets allow them."""
-        is_allowed = (self._known and self._known.takes_plain) or self._settings.get("dynamic")
-        if self._method is None or is_allowed or self._has_narrow_targets:
+        if self._method is None or (self._known and self._known.takes_plain) or self._settings.get("dynamic"):
             return []
-        patterns = {_NUMBER.sub("*", owner) for owner in self.owners}
+        patterns, targets = {_NUMBER.sub("*", owner) for owner in self.owners}, self._targets
         others = (one for name, one in self.tensors.items() if name not in self.owners and name not in self.parts)
-        return [one for one in others if one.dtype.name not in PACKED and _NUMBER.sub("*", one.fqn) in patterns]
+        found = (one for one in others if one.dtype.name not in PACKED and _NUMBER.sub("*", one.fqn) in patterns)
+        return [one for one in found if not targets or is_target(one.fqn.rpartition(".")[0], targets, of_class=False)]
 
-    @property
-    def _has_narrow_targets(self) -> bool:
+    @cached_property
+    def _targets(self) -> Sequence[str]:
+        """Names and classes of the modules with quantized weights, in config groups."""
         groups = self._settings.get("config_groups")
         values = groups.values() if isinstance(groups, Mapping) else ()
-        targets = [t for group in values if isinstance(group, Mapping) for t in _strings(group.get("targets"))]
-        return any(target.startswith("re:") or "." in target for target in targets)
+        with_weights = (group for group in values if isinstance(group, Mapping) and group.get("weights"))
+        return [target for group in with_weights for target in _strings(group.get("targets"))]
 
     def _unlike_siblings(self) -> Iterator[Fault]:
         """Yield parts missing from a module but present in most other layers, for unknown methods."""
@@ -558,20 +581,6 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 def _strings(value: Any) -> list[str]:
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
-
-
-def _is_listed(module: str, entries: Iterable[str]) -> bool:
-    """Match an entry as name, prefix, suffix, pattern or regex."""
-    for entry in entries:
-        entry = entry.removeprefix("re:")
-        if entry in module or fnmatchcase(module, entry):
-            return True
-        try:
-            if re.search(entry, module):
-                return True
-        except re.error:
-            continue
-    return False
 
 
 def _is_padded(found: Shape, wanted: Shape) -> bool:

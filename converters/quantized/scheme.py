@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.plan.tensors import Shape
+from converters.quantized.module_names import matches_in_some_loader
 
 if TYPE_CHECKING:
     from converters.quantized._packed_weight import PackedParts, PlainWeight
@@ -144,7 +145,8 @@ class Method:
     have settings of their own, under their names. `unwritable` is the reason why safetensors files written by ckpt
     can't hold the weights. `packages` are required by transformers 5.23 (`quantizers/`, `validate_environment`).
     `recorded` returns the shapes of a weight's parts that its file's metadata records: by template, from the metadata,
-    its name and its parts' shapes.
+    its name and its parts' shapes. `matches` returns True if an entry in the config's list of excluded modules means
+    a module.
     """
 
     names: tuple[str, ...]
@@ -155,6 +157,7 @@ class Method:
     unwritable: str | None = None
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict, hash=False)
     packages: tuple[str, ...] = ()
+    matches: Callable[[str, str], bool] = matches_in_some_loader
     recorded: Callable[[Mapping[str, str], str, Mapping[str, Shape]], Mapping[str, Shape]] | None = None
 
 

@@ -247,6 +247,82 @@ def test_the_config_says_which_weights_are_plain() -> None:
     assert fault.fqn == "layers.1.up.weight" and "the config excludes it" in fault.what
 
 
+#: Quantizer's layout, entry for the plain or quantized module `model.layers.1.mlp.up_proj`, and if it is excluded.
+EXCLUDED = [
+    ("fp8 block", "model.layers.1.mlp.up_proj", True),
+    ("fp8 block", "model.layers.1.mlp", True),
+    ("fp8 block", "model.layers.*.mlp", True),
+    ("fp8 block", "up_proj", True),
+    ("fp8 block", "language_model.model.layers.1.mlp.up_proj", True),
+    ("fp8 block", "model.layers.1.mlp.up", False),
+    ("fp8 block", "model.layers.1", True),
+    ("fp8 block", "layers.1.mlp", False),
+    ("fp8 block", "ayers.1.mlp.up_pro", False),
+    ("compressed-tensors W8A8", "model.layers.1.mlp.up_proj", True),
+    ("compressed-tensors W8A8", r"re:.*layers\.1\..*up_proj$", True),
+    ("compressed-tensors W8A8", "model.language_model.layers.1.mlp.up_proj", True),
+    ("compressed-tensors W8A8", r"re:layers\.1", False),
+    ("compressed-tensors W8A8", "model.layers.1.mlp", False),
+    ("compressed-tensors W8A8", "up_proj", False),
+    ("compressed-tensors W8A8", r"re:.*up$", False),
+    ("compressed-tensors W8A8", "re:(", False),
+]
+
+
+def in_module(layout: str, name: str, is_plain: bool, **settings: Any) -> QuantizedWeights:
+    """Return three layers with one module. The second one may be plain."""
+    config, parts = LAYOUTS[layout]
+    tensors = {}
+    for layer in range(3):
+        module = name.replace("1", str(layer))
+        stored = {"weight": ("BF16", [OUT, IN])} if is_plain and layer == 1 else parts
+        names = {f"{module}.{part}": of for part, of in stored.items()}
+        tensors |= {fqn: tensor(fqn, *of) for fqn, of in names.items()}
+    return weights_of(tensors, {"quantization_config": {**config["quantization_config"], **settings}}, is_known=False)
+
+
+@pytest.mark.parametrize(("layout", "entry", "is_excluded"), EXCLUDED)
+def test_plain_weights_are_excluded_like_in_the_loader(layout: str, entry: str, is_excluded: bool) -> None:
+    module = "model.layers.1.mlp.up_proj"
+    found = in_module(layout, module, True, **{"ignore" if "W8A8" in layout else "modules_to_not_convert": [entry]})
+    assert [fault.fqn for fault in found.faults] == ([] if is_excluded else [f"{module}.weight"])
+
+
+@pytest.mark.parametrize(("layout", "entry", "is_excluded"), EXCLUDED)
+def test_quantized_weights_are_not_excluded(layout: str, entry: str, is_excluded: bool) -> None:
+    module, is_alias = "model.layers.1.mlp.up_proj", "language_model" in entry
+    key, is_by_name = ("ignore", True) if "W8A8" in layout else ("modules_to_not_convert", False)
+    found = in_module(layout, module, False, **{key: [entry]})
+    is_fault = is_excluded and not is_alias and (is_by_name or entry == module)
+    assert [fault.what for fault in found.faults] == ["quantized, but the config excludes it"] * is_fault
+    if is_excluded and not is_fault and not is_alias:
+        assert "transformers excludes model.layers." in str(found.untried)
+    elif not is_fault:
+        assert found.untried is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_quantized", "may_be_plain"),
+    [
+        (["Linear"], True, False),
+        (["re:.*mlp.*"], True, False),
+        (["model.language_model.layers.1.mlp.up_proj", "re:.*(0|2).mlp.up_proj"], True, False),
+        ([r"re:.*\.[02]\.mlp.*"], False, True),
+        (["re:.*self_attn.*"], False, True),
+        (["Llama4TextMLP"], True, True),
+    ],
+)
+def test_targets_say_which_weights_are_quantized(targets: list[str], is_quantized: bool, may_be_plain: bool) -> None:
+    layout, module = "compressed-tensors W8A8", "model.layers.1.mlp.up_proj"
+    (group,) = LAYOUTS[layout][0]["quantization_config"]["config_groups"].values()
+    others = {**group, "weights": None, "targets": [r"re:.*up_proj"]}
+    groups = {"config_groups": {"a": {**group, "targets": targets}, "b": others}}
+    found = in_module(layout, module, False, **groups)
+    assert (f"{module}.weight" not in [fault.fqn for fault in found.faults]) == is_quantized
+    found = in_module(layout, module, True, **groups)
+    assert (f"{module}.weight" not in [fault.fqn for fault in found.faults]) == may_be_plain
+
+
 @pytest.mark.parametrize(
     ("entry", "is_module"),
     [

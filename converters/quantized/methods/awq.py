@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ckpt.plan.tensors import Box
 from converters.quantized._weight import StoredWeights, Weight, affine, by_rows, group_index, num_groups, unpacked
+from converters.quantized.module_names import matches_parts_of_names
 from converters.quantized.scheme import (
     FLOATS,
     INT32,
@@ -99,4 +100,4 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     return _AwqWeight(group)
 
 
-METHOD = Method((NAME,), _awq, packages=("gptqmodel",))
+METHOD = Method((NAME,), _awq, packages=("gptqmodel",), matches=matches_parts_of_names)

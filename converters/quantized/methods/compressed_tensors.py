@@ -56,6 +56,7 @@ from converters.quantized.floats import (
     unsigned_zero_codes,
 )
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
+from converters.quantized.module_names import matches_by_name
 from converters.quantized.scheme import (
     BYTES,
     E4M3,
@@ -528,4 +529,5 @@ METHOD = Method(
     lambda: [*_naive(F8, None, {}), *_integers(None, {})],
     quantizers=_QUANTIZERS,
     packages=(NAME,),
+    matches=matches_by_name,
 )

@@ -25,6 +25,7 @@ from converters.quantized._weight import (
     rounded,
 )
 from converters.quantized.grids import e2m1_rounding, e4m3_rounding
+from converters.quantized.module_names import matches_parts_of_names
 from converters.quantized.scheme import (
     BYTES,
     E4M3,
@@ -153,4 +154,4 @@ _MODELOPT: Mapping[str, list[Scheme]] = {
     "W4A8_AWQ": [Scheme(WEIGHT, {**_AWQ_BYTES, SCALE_2: Part(F32), **_INPUT, **_BIAS}, _taller)],
 }
 
-METHOD = Method((NAME, "modelopt_fp4"), _modelopt)
+METHOD = Method((NAME, "modelopt_fp4"), _modelopt, matches=matches_parts_of_names)
