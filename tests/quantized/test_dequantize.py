@@ -359,6 +359,7 @@ def four_bits(folder: Path, weight: torch.Tensor, **options: Any) -> Any:
     return packed, state
 
 
+@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles its general code for each dtype
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_block_sizes_and_shapes_of_4_bits(
