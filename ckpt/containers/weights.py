@@ -187,8 +187,8 @@ def weight_files(
         name = f"{stem}-{number:05d}-of-{len(packed):05d}.safetensors" if len(packed) > 1 else f"{stem}.safetensors"
         header, placed = build_header(members, metadata)
         slots = tuple(
-            Slot(chosen[one.name].key, whole(one.shape), Extent.contiguous(name, offset, one.dtype, one.shape))
-            for one, offset in placed
+            Slot(chosen[fqn].key, whole(shape), Extent.contiguous(name, offset, dtype, shape))
+            for (fqn, dtype, shape), offset in placed
         )
         size = slots[-1].extent.end if slots else len(header)
         files.append(TargetFile(name, size, ((0, header),), slots))

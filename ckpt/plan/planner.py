@@ -272,10 +272,9 @@ def _flat_slot(slot: Slot, shape: Shape) -> FlatRange | None:
 
 def _tile(runs: Sequence[Run], tensor: Tensor) -> bool:
     """Return True if the runs hold every element exactly once, inside their extents."""
-    reached = 0
+    reached, dtype = 0, tensor.dtype
     for start, stop, extent, at, _ in runs:
-        is_right = extent.dtype is tensor.dtype or extent.dtype == tensor.dtype
-        if start != reached or start >= stop or at < 0 or at + stop - start > extent.numel or not is_right:
+        if start != reached or start >= stop or at < 0 or at + stop - start > extent.numel or extent.dtype != dtype:
             return False
         reached = stop
     return reached == tensor.numel

@@ -362,9 +362,10 @@ class Whole(NamedTuple):
         yield Fragment(whole(shape), self.extent, self.rank)
 
     def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
-        if self.extent.shape != shape or not self.extent.is_contiguous:
+        extent = self.extent
+        if extent.shape != shape or not is_contiguous(shape, extent.strides):
             return None
-        return [(start, stop, self.extent, start, self.rank)] if start < stop else []
+        return [(start, stop, extent, start, self.rank)] if start < stop else []
 
 
 @dataclass(frozen=True, slots=True)

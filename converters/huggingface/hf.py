@@ -140,9 +140,8 @@ class HuggingFace(Format):
         config = checkpoint.config if untied else None
         beside, notes = model_files(checkpoint, dtype, plain, plain=_is_plain(chosen), config=config)
         wrapped = _adapter_notes(chosen, checkpoint, layout)
-        told, loads = _proof(
-            checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside, dict(parts)
-        )
+        of_model = {name: chosen[name] for name in chosen if name in model[1]} if parts else chosen
+        told, loads = _proof(checkpoint, of_model, layout, beside, dict(parts))
         notes = (
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
             + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])

@@ -591,7 +591,9 @@ def _is_padded(found: Shape, wanted: Shape) -> bool:
 def is_quantized(checkpoint: Checkpoint) -> bool:
     """Return False if nothing records a quantization and no tensor has a packed dtype."""
     is_recorded = quantization_of(checkpoint.config, checkpoint.folders) is not None
-    return is_recorded or any(one.dtype.name in PACKED for one in checkpoint.with_role(WEIGHT, BUFFER))
+    return is_recorded or any(
+        dtype.name in PACKED for dtype in {one.dtype for one in checkpoint.with_role(WEIGHT, BUFFER)}
+    )
 
 
 def quantized_weights(checkpoint: Checkpoint, *, reads: bool = True) -> QuantizedWeights:
