@@ -169,9 +169,8 @@ def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
     place = Path(checkpoint.path)
     lost = lost_trainer_state(place.parent) if has_optimizer(checkpoint) else lost_optimizer(place)
     number = lost_step_number(place) or lost_step_number(place.parent)
-    notes = [
-        note for note in (told, steps, lost, number, rank_copies_note(checkpoint.tensors.values()), *empty) if note
-    ]
+    copies = rank_copies_note(checkpoint.tensors.values())
+    notes = [note for note in (checkpoint.lost_weights, told, steps, lost, number, copies, *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
 
 

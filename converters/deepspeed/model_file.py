@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
@@ -37,7 +38,31 @@ def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTen
 def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dict[str, StoredTensor], StateDictNames]:
     tensors = _state_dict(model, num_tensor_parallel)
     names = match(tensors, _recorded_shapes(model))
+    names = replace(names, lost=_lost(model, names.lacking, len(tensors)))
     return {names.renamed.get(fqn, fqn): stored for fqn, stored in tensors.items()}, names
+
+
+def _lost(model: RankFile, lacking: Container[str], num_entries: int) -> str:
+    """Return a sentence if the state dict has most recorded names, and lacks others, or "".
+
+    A model's own `state_dict()` may leave out most of them: TRL's has only the value head if PEFT trains the rest.
+    """
+    shapes = param_shapes(model) if model.content.get("param_shapes") is not None else []
+    trained = dict.fromkeys(fqn for group in shapes for fqn in group)
+    kinds: dict[tuple[str, str], Collection[str]] = {
+        ("trained parameter", "a conversion takes the masters' values"): trained,
+        ("frozen parameter", "a conversion takes the values of frozen_param_fragments"): frozen_shapes(model),
+        ("tied parameter", "a conversion takes the values under the other name"): ties(model),
+        ("buffer", "the buffers' values are nowhere"): sorted(buffer_names(model)),
+    }
+    lost = {kind: found for kind, names in kinds.items() if (found := [fqn for fqn in names if fqn in lacking])}
+    num_recorded = len({fqn for names in kinds.values() for fqn in names}) if shapes else num_entries
+    if not lost or 2 * sum(map(len, lost.values())) >= num_recorded:
+        return ""
+    lists = (f"{pluralize(len(found), what)} ({', '.join(found[:4])})" for (what, _), found in lost.items())
+    ends = "; ".join(end for _, end in lost)
+    what = f"the model's state dict lacks {' and '.join(lists)} in {Path(model.path).name}"
+    return f"{what}: DeepSpeed's strict load refuses the file; {ends}"
 
 
 def check_shapes(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> None:
@@ -220,29 +245,18 @@ _Parts = tuple[str, ...]
 class StateDictNames:
     """State dict names matched with recorded names.
 
-    `renamed` maps a dict name to the recorded name. `lacking` has the recorded names without an entry.
+    `renamed` maps a dict name to the recorded name. `lacking` has the recorded names without an entry. `lost` is a
+    sentence on them if the strict load needs them.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     unmatched: frozenset[str] = frozenset()
     lacking: frozenset[str] = frozenset()
+    lost: str = ""
 
     def copies(self, trained: Container[str]) -> frozenset[str]:
         """Return second copies' names."""
         return self.unmatched.union(fqn for fqn in self.renamed.values() if fqn in trained)
-
-    def lost(self, trained: Collection[str]) -> str:
-        """Return a sentence if most trained parameters have an entry, and others have none, or "".
-
-        A model's own `state_dict()` may leave out most of them: TRL's has only the value head if PEFT trains the rest.
-        """
-        lost = [fqn for fqn in trained if fqn in self.lacking]
-        if not lost or 2 * len(lost) >= len(trained):
-            return ""
-        return (
-            f"the model's state dict lacks {pluralize(len(lost), 'trained parameter')} ({', '.join(lost[:4])}): "
-            "DeepSpeed's strict load refuses the file; a conversion takes the masters' values"
-        )
 
     def notes(self) -> Iterator[str]:
         if self.renamed:

@@ -130,12 +130,13 @@ class _RankContent:
     ties: Mapping[str, str]
     optimizers: Sequence[Optimizer]
     named: Sequence[Optimizer] | None
+    lost: str
 
 
 def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _RankContent:
     folder, file = list_step_folder(path, tp_rank), _model_file(path, tp_rank, sources)
     sharing, experts = experts_of(folder.experts, file, sources)
-    module, buffers = model_file.module(file, num_ranks), model_file.buffer_names(file)
+    (module, names), buffers = model_file.module_and_names(file, num_ranks), model_file.buffer_names(file)
     tensors: dict[Key, Tensor] = {}
     again = routers(file, module)
     ties = dict(again)
@@ -161,7 +162,7 @@ def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: in
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
     sharing = replace(sharing, num_ranks=len(optimizers))
     named = _named(shapes, optimizers, sharing) if optimizers[0].groups else []
-    return _RankContent(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, named)
+    return _RankContent(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, named, names.lost)
 
 
 def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkpoint:
@@ -197,6 +198,7 @@ def _checkpoint(held: _RankContent, named: Sequence[Optimizer] | None) -> Checkp
         folders=(str(held.path.parent),),
         notes=(*notes, *([missing] if missing else []), *held.sources.notes),
         missing_optimizer=missing,
+        lost_weights=held.lost,
         unmapped_optimizer=unmapped,
         computed=states.computed,
         quantized=QuantizedStates(states.quantized),

@@ -126,13 +126,13 @@ def _read_folder(path: Path) -> Checkpoint:
             path=model.path,
             hint="give the checkpoint before its conversion to a universal checkpoint",
         )
-    (module, names), ties = model_file.module_and_names(model), model_file.ties(model)
+    dicts, ties = [model_file.module_and_names(one) for one in models], model_file.ties(model)
+    module, names = dicts[0]
     buffers = model_file.buffer_names(model)
     state = reading.load(path / "zero" / _OPTIMIZER_STATE)
     groups = model_file.param_shapes(model)
     trained = dict.fromkeys(fqn for group in groups for fqn in group)
     copies, natives = names.copies(trained), model_file.natives(model, module, buffers)
-    lost = names.lost(trained)
     frozen = {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
     # `zero/` has fp32 copies of these weights.
     for fqn, stored in module.items():
@@ -148,7 +148,8 @@ def _read_folder(path: Path) -> Checkpoint:
     for group in groups:
         for fqn, shape in group.items():
             _add_parameter(reading, fqn, shape, natives.get(fqn))
-    model_file.check_shapes(model, module, buffers)
+    for one, (held, _) in zip(models, dicts, strict=True):
+        model_file.check_shapes(one, held, buffers)
     _add_stage3_steps(reading, state.content, groups)
     _check_complete(reading, groups)
     world_size, version = (model.content.get(key) for key in ("dp_world_size", "ds_version"))
@@ -171,8 +172,8 @@ def _read_folder(path: Path) -> Checkpoint:
             frozen_saved=saved,
         ),
         folders=(str(path.parent),),
-        notes=(*((model_file.FROZEN_LEFT_OUT,) if saved is False else ()), *names.notes(), *filter(None, [lost])),
-        lost_weights=lost,
+        notes=(*((model_file.FROZEN_LEFT_OUT,) if saved is False else ()), *names.notes()),
+        lost_weights=next((one.lost for _, one in dicts if one.lost), ""),
     )
 
 

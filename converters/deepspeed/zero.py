@@ -250,7 +250,7 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
     groups, num_ranks = model_file.param_shapes(file), len(inners)
     natives = model_file.natives(file, module, buffers)
     trained = dict.fromkeys(fqn for group in groups for fqn in group)
-    copies, reading.lost_weights = names.copies(trained), names.lost(trained)
+    copies, reading.lost_weights = names.copies(trained), names.lost
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module, **frozen}.items():
         if isinstance(stored, StoredTensor) and fqn not in reading.ties and fqn not in copies:
@@ -316,7 +316,7 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
     reading.notes = tuple(names.notes())
     buffer_names = model_file.buffer_names(file)
     sub_groups = model_file.param_shapes(file)
-    reading.lost_weights = names.lost([fqn for group in sub_groups for fqn in group])
+    reading.lost_weights = names.lost or reading.lost_weights
     if len(set(partition_counts(inners[0]))) > 1:
         raise NotFoundError(
             "parameter groups partitioned over different numbers of ranks are not supported", path=inners[0].path
@@ -369,7 +369,9 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
     file = reading.load(reading.folder.model_per_rank[rank], rank)
     if rank == 0:
         return file
-    names, module = model_file.buffer_names(file), model_file.module(file, reading.num_tensor_parallel)
+    names = model_file.buffer_names(file)
+    module, matched = model_file.module_and_names(file, reading.num_tensor_parallel)
+    reading.lost_weights = reading.lost_weights or matched.lost
     model_file.check_shapes(file, module, names)
     content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
     content["module"] = {fqn: value for fqn, value in module.items() if fqn in names}
@@ -521,7 +523,7 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
         facts=DeepSpeedFacts(reading.own_order),
         state=state,
         folders=(str(folder.parent),),
-        notes=(*left_out, *reading.notes, *filter(None, [reading.lost_weights]), *reading.sources.notes),
+        notes=(*left_out, *reading.notes, *reading.sources.notes),
         computed=reading.states.computed,
         quantized=QuantizedStates(reading.states.quantized),
         unread=reading.states.left_out(),

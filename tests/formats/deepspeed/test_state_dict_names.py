@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckpt import api
 from ckpt.base.errors import CorruptError
@@ -17,7 +19,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
 from converters.deepspeed.model_file import match
-from tests.support.building import MODEL_NAME, assert_holds, groups_of, write_stage2, write_stage3
+from tests.support.building import MODEL_NAME, assert_holds, groups_of, slot, write_stage2, write_stage3
 from tests.support.commands import ckpt
 from tests.support.model_files import rewriting
 
@@ -107,6 +109,86 @@ def test_a_parameter_that_the_dict_lost(
         result = ckpt(command, run)
         assert (result.code, words in result.out + result.err) == (4, True)
     assert words in ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out").err
+
+
+def saying(run: Path, words: str, code: int) -> bool:
+    """Run `check` and `resume`, and return True if both say `words` and end with `code`."""
+    done = [ckpt(command, run) for command in ("check", "resume")]
+    assert [one.code for one in done] == [code, code], done
+    return all(words in one.out + one.err for one in done)
+
+
+@WRITERS
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_frozen_parameter_or_a_buffer_that_the_dict_lost(
+    tmp_path: Path, write: Callable[..., Path], is_frozen: bool
+) -> None:
+    """The run saved its frozen parameters, so the file records them."""
+    value = torch.randn(3, 5).bfloat16()
+
+    def change(model: dict[str, Any], rank: int, *, lost: bool) -> None:
+        names = {"base.weight": is_frozen, "inner.running_mean": not is_frozen}
+        model["frozen_param_shapes"] = {"base.weight": value.shape}
+        model["buffer_names"] = ["inner.running_mean"]
+        kept = {"base.weight": value, "inner.running_mean": torch.arange(3.0)}
+        model["frozen_param_fragments"] = {"base.weight": value}
+        if write is write_stage3:
+            kept["base.weight"] = torch.empty(0, dtype=torch.bfloat16)
+            model["frozen_param_fragments"] = {"base.weight": slot(value, rank, 2)}
+        model["module"] |= {name: kept[name] for name, is_lost in names.items() if not (lost and is_lost)}
+
+    whole = write(tmp_path / "whole", GROUPS, 2, change_model=partial(change, lost=False))
+    assert not api.open(whole).lost_weights and ckpt("check", whole).code == ckpt("resume", whole).code == 0
+    run = write(tmp_path / "run", GROUPS, 2, change_model=partial(change, lost=True))
+    what = "1 frozen parameter (base.weight)" if is_frozen else "1 buffer (inner.running_mean)"
+    words = f"the model's state dict lacks {what} in "
+    assert saying(run, words, 4)
+    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert (done.code, words in done.err) == (0, True)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("inner.running_mean" in tensors) == is_frozen
+    assert torch.equal(tensors["base.weight"], value)
+
+
+def test_frozen_parameters_left_out_by_the_save_are_not_lost(tmp_path: Path) -> None:
+    def change(model: dict[str, Any], rank: int) -> None:
+        model["frozen_param_shapes"] = model["frozen_param_fragments"] = None
+
+    run = write_stage2(tmp_path / "run", GROUPS, 2, change_model=change)
+    checkpoint = api.open(run)
+    assert not checkpoint.lost_weights and any("without its frozen parameters" in note for note in checkpoint.notes)
+
+
+def test_the_dict_of_another_rank_lost_a_parameter(tmp_path: Path) -> None:
+    def change(model: dict[str, Any], rank: int) -> None:
+        if rank:
+            del model["module"]["inner.a.weight"]
+
+    run = write_stage3(tmp_path / "run", GROUPS, 2, change_model=change)
+    assert_holds(api.open(run), GROUPS)
+    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    assert saying(run, f"lacks 1 trained parameter (inner.a.weight) in {name}", 4)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "name", "kind"),
+    [
+        ("toy-zero0", "seen", "buffer"),
+        ("toy-zero1", "mask", "buffer"),
+        ("toy-zero2", "seen", "buffer"),
+        ("toy-zero2", "head.weight", "tied parameter"),
+        ("toy-zero2", "frozen.weight", "frozen parameter"),
+    ],
+)
+def test_a_name_that_real_dicts_lost(fixtures: Path, tmp_path: Path, fixture: str, name: str, kind: str) -> None:
+    run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run"))
+    assert not api.open(run).lost_weights
+    for file in run.glob("global_step*/mp_rank_*_model_states.pt"):
+        with rewriting(file) as model:
+            del model["module"][name]
+    checkpoint = api.open(run)
+    assert checkpoint.lost_weights in checkpoint.notes
+    assert saying(run, f"lacks 1 {kind} ({name}) in mp_rank_00_model_states.pt", 4)
 
 
 @WRITERS
