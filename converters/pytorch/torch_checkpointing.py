@@ -46,6 +46,10 @@ from converters.pytorch.rank_parts import Part, local_box, parts_of, placed
 
 _SUFFIXES = {"TorchSerialization": ".pt", "SafetensorsSerialization": ".safetensors"}
 _MAX_COMPARED = 1 << 20
+#: Content of items, by a word in their names. torch's schedulers have these keys (torch 2.13, optim/lr_scheduler.py).
+_NUMBER, _SCHEDULE, _OTHER = "a number", "the state of a learning-rate schedule", "other values"
+_CONTENT = {"step": _NUMBER, "iteration": _NUMBER, "sched": _SCHEDULE, "loader": _OTHER}
+_OF_SCHEDULES = ("base_lrs", "_step_count", "_last_lr", "best")
 
 
 class TorchCheckpointing(Format):
@@ -175,8 +179,8 @@ class _ItemReading:
                 reading.dtensor = reading.dtensor or _dtensor(file)
             reading.leaves += _tied(name, _leaves(name, held, item))
             reading.notes += self._copied(item)
-        for name, files in self._others(items, world_size).items():
-            self._add_other(reading, name, files, world_size)
+        others = self._others(items, world_size).items()
+        _check_contents({name: self._add_other(reading, name, files, world_size) for name, files in others})
         reading.data.files |= self.sources.by_path
         reading.data.ranks = world_size
         reading.notes += self.sources.notes
@@ -232,12 +236,15 @@ class _ItemReading:
                 found.setdefault(match["item"], {})[int(match["rank"])] = confined(self.folder, name)
         return found
 
-    def _add_other(self, reading: StateDictReading, name: str, files: Mapping[int, Path], world_size: int) -> None:
+    def _add_other(
+        self, reading: StateDictReading, name: str, files: Mapping[int, Path], world_size: int
+    ) -> dict[Path, Any]:
+        """Add an item without metadata, and return its content by file."""
         is_model = name in (*MODEL_NAMES, *OPTIMIZER_NAMES)
         if is_model:
             check_all_there("rank files are missing", files, world_size, self.folder, f"{name}_0.pt")
         elif len(files) < world_size:
-            return  # every rank writes each item, so this is another file
+            return {}  # every rank writes each item, so this is another file
         roots = {rank: self.sources.root(path, is_named=True) for rank, path in sorted(files.items())}
         held = [RankFile(str(files[rank]), rank, dict(_paths_and_values(root))) for rank, root in roots.items()]
         shared = None if is_model else _shared(list(roots.values()))
@@ -248,6 +255,7 @@ class _ItemReading:
             reading.per_rank[name] = {str(rank): root for rank, root in roots.items()}
         else:
             reading.leaves.append(((name,), _with_number(shared, name)))
+        return {files[rank]: root for rank, root in roots.items()}
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -388,6 +396,36 @@ def _dotted(path: Path_) -> str:
 # -- items without metadata ----------------------------------------------------------------------------------------
 
 _DIFFERENT = object()
+
+
+def _check_contents(items: Mapping[str, Mapping[Path, Any]]) -> None:
+    """Raise CorruptError for another item's content: no metadata describes the step, schedule and data position.
+
+    A schedule is known by its keys. A missing number counts if another item has one in its place.
+    """
+    odd = {
+        path: (expected, found)
+        for name, roots in items.items()
+        for path, root in roots.items()
+        if (expected := next((kind for word, kind in _CONTENT.items() if word in name), None))
+        if (found := _kind_of_item(root)) != expected
+    }
+    for path, (expected, found) in odd.items():
+        if found == _SCHEDULE or (expected == _NUMBER and any(other == _NUMBER for _, other in odd.values())):
+            raise CorruptError(
+                "an item's file has another item's content",
+                path=path,
+                expected=expected,
+                found=found,
+                hint="were the files of two items exchanged?",
+            )
+
+
+def _kind_of_item(value: Any) -> str:
+    if isinstance(value, Mapping) and "last_epoch" in value and not value.keys().isdisjoint(_OF_SCHEDULES):
+        return _SCHEDULE
+    is_number = isinstance(value, int | float) or (isinstance(value, StoredTensor) and not value.shape)
+    return _NUMBER if is_number else _OTHER
 
 
 def _shared(values: list[Any]) -> Any:

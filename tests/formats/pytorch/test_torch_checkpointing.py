@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ckpt
 from ckpt import api
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.runs.unread_files import list_unread
+from tests.support.commands import ckpt as command_line
 from tests.support.damage import Damage, Fault, copied, removed
 from tests.support.places import FIXTURES
 
@@ -69,6 +71,40 @@ def test_ranks_values_are_kept_apart(run: Path) -> None:
     for rank in range(2):
         torch.save({"seed": rank}, run / f"step-2/random_{rank}.pt")
     assert api.open(run / "step-2").state.per_rank["random"] == {"0": {"seed": 0}, "1": {"seed": 1}}
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("items", [*combinations(["step", "lr_scheduler", "dataloader"], 2)], ids="-".join)
+def test_files_of_two_items_are_exchanged(run: Path, items: tuple[str, str], ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
+        one, other = (run / f"step-3/{item}_{rank}.pt" for item in items)
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    with pytest.raises(CorruptError, match="another item's content") as caught:
+        api.open(run / "step-3")
+    assert caught.value.path is not None and Path(caught.value.path).name in {
+        f"{item}_{rank}.pt" for item in items for rank in ranks
+    }
+    for command in ("check", "resume"):
+        assert command_line(command, run / "step-3").code == 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"step": 3},  # nothing else looks like the step's number
+        {"best": 0.5},  # a schedule has an epoch, too
+        [3],
+    ],
+)
+@pytest.mark.parametrize("item", ["step", "lr_scheduler", "dataloader", "metrics"])
+def test_an_item_with_unusual_content_is_no_other_items(run: Path, item: str, content: object) -> None:
+    import torch
+
+    for rank in range(2):
+        torch.save(content, run / f"step-3/{item}_{rank}.pt")
+    assert api.open(run / "step-3").format == "torch-checkpointing"
 
 
 def test_item_without_a_ranks_file_is_not_read(run: Path) -> None:
