@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt.base.errors import printable
@@ -36,9 +37,19 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
         ],
         "notes": list(map(typed, plan.target.notes)),
         "left_out": list(map(typed, plan.target.not_written)),
-        "not_read": [one.to_json() for one in unread_files.list_unread(plan.checkpoint)],
+        "not_read": [one.to_json() for one in _unread(plan)],
         "loads": plan.target.loads and plan.target.loads.to_json(),
     }
+
+
+def _unread(plan: Plan) -> Iterator[unread_files.UnreadFile]:
+    """Yield the source's unread files and folders, without copied ones."""
+    place = plan.checkpoint.path
+    root = place if os.path.isdir(place) else os.path.dirname(place)
+    copied = [f"{os.path.relpath(one.copied.path, root)}/" for one in plan.target.files if one.copied is not None]
+    for one in unread_files.list_unread(plan.checkpoint):
+        if not any(path.startswith(f"{one.name.rstrip('/')}/") for path in copied):
+            yield one
 
 
 def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:

@@ -156,6 +156,7 @@ def test_a_run_of_diffusers_under_deepspeed_has_its_hooks_config(
         told = f"copied for the script's load hook: {', '.join(f'{name}/' for name in hooks)}"
         assert done.code == 0 and told in done.err, done.err
         for name in hooks:
+            assert f"not read: ../{name}" not in done.err, done.err
             assert contents(out / name) == contents(step / name)
         assert ckpt("check", out).code == 0 and ckpt("verify", run, out).code == 0
     assert_states(tmp_path / "zero", live, tmp_path / "full")
@@ -289,6 +290,7 @@ def test_a_save_hooks_adapter_is_copied(copied: Callable[[str], Path], tmp_path:
     run = copied("diffusers-fsdp2")
     done = ckpt("convert", "auto", "dcp", run, "--world-size", 3, "-o", tmp_path / "out")
     assert done.code == 0 and f"copied for the script's load hook: {LORA}" in done.err, done.err
+    assert f"not read: {LORA}" not in done.err, done.err
     assert (tmp_path / "out" / LORA).read_bytes() == (run / "checkpoint-2" / LORA).read_bytes()
 
 
