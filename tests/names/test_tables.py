@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from ckpt.errors import CorruptError
@@ -134,6 +135,21 @@ def test_a_table_says_what_is_really_saved(tmp_path: Path, model_type: str) -> N
             assert dict(found.required) == truth, (change, cls.__name__)
             compared += 1
     assert compared
+
+
+def test_order_of_models_that_answer_questions() -> None:
+    """Ten of them have `transformer.` in front of the model's names instead of `model.`."""
+    compared = 0
+    for model_type in sorted(FAMILIES.keys() - TWINS.keys()):
+        cls = getattr(transformers, f"{FAMILIES[model_type].stem}ForQuestionAnswering", None)
+        if cls is None or cls.config_class.model_type != model_type:
+            continue
+        with torch.device("meta"):
+            model = cls(transformers.CONFIG_MAPPING[model_type].from_dict(base_of(model_type)))
+        names = [name for name, _ in model.named_parameters()]
+        assert as_registered(sorted(names), model_type) == names, cls.__name__
+        compared += 1
+    assert compared > 20
 
 
 def test_order_follows_rows_and_their_first_modules() -> None:

@@ -28,9 +28,13 @@ def as_registered(names: Iterable[str], model_type: str) -> list[str]:
     base, inside = next(iter(modules.children.items()))
 
     def full(name: str) -> str:
-        """Add the prefix missing from a model without a head."""
-        first = name.partition(".")[0]
-        return f"{base}.{name}" if first in inside.children and first not in modules.children else name
+        """Add the prefix missing from a model without a head, and replace the prefix of `...ForQuestionAnswering`."""
+        first, _, rest = name.partition(".")
+        if first in modules.children:
+            return name
+        if first in inside.children:
+            return f"{base}.{name}"
+        return f"{base}.{rest}" if rest.partition(".")[0] in inside.children else name
 
     return sorted(names, key=lambda name: modules.key(full(name)))
 
