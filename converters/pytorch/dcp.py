@@ -144,6 +144,7 @@ class StateDictReading:
     states: OptimizerStates = field(default_factory=OptimizerStates)
     spread: list[str] = field(default_factory=list)
     is_pair: bool = False
+    lacks_shapes: bool = False
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Any DTensor of the files.
     dtensor: Record | None = None
@@ -193,10 +194,7 @@ class StateDictReading:
         for name in names:
             self.data.add_file(str(folder / name))
         self.data.ranks = max(self.data.ranks, *ranks)
-        self.notes.append(
-            "DCP's safetensors files record neither full shapes nor the number of ranks: a missing file from the "
-            "last rank would go unnoticed"
-        )
+        self.lacks_shapes = True
 
     def hub_model(self, folder: Path, request: ReadRequest) -> None:
         from converters.pytorch.trainer import in_memory
@@ -257,6 +255,11 @@ class StateDictReading:
                 tensors[fqn, WEIGHT] = leaf.tensor(fqn, WEIGHT)
         ties = _stored_ties(found.weights)
         odd = self._states(found, tensors)
+        if self.lacks_shapes and not _recorded_shapes(found).keys() >= {fqn for fqn, role in tensors if role == WEIGHT}:
+            self.notes.append(
+                "DCP's safetensors files record neither full shapes nor the number of ranks: a missing file from the "
+                "last rank would go unnoticed"
+            )
         folders = run_folders(path)
         tie_as_declared(tensors, ties, _config(request, folders))
         entries = self._entries(found, odd)

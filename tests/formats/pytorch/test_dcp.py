@@ -25,6 +25,7 @@ from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.state.positions import with_step_count
 from converters.pytorch.dcp import DCP
+from tests.support.commands import ckpt as command
 from tests.support.dcp_folders import check_replicas, edit, nested, read, save, trained, write
 from tests.support.engines import Truth, launch, launch_in_turn, raw
 from tests.support.places import REPOSITORY
@@ -408,6 +409,19 @@ def test_safetensors_that_torch_writes(tmp_path: Path) -> None:
     writer = HuggingFaceStorageWriter(str(tmp_path / "step"), save_distributed=True)
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     assert_true(read(tmp_path / "step"), {(fqn, WEIGHT): raw(t) for fqn, t in model.state_dict().items()})
+
+
+def test_optimizer_states_prove_that_no_rank_of_safetensors_is_missing(fixtures: Path, tmp_path: Path) -> None:
+    skipped = shutil.ignore_patterns("truth")
+    run = Path(shutil.copytree(fixtures / "transformers-distributed" / "sharded", tmp_path / "run", ignore=skipped))
+    assert not any("would go unnoticed" in note for note in ckpt.open(run).notes)
+    last = max(run.glob("shard-*"))
+    content = last.read_bytes()
+    last.unlink()
+    assert command("check", run).code == 4
+    last.write_bytes(content)
+    shutil.rmtree(run / "optimizer")
+    assert any("would go unnoticed" in note for note in ckpt.open(run).notes)
 
 
 @pytest.mark.parametrize("num_files", [None, 1, 2])
