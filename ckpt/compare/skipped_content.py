@@ -58,4 +58,10 @@ def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
                 f"optimizer state {one_line(role)} of {pluralize(num_others, 'parameter')}: it is not a number"
             )
     left = [note for note in named.notes if note not in checkpoint.notes]  # tensors without a name on the Hub
+    if left and _num_elements(named) == _num_elements(checkpoint):  # only renamed
+        left = []
     return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, (*left, *checkpoint.unread)))]
+
+
+def _num_elements(checkpoint: Checkpoint) -> int:
+    return sum(tensor.numel for tensor in checkpoint.tensors.values())

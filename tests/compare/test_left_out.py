@@ -190,6 +190,18 @@ def test_random_states_and_schedules_are_not_listed(fixture: str) -> None:
     assert "not in the digests" not in ckpt("hash", FIXTURES / fixture).err
 
 
+def test_removed_prefix_of_names_leaves_nothing_out(tmp_path: Path) -> None:
+    """The digests are those of the run without the prefix. A tensor that has no name on the Hub is named."""
+    run, out = FIXTURES / "sentence-transformers", tmp_path / "zero3"
+    assert ckpt("convert", "auto", "zero3", run, "--world-size", "1", "-o", out).code == 0
+    assert any("removed the prefix" in note for note in api.plan(api.open(out), "hf").plan.target.notes)
+    done = ckpt("hash", out)
+    of_run = ckpt("hash", run).out
+    assert next(line for line in of_run.splitlines() if "weights" in line) in done.out.splitlines()
+    assert "not in the digests" not in done.err and "removed the prefix" not in done.err, done.err
+    assert "not in the digests" in ckpt("hash", FIXTURES / "torchtitan-qwen3-moe").err
+
+
 def test_states_that_no_reader_understands_are_listed(tmp_path: Path) -> None:
     here = replace(api.open(FIXTURES / "toy-zero3"), unread=("optimizer state q of x: it is a.B",))
     report = api.verify(here, here)
