@@ -16,6 +16,7 @@ from pathlib import Path
 from ckpt.base.text import pluralize
 from ckpt.move.listing import names_in
 from ckpt.runs.finding import numbered
+from ckpt.runs.model_files import CONFIG
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import (
     ACCELERATE_RNG,
@@ -81,21 +82,26 @@ def lost_random_states(step: Path, world_size: int | None) -> Iterator[tuple[str
             yield states[0].name_of(rank), f"the file of rank {rank} is missing{why}", not last < rank < recorded
 
 
-def lost_schedules(step: Path) -> Iterator[tuple[str, str]]:
-    """Yield the schedules of HF Trainer or Accelerate that the steps before and after `step` have.
+def lost_trainer_files(step: Path) -> Iterator[tuple[str, str]]:
+    """Yield the files of HF Trainer or Accelerate that the steps before and after `step` have.
 
-    Steps with DeepSpeed are only compared with each other, because its engine may hold the schedule.
+    These are schedules, the model's config, and random states if `step` has none. Steps with DeepSpeed are only
+    compared with each other, because its engine may hold the schedule.
     """
     names = names_in(step) if step.is_dir() else []
     numbers = {int(one[1] or 0) for name in names if (one := _ACCELERATE_SCHEDULE.fullmatch(name))}
     for number in sorted({*range(max(numbers, default=0))} - numbers):
         yield numbered("scheduler.bin", number), f"missing, {numbered('scheduler.bin', max(numbers))} is there"
-    if numbers or MANIFEST in names or not _has_optimizer(names):
+    if MANIFEST in names or not _has_optimizer(names):
         return
     alike = [other for other in _names_nearby(step) if _is_of_deepspeed(other) is _is_of_deepspeed(names)]
-    theirs = [{name for name in other if name == SCHEDULE or _ACCELERATE_SCHEDULE.fullmatch(name)} for other in alike]
-    for name in sorted(set.intersection(*theirs).difference(names)) if theirs else ():
+    lost = set.intersection(*map(set, alike)).difference(names) if alike else set[str]()
+    schedules = {name for name in lost if name == SCHEDULE or _ACCELERATE_SCHEDULE.fullmatch(name)}
+    states = sorted(one.name for one in random_states(lost))
+    for name in sorted({*(() if numbers else schedules), *(() if random_states(names) else states[:1])}):
         yield name, OTHERS_HAVE_IT
+    if CONFIG in lost:
+        yield CONFIG, OTHERS_HAVE_IT
 
 
 def lost_schedule(step: Path) -> str:

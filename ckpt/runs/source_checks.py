@@ -6,7 +6,7 @@ optimizers create states at the first gradient.
 
 Two saves: an optimizer ahead of the model proves it. An optimizer behind the model may have been restarted, if only
 weights were loaded. Then the fp32 masters still round to the model's weights. HF Trainer also counts steps skipped
-after an overflow, so its optimizer may be behind.
+after an overflow, so its optimizer may be behind, and its schedule is as well.
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError
 from ckpt.base.text import pluralize
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.move.files import confined
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import whole
-from ckpt.runs.steps import contradicting_folder, recorded_number, run_at, step_number, trainer_step, trainer_steps
+from ckpt.runs.steps import (
+    SCHEDULE,
+    TRAINER_STATE,
+    contradicting_folder,
+    recorded_number,
+    run_at,
+    step_number,
+    trainer_step,
+    trainer_steps,
+)
 
 _PLACEHOLDER = (0,)
 #: Modules use these suffixes for a tensor with shape [0] only next to other empty tensors.
@@ -181,6 +192,9 @@ def different_steps(checkpoint: Checkpoint) -> str:
     step = recorded_number(path) if state.step is None and path.is_dir() else state.step
     if step is None or taken < 0:
         return ""
+    if taken < step == _schedule_steps(state.lr_scheduler) and state.zero_stage is None:
+        what = f"the model and the schedule are from step {step}, but the optimizer has taken {taken:g}"
+        return f"{what}: are all files from one save?"
     is_more = taken > step and (state.step is None or trainer_step(path) is not None)
     if not is_more and (state.zero_stage is None or taken == step - skipped):
         return ""
@@ -195,7 +209,7 @@ def step_mismatch(checkpoint: Checkpoint) -> str:
     If a trainer's folders may count something else, another folder with this step and the same name must prove it.
     """
     place, step = Path(checkpoint.path), checkpoint.state.step
-    if told := contradicting_folder(place, step):
+    if told := contradicting_folder(place, step) or _odd_schedule(checkpoint):
         return told
     if step is None or step_number(place.name) in (None, step):
         return ""
@@ -206,6 +220,26 @@ def step_mismatch(checkpoint: Checkpoint) -> str:
                 if registry.get(checkpoint.format).read(other.path, ReadRequest()).state.step == step:
                     return f"the folder is called {place.name}, but it is from step {step}, like {other.path.name}"
     return ""
+
+
+def _odd_schedule(checkpoint: Checkpoint) -> str:
+    """Return a sentence if HF Trainer's schedule is from another step, whose own schedule counts the run's steps."""
+    place, last = Path(checkpoint.path), _schedule_steps(checkpoint.state.lr_scheduler)
+    step = checkpoint.state.step
+    if last in (None, step) or step != _optimizer_steps(checkpoint) or not (place / SCHEDULE).is_file():
+        return ""
+    for other in run_at(place.parent).steps:
+        if other.number == last and (other.path / SCHEDULE).is_file():
+            with suppress(CkptError):  # reported elsewhere
+                if _schedule_steps(torchfile.read(confined(other.path, SCHEDULE)).root) == last:
+                    what = f"{SCHEDULE} is from step {last}, like {other.path.name}'s"
+                    return f"{what}; the optimizer and {TRAINER_STATE} are from step {step}"
+    return ""
+
+
+def _schedule_steps(schedule: Any) -> int | None:
+    last = schedule.get("last_epoch") if isinstance(schedule, Mapping) else None
+    return last if type(last) is int else None
 
 
 def _optimizer_steps(checkpoint: Checkpoint) -> float:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.commands import Result, ckpt
+from tests.support.model_files import merge_json, rewriting
 
 HOOKS = "unet/diffusion_pytorch_model.safetensors"
 BROKEN = "this step is not whole: "
@@ -69,6 +71,28 @@ def test_a_broken_file_that_the_trainer_itself_does_not_read(
     checked, resumed = both(place)
     assert checked.code == 4 and f"  - {file}: " in checked.out, checked.out
     assert (resumed.code, resumed.out) == (0, f"{place}\n") and f"note: {BROKEN}{file}: " in resumed.err, resumed.err
+
+
+@pytest.mark.parametrize("file", ["1_Pooling/config.json", "2_Dense/config.json", "config.json"])
+def test_sentence_transformers_needs_the_config_of_each_module(copied: Callable[[str], Path], file: str) -> None:
+    step = copied("sentence-transformers") / "checkpoint-2"
+    (step / file).unlink()
+    checked, resumed = both(step)
+    assert (checked.code, resumed.code) == (4, 4) and f"{step}/{file}" in resumed.err, (checked, resumed)
+    assert f"  - {file}: missing, modules.json lists its module" in checked.out, checked.out
+    resumed = ckpt("resume", step, "--world-size", "3", "--format", "zero3")
+    assert resumed.code == 4 and "missing, modules.json lists its module" in resumed.err, resumed.err
+
+
+@pytest.mark.parametrize("file", ["1_Pooling/config.json", "2_Dense/config.json"])
+def test_deepspeeds_engine_needs_no_config_of_a_module(copied: Callable[[str], Path], file: str) -> None:
+    step = copied("sentence-transformers") / "checkpoint-2"
+    converted = step.parent.with_name("converted")
+    assert ckpt("convert", "auto", "zero3", step, "--world-size", "1", "-o", converted).code == 0
+    assert BROKEN not in ckpt("resume", converted).err
+    (converted / file).unlink()
+    resumed = ckpt("resume", converted)
+    assert resumed.code == 0 and f"note: {BROKEN}{file}: missing, modules.json lists its" in resumed.err, resumed.err
 
 
 @pytest.mark.parametrize("act", [halve, empty])
@@ -159,6 +183,65 @@ def test_hf_trainers_schedule_that_other_steps_have(copied: Callable[[str], Path
     assert resumed.code == 0 and f"note: {NO_OPTIMIZER}" in resumed.err, resumed.err
     (newest / "latest").write_text("global_step4")  # DeepSpeed's engine may hold it
     assert NO_OPTIMIZER not in ckpt("check", newest).out
+
+
+@pytest.mark.parametrize("file", ["rng_state.pth", "config.json"])
+def test_random_states_and_a_config_that_other_steps_have(copied: Callable[[str], Path], file: str) -> None:
+    run = copied("trainer-plain")
+    newest = next_step(run / "checkpoint-2")
+    (newest / file).unlink()
+    checked, resumed = both(run)
+    words = f"{file}: missing; the run's other steps have it"
+    assert checked.code == 4 and words in checked.out, checked.out
+    assert resumed.code == 0 and f"note: {BROKEN}{words}" in resumed.err, resumed.err
+    (run / "checkpoint-2" / file).unlink()  # nothing proves that the trainer writes it
+    checked, resumed = both(run)
+    assert checked.code == 0 and words not in checked.out + resumed.err, checked.out
+
+
+def at_step(step: Path, number: int) -> Path:
+    """Return a copy whose optimizer, schedule and record are from step `number`."""
+    new = Path(shutil.copytree(step, step.with_name(f"checkpoint-{number}")))
+    merge_json(new / "trainer_state.json", {"global_step": number})
+    with rewriting(new / "scheduler.pt") as schedule:
+        schedule["last_epoch"] = number
+    with rewriting(new / "optimizer.pt") as optimizer:
+        for state in optimizer["state"].values():
+            state["step"] = torch.tensor(float(number))
+    return new
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "words"),
+    [
+        ("optimizer.pt", 0, "the model and the schedule are from step 4, but the optimizer has taken 2"),
+        ("scheduler.pt", 4, "scheduler.pt is from step 2, like checkpoint-2's; the optimizer and trainer_state.json"),
+    ],
+)
+def test_a_file_of_another_step_of_hf_trainer(copied: Callable[[str], Path], file: str, code: int, words: str) -> None:
+    run = copied("trainer-plain")
+    newest = at_step(run / "checkpoint-2", 4)
+    checked, resumed = both(run)
+    assert (checked.code, resumed.code) == (0, 0) and words not in checked.out + resumed.err, checked.out
+    shutil.copy(run / "checkpoint-2" / file, newest / file)
+    checked, resumed = both(run)
+    assert (checked.code, resumed.code) == (code, 0), checked.out
+    assert words in checked.out and words in resumed.err, (checked.out, resumed.err)
+
+
+@pytest.mark.parametrize(("taken", "last"), [(3, 3), (4, 1), (4, 3)])
+def test_schedules_that_may_count_something_else(copied: Callable[[str], Path], taken: int, last: int) -> None:
+    """Mixed precision skips steps of both. A schedule may count epochs."""
+    run = copied("trainer-plain")
+    newest = at_step(run / "checkpoint-2", 4)
+    with rewriting(newest / "scheduler.pt") as schedule:
+        schedule["last_epoch"] = last
+    with rewriting(newest / "optimizer.pt") as optimizer:
+        for state in optimizer["state"].values():
+            state["step"] = torch.tensor(float(taken))
+    checked, resumed = both(run)
+    assert (checked.code, resumed.code) == (0, 0), checked.out
+    assert "from step" not in checked.out and "from step" not in resumed.err
 
 
 def test_accelerates_schedules(copied: Callable[[str], Path]) -> None:

@@ -9,7 +9,7 @@ from ckpt.base.errors import CkptError, CorruptError
 from ckpt.commands.check.files import INCOMPLETE, LACKING, LEFT, Problem, problem_of, problems_of
 from ckpt.plan.checkpoint import OWN, Checkpoint
 from ckpt.runs.half_checkpoints import lost_model_of_fsdp, lost_optimizer
-from ckpt.runs.lost_files import lost_random_states, lost_rank_files, lost_schedule, lost_schedules
+from ckpt.runs.lost_files import lost_random_states, lost_rank_files, lost_schedule, lost_trainer_files
 from ckpt.runs.model_files import missing_hooks_folders
 from ckpt.runs.opening import has_optimizer
 from ckpt.runs.search import MANIFEST
@@ -59,7 +59,7 @@ def _lost_state(place: Path, opened: set[str], models: Sequence[Checkpoint]) -> 
         if step.is_dir():
             for name, what, is_proved in lost_random_states(step, world_size):
                 yield Problem(INCOMPLETE if is_proved else LACKING, name, what)
-    for name, what in (*lost_schedules(place), *lost_rank_files(place, opened)):
+    for name, what in (*lost_trainer_files(place), *lost_rank_files(place, opened)):
         yield Problem(INCOMPLETE, name, what)
     if (what := lost_schedule(place)) and not (place / MANIFEST).exists():  # a conversion says it
         yield Problem(LACKING, "trainer state", what)

@@ -54,10 +54,11 @@ from ckpt.runs.lost_files import (
     OTHERS_HAVE_IT,
     lost_rank_files,
     lost_schedule,
-    lost_schedules,
+    lost_trainer_files,
     random_states,
 )
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
+from ckpt.runs.sentence_modules import MODULES, module_faults
 from ckpt.runs.step_checks import check_ranks, content_faults
 from ckpt.runs.steps import (
     ANY_STEP,
@@ -528,10 +529,15 @@ def _own_hints(way: _Way, path: Path) -> Iterator[None]:
 
 
 def _check_content(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteError for a missing tensor: HF Trainer keeps the values in memory for it."""
-    for name, what, is_needed in content_faults(checkpoint) if checkpoint.namespace == HUB else ():
-        if is_needed:
-            raise IncompleteError(what, path=Path(checkpoint.path) / name)
+    """Raise IncompleteError for a missing tensor: HF Trainer keeps the values in memory for it.
+
+    sentence-transformers' trainer builds the model from its step, and needs each module's config.
+    """
+    place = Path(checkpoint.path)
+    modules = module_faults([place], checkpoint.shapes) if (place / MODULES).is_file() else ()
+    tensors = content_faults(checkpoint) if checkpoint.namespace == HUB else ()
+    for name, what in (*modules, *((name, what) for name, what, is_needed in tensors if is_needed)):
+        raise IncompleteError(what, path=place / name)
 
 
 def _check_rank_files(checkpoint: Checkpoint) -> None:
@@ -567,14 +573,17 @@ def _by_products(path: Path, place: Path, found: Checkpoint, models: Sequence[Ch
     """
     step = place if is_step(place) or not run_at(place).steps else Path(found.path)
     lost = lost_schedule(step)
-    if lost and (schedules := dict(lost_schedules(step))):
-        raise IncompleteError(lost, path=step, found=schedules.get(SCHEDULE))
+    if lost and (found_elsewhere := dict(lost_trainer_files(step)).get(SCHEDULE)):
+        raise IncompleteError(lost, path=step, found=found_elsewhere)
     if lost:
         yield lost
     root = path if step.is_relative_to(path) else step
     for one in step_problems(step, root, visible_files_below(step), models, found):
-        if one.kind not in (LEFT, NOTED, LACKING) and not random_states([one.where]):
+        if one.kind not in (LEFT, NOTED, LACKING) and (one.what == OTHERS_HAVE_IT or not random_states([one.where])):
             yield f"this step is not whole: {one}"
+    with contextlib.suppress(CkptError):  # a damaged file is named above
+        for name, what in module_faults(found.folders, found.shapes):
+            yield f"this step is not whole: {name}: {what}"
 
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
