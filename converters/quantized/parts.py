@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -172,7 +172,8 @@ class QuantizedWeights:
         """
         if self.quantization is None:
             return frozenset()
-        return frozenset(n for n in self.tensors.keys() - self.expected.keys() if _ATTENTION.search(n))
+        others = self.tensors.keys() - self.expected.keys()
+        return frozenset(n for n in others if _ATTENTION.search(n) and _is_scale(self.tensors[n].shape))
 
     def in_place(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return `shapes` with plain weights in place of their parts, without attention's scales."""
@@ -345,8 +346,8 @@ class QuantizedWeights:
 
     @property
     def _has_groups(self) -> bool:
-        groups = self._settings.get("config_groups")
-        return isinstance(groups, Mapping) and len(groups) > 1
+        groups, key = self._settings.get("config_groups"), self._known and self._known.own_settings
+        return (isinstance(groups, Mapping) and len(groups) > 1) or bool(key and self._settings.get(key))
 
     @cached_property
     def _fitted(self) -> Mapping[str, _Fit]:
@@ -356,7 +357,7 @@ class QuantizedWeights:
         for owner, parts in self.owners.items():
             tensors = ((template, self.tensors[name]) for template, name in parts.items())
             shapes = tuple((template, tensor.dtype, tensor.shape) for template, tensor in tensors)
-            settings = id(self._settings.get(owner.rpartition(".")[0]))
+            settings = id(self._own_settings(owner.rpartition(".")[0]))
             kind = (shapes, self.expected.get(owner), _is_weight(owner), settings, self._states.get(owner))
             one = whole.get(kind) or self._best(owner, parts)
             if not one.faults:
@@ -417,12 +418,19 @@ class QuantizedWeights:
         best = min(fits, key=lambda fit: len(fit.faults))
         return best._replace(schemes=[fit.scheme for fit in fits if fit.scheme and not fit.faults])
 
+    def _own_settings(self, module: str) -> Settings | None:
+        key = self._known.own_settings if self._known else None
+        every = None if key is None else self._settings.get(key) if key else self._settings
+        own = every.get(module) if isinstance(every, Mapping) and module else None
+        return own if isinstance(own, Mapping) else None
+
     def _schemes_of(self, module: str) -> Sequence[Scheme]:
-        """Return a module's schemes. It may have its own settings (MLX)."""
-        own = self._settings.get(module) if module else None
-        if isinstance(own, Mapping) and self._known and self._known.own_settings:
-            return schemes_of(self._method, {**self._settings, **own}) or ()
-        return self._schemes or ()
+        """Return a module's schemes. It may have its own settings (MLX, ModelOpt)."""
+        own = self._own_settings(module)
+        if own is None:
+            return self._schemes or ()
+        found = schemes_of(self._method, {**self._settings, **own})
+        return [replace(one, dequantize=None) for one in self._schemes or ()] if found is None else found
 
     def _faults_under(self, scheme: Scheme, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
         module = owner.rpartition(".")[0]
@@ -573,6 +581,11 @@ def is_part_name(name: str) -> bool:
 
 def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == _WEIGHT
+
+
+def _is_scale(shape: Shape) -> bool:
+    """Return True for one number, or one per head in dims of size 1. Parameters may have the same name."""
+    return prod(shape) == 1 or (len(shape) > 1 and prod(shape[1:]) == 1)
 
 
 def _is_matrix(tensor: Tensor) -> bool:

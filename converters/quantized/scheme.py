@@ -141,8 +141,8 @@ class Method:
     """Quantization method, with its names in `quant_method`.
 
     `schemes` returns None for unknown settings, `unrecorded` the schemes for checkpoints without a recorded method. If
-    `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is True if modules may
-    have settings of their own, under their names. `unwritable` is the reason why safetensors files written by ckpt
+    `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is the key for
+    modules' own settings, by name, or "" if they are next to all others. `unwritable` is the reason why safetensors files written by ckpt
     can't hold the weights. `packages` are required by transformers 5.23 (`quantizers/`, `validate_environment`).
     `recorded` returns the shapes of a weight's parts that its file's metadata records: by template, from the metadata,
     its name and its parts' shapes. `matches` returns True if an entry in the config's list of excluded modules means
@@ -153,7 +153,7 @@ class Method:
     schemes: Callable[[Settings], Sequence[Scheme] | None]
     unrecorded: Callable[[], Sequence[Scheme]] = tuple
     takes_plain: bool = False
-    own_settings: bool = False
+    own_settings: str | None = None
     unwritable: str | None = None
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict, hash=False)
     packages: tuple[str, ...] = ()

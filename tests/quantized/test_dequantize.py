@@ -685,3 +685,16 @@ def test_dtypes_in_a_quantizations_record_are_not_the_models(tmp_path: Path) -> 
     assert ckpt("convert", "hf", "hf", folder, "-o", tmp_path / "out").code == 0
     sub = {"text_config": {"dtype": "bfloat16", "quantization_config": record}}
     assert config_of(tmp_path / "out") == {**config, "dtype": "bfloat16", **sub}
+
+
+def test_parameters_with_names_of_attention_scales_stay(tmp_path: Path) -> None:
+    """A scale of the KV cache is one number, or one per head. Without a table, other shapes are parameters."""
+    tensors = {"x.weight": torch.randn(128, 128).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(1, 1)}
+    scales = {"attn.k_scale": torch.ones(1), "attn.v_scale": torch.ones(()), "attn.q_scale": torch.ones(4, 1, 1)}
+    own = {"attn.output_scale": torch.rand(128), "attn.kv_scale": torch.rand(4, 32)}
+    save_file({**tensors, **scales, **own}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = api.dequantized(api.open(tmp_path))
+    assert {fqn for fqn, _ in plain.tensors} == {"x.weight", *own}
+    assert any("left out: 3 scales for activations" in note for note in plain.notes)

@@ -325,3 +325,23 @@ def test_other_small_floats_are_not_read_as_e4m3(dtype: torch.dtype, tmp_path: P
         done = ckpt(*command)
         assert done.code == UsageError.exit_code and str(dtype).removeprefix("torch.") in done.err, done.err
     assert not (tmp_path / "no").exists()
+
+
+def test_modelopts_mixed_layers_have_their_own_methods(tmp_path: Path) -> None:
+    kinds = {"a.0.up": ("FP8", "fp8-bf16"), "a.1.up": ("NVFP4", "nvfp4-bf16"), "a.2.up": ("FP8", "fp8-bf16")}
+    cases = {module: Case.of(f"modelopt/{name}") for module, (_, name) in kinds.items()}
+    parts = {n.replace("layer", m): p.clone() for m, case in cases.items() for n, p in case.parts.items()}
+    layers = {module: {"quant_algo": algorithm} for module, (algorithm, _) in kinds.items()}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    one = cases["a.0.up"]
+    folder = one.save(tmp_path / "model", parts=parts, config=config)
+    assert ckpt("check", folder).code == 0
+    plain = api.dequantized(api.open(folder))
+    for module, case in cases.items():
+        assert same(plain[f"{module}.weight"][...], case.expected.to(torch.bfloat16))
+    for algorithm, error in (("FP8", CorruptError), ("NVFP4_SVDQUANT", UsageError)):
+        changed = {**config, "quantized_layers": {**layers, "a.1.up": {"quant_algo": algorithm}}}
+        folder = one.save(tmp_path / "model", parts=parts, config=changed)
+        with pytest.raises(error):
+            api.dequantized(api.open(folder))
+        assert ckpt("check", folder).code == (4 if error is CorruptError else 0)

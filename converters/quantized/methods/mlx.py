@@ -29,4 +29,4 @@ def _mlx(settings: Settings) -> list[Scheme]:
     return [Scheme(WEIGHT, parts, lambda packed: (*packed[:-1], packed[-1] * 32 // bits))]
 
 
-METHOD = Method(("mlx",), _mlx, takes_plain=True, own_settings=True)
+METHOD = Method(("mlx",), _mlx, takes_plain=True, own_settings="")

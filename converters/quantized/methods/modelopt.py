@@ -87,8 +87,7 @@ class _ModelOptWeight:
 
 
 def _modelopt(settings: Settings) -> list[Scheme] | None:
-    inner = settings.get("quantization")
-    algorithm = (inner if isinstance(inner, Mapping) else settings).get("quant_algo")
+    algorithm = settings.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
         return [scheme for schemes in _MODELOPT.values() for scheme in schemes]
     return _MODELOPT.get(str(algorithm).upper())
@@ -154,4 +153,4 @@ _MODELOPT: Mapping[str, list[Scheme]] = {
     "W4A8_AWQ": [Scheme(WEIGHT, {**_AWQ_BYTES, SCALE_2: Part(F32), **_INPUT, **_BIAS}, _taller)],
 }
 
-METHOD = Method((NAME, "modelopt_fp4"), _modelopt, matches=matches_parts_of_names)
+METHOD = Method((NAME, "modelopt_fp4"), _modelopt, own_settings="quantized_layers", matches=matches_parts_of_names)
