@@ -140,13 +140,13 @@ class Scheme:
 class Method:
     """Quantization method, with its names in `quant_method`.
 
-    `schemes` returns None for unknown settings, `unrecorded` the schemes for checkpoints without a recorded method. If
-    `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is the key for
-    modules' own settings, by name, or "" if they are next to all others. `unwritable` is the reason why safetensors files written by ckpt
-    can't hold the weights. `packages` are required by transformers 5.23 (`quantizers/`, `validate_environment`).
-    `recorded` returns the shapes of a weight's parts that its file's metadata records: by template, from the metadata,
-    its name and its parts' shapes. `matches` returns True if an entry in the config's list of excluded modules means
-    a module.
+    `schemes` returns None for unknown settings, `unrecorded` the schemes for checkpoints without a recorded method.
+    If `takes_plain`, its loader quantizes a plain weight, or takes it unchanged. `own_settings` is the key for
+    modules' own settings, by name, or "" if they are next to all others. `unwritable` is the reason why safetensors
+    files written by ckpt can't hold the weights. `packages` are required by transformers 5.23 (`quantizers/`,
+    `validate_environment`). `recorded` returns the shapes of a weight's parts that its file's metadata records: by
+    template, from the metadata, its name and its parts' shapes. `matches` returns True if an entry in the config's
+    list of excluded modules means a module.
     """
 
     names: tuple[str, ...]
