@@ -108,10 +108,14 @@ class Quantization:
         return self.file == CONFIG and self.method != "mlx"
 
     @property
+    def all_settings(self) -> Mapping[str, Any]:
+        inner = self.settings.get(_MLX)
+        return {**self.settings, **inner} if isinstance(inner, Mapping) else self.settings
+
+    @property
     def title(self) -> str:
         """Method and main setting for messages: "modelopt NVFP4", "mlx, 4 bits"."""
-        inner = self.settings.get(_MLX)
-        settings = {**self.settings, **(inner if isinstance(inner, Mapping) else {})}
+        settings = self.all_settings
         algorithm, bits = settings.get("quant_algo"), settings.get("bits")
         name = " ".join(map(str, filter(None, (self.method, algorithm))))
         return f"{name}, {pluralize(bits, 'bit')}" if type(bits) is int else name
@@ -123,6 +127,28 @@ def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = (
         return None
     found = _config_quantization(config) if config else None
     return found or next((one for folder in folders if (one := _folder_quantization(Path(folder))) is not None), None)
+
+
+#: Settings that decide on the values, in config.json and in the quantizers' own files.
+_DECISIVE = (
+    *("quant_algo", "bits", "w_bit", "group_size", "q_group_size", "desc_act", "zero_point", "checkpoint_format"),
+    "version",
+)
+
+
+def contradicting_records(
+    config: Mapping[str, Any] | None, folders: Iterable[str]
+) -> tuple[Quantization, str, Any, Any] | None:
+    """Return the file next to the config that records another quantization: key, its value, and the config's value."""
+    of_config, of_files = quantization_of(config), quantization_of(None, folders)
+    if of_config is None or of_files is None:
+        return None
+    one, other = (of.all_settings for of in (of_files, of_config))
+    for key in _DECISIVE:
+        a, b = one.get(key), other.get(key)
+        if None not in (a, b) and str(a).lower() != str(b).lower():
+            return of_files, key, a, b
+    return None
 
 
 def _config_quantization(config: Mapping[str, Any]) -> Quantization | None:

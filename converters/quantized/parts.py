@@ -94,9 +94,7 @@ class QuantizedWeights:
 
     @property
     def _settings(self) -> Settings:
-        settings = self.quantization.settings if self.quantization else {}
-        inner = settings.get("quantization")
-        return {**settings, **inner} if isinstance(inner, Mapping) else settings
+        return self.quantization.all_settings if self.quantization else {}
 
     @property
     def _known(self) -> Method | None:

@@ -162,6 +162,9 @@ def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         ("gptq/gptq-4-groups-32", {"bits": 3}, "3 bits"),
         ("gptq/gptq-4-groups-32", {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "dynamic"),
         ("gptq/gptq-4-groups-32", {"rotation": "hadamard"}, "rotation"),
+        (f"{_CT}/fp8-channel-bf16", {"online_rotation": {"kind": "hadamard"}}, "online_rotation"),
+        ("awq/gemm-32", {"hadamard": True}, "hadamard"),
+        ("modelopt/nvfp4-bf16", {"svd_rank": 32}, "svd_rank"),
         ("gptq/gptq-4-groups-32", {"checkpoint_format": "gptq_p"}, "gptq"),
         ("gptq/gptq-4-groups-32", {"format": "marlin"}, "gptq"),
         ("gptq/gptq-4-groups-32", {"format": "gptq_v2"}, "format 'gptq_v2'"),
@@ -194,6 +197,8 @@ def test_settings_without_proved_values_are_refused(
         (f"{_CT}/fp8-channel-bf16", {"kv_cache_scheme": None, "ignore": ["lm_head"], "global_compression_ratio": 1.5}),
         ("gptq/gptq-4-groups-32", {"sym": True, "true_sequential": True, "static_groups": False, "dynamic": None}),
         ("gptq/gptq_v2-4-groups-32", {"format": "gptq_v2", "pack_dtype": "int32", "rotation": None}),
+        (f"{_CT}/int4-packed-group", {"transform_config": {"config_groups": {}}, "sparsity_config": {}}),
+        ("awq/gemm-32", {"rotation": None, "hadamard": False}),
         ("awq/gemm-32", {"version": "GEMM", "backend": "autoawq", "modules_to_not_convert": None}),
         ("modelopt/nvfp4-bf16", {"kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}),
     ],
@@ -345,3 +350,24 @@ def test_modelopts_mixed_layers_have_their_own_methods(tmp_path: Path) -> None:
         with pytest.raises(error):
             api.dequantized(api.open(folder))
         assert ckpt("check", folder).code == (4 if error is CorruptError else 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "record", "says"),
+    [
+        ("modelopt/fp8-bf16", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "quant_algo is NVFP4"),
+        ("modelopt/fp8-bf16", "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, ""),
+        ("gptq/gptq-4-groups-32", "quantize_config.json", {"bits": 4, "group_size": 64}, "group_size is 64"),
+        ("gptq/gptq-4-groups-32", "quantize_config.json", {"bits": 4, "damp_percent": 0.3}, ""),
+        ("awq/gemm-32", "quant_config.json", {"version": "gemv", "zero_point": True}, "version is gemv"),
+        ("awq/gemm-32", "quant_config.json", {"version": "GEMM", "zero_point": True}, ""),
+    ],
+)
+def test_two_records_of_one_quantization_agree(
+    case: str, file: str, record: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """Servers read one of them, and compute other values from the other one."""
+    folder = Case.of(case).save(tmp_path / "model")
+    (folder / file).write_text(json.dumps(record))
+    done = ckpt("check", folder)
+    assert (done.code, f"{file}: {says}" in done.out) == ((4, True) if says else (0, False)), done.out

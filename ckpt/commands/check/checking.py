@@ -60,6 +60,7 @@ from ckpt.runs.finding import free_tags, missing_models, models_of, number_of
 from ckpt.runs.half_checkpoints import MODEL_FILE, check_holds_model, formats_of
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.opening import AUTO, is_run, open_checkpoint, with_folders_around
+from ckpt.runs.recorded_precision import contradicting_records
 from ckpt.runs.search import models_of_pipeline, run_below
 from ckpt.runs.selection import has_model_part, is_stray
 from ckpt.runs.source_checks import different_steps, empty_parameters, missing_states, step_mismatch
@@ -594,6 +595,9 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
         )
     if weights.unproved:
         yield Problem(UNPROVED, "quantized weights", weights.unproved)
+    if found := contradicting_records(checkpoint.config, checkpoint.folders):
+        record, key, value, of_config = found
+        yield Problem(DAMAGED, record.file, f"{key} is {value}, but {of_config} in {CONFIG}")
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ rounded up to a power of two from 1.75 times the next lower one, and divided by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -203,18 +203,7 @@ def _compressed_tensors(settings: Settings) -> list[Scheme] | None:
         if schemes is None:
             return None
         found += schemes
-    if change := next(_changes(settings), None):
-        found = [replace(scheme, dequantize=UnknownValues(f"{change} in the config")) for scheme in found]
     return found or None
-
-
-def _changes(settings: Settings) -> Iterator[str]:
-    """Yield entries for rotated or sparse values."""
-    transform, sparsity = settings.get("transform_config"), settings.get("sparsity_config")
-    if transform and (not isinstance(transform, Mapping) or transform.get("config_groups")):
-        yield "transform_config"
-    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense"):
-        yield "sparsity_config"
 
 
 def _compressed_group(format: str, group: Settings) -> list[Scheme] | None:

@@ -112,9 +112,8 @@ def _added(settings: Settings) -> int:
 def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     if bits not in (4, 8):
         return UnknownValues(f"{bits} bits")
-    for key in ("rotation", "is_marlin_format"):
-        if settings.get(key):
-            return UnknownValues(f"{key} in the config")
+    if settings.get("is_marlin_format"):
+        return UnknownValues("is_marlin_format in the config")
     if settings.get("pack_dtype", "int32") != "int32":
         return UnknownValues(f"pack_dtype {settings['pack_dtype']!r}")
     versions = {str(settings[key]) for key in _FORMAT_KEYS if settings.get(key)} or {NAME}
