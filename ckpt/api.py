@@ -209,7 +209,15 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
     The values have the same bits as in transformers and bitsandbytes, in `dtype` (None: the model config's). Raise
     UsageError for an unknown quantization method, CorruptError if a weight lacks a part or contradicts itself.
     """
-    return services.dequantizing.dequantized(checkpoint, dtype)
+    if checkpoint.blocks:
+        checkpoint = _with_finite_blocks(checkpoint)
+    return replace(services.dequantizing.dequantized(checkpoint, dtype), blocks={})
+
+
+def _with_finite_blocks(checkpoint: Checkpoint) -> Checkpoint:
+    from ckpt.move.finite import with_finite_blocks  # imports numpy
+
+    return with_finite_blocks(checkpoint)
 
 
 @dataclass(frozen=True, repr=False)
@@ -507,12 +515,10 @@ def plan(
     check_holds_model(checkpoint)
     if target.carries_optimizer and is_others({fqn for fqn, _ in checkpoint.tensors}):
         check_is_no_others(checkpoint)
-    if checkpoint.blocks:
-        from ckpt.move.finite import with_finite_blocks  # imports numpy
-
-        checkpoint = with_finite_blocks(checkpoint)
     if requested.dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
+    elif checkpoint.blocks:
+        checkpoint = _with_finite_blocks(checkpoint)
     if services.quantization.is_quantized(checkpoint):
         check_parts(checkpoint)
         check_quantized_place(checkpoint, target)

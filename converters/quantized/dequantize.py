@@ -53,7 +53,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         tensors={**kept, **plain},
         computed=computed,
         config=checkpoint.config and {**with_quantization(checkpoint.config, {}), QUANTIZATION_ENTRY: {}},
-        notes=(*checkpoint.notes, *_dequantized_notes(weights, sorted(unused))),
+        notes=(*checkpoint.notes, *_dequantized_notes(weights, sorted(unused), bool(checkpoint.blocks))),
     )
 
 
@@ -133,9 +133,9 @@ def _path(weight: Weight, number: int) -> str:
     return f"dequantized:{weight.fqn}:{number}"
 
 
-def _dequantized_notes(weights: Sequence[Weight], unused: Sequence[str]) -> list[str]:
+def _dequantized_notes(weights: Sequence[Weight], unused: Sequence[str], has_blocks: bool) -> list[str]:
     counts = Counter((weight.method, weight.dtype.name) for weight in weights)
     notes = [f"{pluralize(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     if unused:
         notes.append(f"left out: {pluralize(len(unused), 'scale')} for activations, for example {unused[0]}")
-    return notes or ["dequantized nothing: no weight is quantized"]
+    return notes if notes or has_blocks else ["dequantized nothing: no weight is quantized"]

@@ -15,9 +15,10 @@ from torch import nn
 from ckpt.commands.merge_lora import arithmetic
 from ckpt.commands.merge_lora import find as adapters
 from ckpt.commands.merge_lora import merge as lora
-from ckpt.errors import UsageError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
+from converters.gguf.header import read_header
 from tests.support.adapters import (
     BF16,
     EXPERTS,
@@ -38,6 +39,7 @@ from tests.support.adapters import (
 )
 from tests.support.commands import ckpt, process
 from tests.support.engines import launch
+from tests.support.places import FIXTURES
 from train.config import Config
 from train.models import build_model
 
@@ -353,6 +355,39 @@ def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> Non
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 10
     one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
     assert differing(one, many) == []
+
+
+def test_a_quantized_gguf_base_needs_dequantize(tmp_path: Path) -> None:
+    """A plain GGUF base is merged like its Hugging Face folder."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    model, out = FIXTURES / "gguf/llama", tmp_path / "out"
+    saved = save_adapter(model, tmp_path / "adapter", {"target_modules": ["q_proj"]})
+
+    def merge_into(base: Path, *options: str) -> Any:
+        shutil.rmtree(out, ignore_errors=True)
+        return ckpt("merge-lora", saved, "--base", base, "--config", model, "-o", out, *options)
+
+    quantized = Path(shutil.copy(FIXTURES / "gguf/llama-q8_0.gguf", tmp_path / "base.gguf"))
+    refused = merge_into(quantized)
+    assert refused.code == UsageError.exit_code, refused.err
+    assert "can't merge an adapter into a quantized base weight" in refused.err
+    assert "found: q8_0" in refused.err and "--base" in refused.err and "--dequantize" in refused.err
+    assert not out.exists()
+    merged = merge_into(quantized, "--dequantize", "--dtype", "bf16")
+    assert merged.code == 0 and "stored in q8_0" in merged.err and "nothing" not in merged.err, merged.err
+    of_blocks = weights(out)
+    assert merge_into(FIXTURES / "gguf/llama-bf16.gguf", "--dtype", "bf16").code == 0
+    of_plain = weights(out)
+    assert merge_into(model).code == 0
+    assert differing(of_plain, weights(out)) == []
+    assert "model.layers.0.self_attn.q_proj.weight" in differing(of_blocks, of_plain)
+    entry = next(one for one in read_header(quantized).entries if one.type.name == "q8_0")
+    data = bytearray(quantized.read_bytes())
+    data[entry.start : entry.start + 2] = b"\0\x7e"
+    quantized.write_bytes(data)
+    damaged = merge_into(quantized, "--dequantize")
+    assert damaged.code == CorruptError.exit_code and entry.name in damaged.err, damaged.err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "mxfp4"])

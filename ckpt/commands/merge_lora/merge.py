@@ -127,6 +127,9 @@ def plan(
     """
     if find_spec("torch") is None:
         raise UsageError("merging needs torch", hint="pip install torch")
+    if base.blocks and base.unreadable is None:
+        fqn, stored = next(iter(base.blocks.items()))
+        raise _quantized_base(base, fqn, stored.type, can_dequantize=True)
     layout = layout or Layout()
     try:
         return _plan(adapters, base, layout, resources or Resources(), notes, as_peft)
@@ -134,6 +137,22 @@ def plan(
         if (step := _step_that_fits(adapters, base, layout, as_peft)) is not None:
             error.hint = f"the adapter of {step.name} in this run fits: ckpt merge-lora {step}"
         raise
+
+
+def _quantized_base(base: Checkpoint, fqn: str, found: str, *, can_dequantize: bool) -> UsageError:
+    return UsageError(
+        "can't merge an adapter into a quantized base weight",
+        path=base.path,
+        fqn=fqn,
+        expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
+        found=found,
+        hint=Message("give the full-precision model with {base}")
+        + (
+            Message("; or use {dequantize=True} to merge into dequantized values")
+            if can_dequantize
+            else ": this quantization method can't be dequantized here"
+        ),
+    )
 
 
 def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, as_peft: bool) -> Path | None:
@@ -934,18 +953,11 @@ class _Merge:
 
     def _quantized(self, fqn: str) -> UsageError:
         method = services.quantization.quantized_weights(self.base).title
-        return UsageError(
-            "can't merge an adapter into a quantized base weight",
-            path=self.base.path,
-            fqn=fqn,
-            expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
-            found=f"{self.chosen[fqn].dtype}, {method}",
-            hint=Message("give the full-precision model with {base}")
-            + (
-                Message("; or use {dequantize=True} to merge into dequantized values")
-                if services.dequantizing.can_dequantize(self.base)
-                else ": this quantization method can't be dequantized here"
-            ),
+        return _quantized_base(
+            self.base,
+            fqn,
+            f"{self.chosen[fqn].dtype}, {method}",
+            can_dequantize=services.dequantizing.can_dequantize(self.base),
         )
 
     def checkpoint(self, identity: str) -> Checkpoint:
