@@ -6,6 +6,7 @@ They are copied bit for bit, and dequantized to the same bits as transformers an
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -578,6 +579,66 @@ def test_a_plain_model_stays_as_it_is(tmp_path: Path) -> None:
     assert result.code == 0
     assert "no weight is quantized" in result.err
     assert_same(weights(tmp_path / "out"), weights(source))
+
+
+_FP8_LAYERS = re.compile(r".*\.(?:wq_[ab]|wkv|wo_[ab]|w[123])\.weight")
+_FP4_EXPERTS = re.compile(r".*\.experts\.\d+\.w[123]\.weight")
+
+
+def released_deepseek_v4(tensors: dict[str, torch.Tensor]) -> None:
+    """Rename and quantize as in DeepSeek-V4's release: random bytes, scales that are powers of two."""
+    for name in list(tensors):
+        weight = tensors.pop(name)
+        name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        rows, columns = weight.shape if weight.ndim == 2 else (1, 1)
+        scale = f"{name.removesuffix('weight')}scale"
+        if _FP4_EXPERTS.fullmatch(name):
+            weight = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            tensors[scale] = torch.randint(120, 124, (rows, columns // 32)).to(torch.uint8).view(torch.float8_e8m0fnu)
+        elif _FP8_LAYERS.fullmatch(name) and ".compressor." not in name and not (rows % 32 or columns % 32):
+            exponents = torch.randint(116, 120, (rows // 32, columns // 32))
+            weight = weight.mul(256).to(torch.float8_e4m3fn)
+            tensors[scale] = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+        tensors[name] = weight
+
+
+def test_deepseek_v4_has_the_logits_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, DeepseekV4Config
+
+    torch.manual_seed(5)
+    layers = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+    sizes = {"vocab_size": 131, "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3, "hc_mult": 2}
+    sizes |= {"num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 64, "o_groups": 2, "o_lora_rank": 32}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "sliding_window": 8}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 256}
+    kinds = {"layer_types": list(layers), "mlp_layer_types": ["hash_moe", "moe", "moe"]}
+    rates = dict(zip(layers[1:], (4, 8), strict=True))
+    config = DeepseekV4Config(**sizes, **kinds, compress_rates=rates, partial_rotary_factor=0.5, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(config, dtype=BF16).save_pretrained(tmp_path / "model")
+    method = {"quant_method": "fp8", "scale_fmt": "ue8m0", "fmt": "e4m3", "weight_block_size": [32, 32]}
+    source = edit(
+        tmp_path / "model", released_deepseek_v4, quantization_config=method, expert_dtype="fp4", dtype="bfloat16"
+    )
+    assert sum(name.endswith(".scale") for name in weights(source)) == 25 + 36
+
+    def logits(folder: Path) -> torch.Tensor:
+        model, info = load(folder, dtype=BF16, output_loading_info=True)
+        assert not any(info.values()), info
+        with torch.no_grad():
+            return model.eval()(torch.arange(24).reshape(2, 12)).logits
+
+    plain = dequantize(source, tmp_path / "plain", "--names", "own")
+    expected = logits(source)
+    assert expected.isfinite().all() and same(logits(plain), expected)
+    changed = ["layers.0.attn.wq_a", "layers.1.ffn.experts.0.w2"]
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in changed:
+            tensors[f"{layer}.scale"].view(torch.uint8)[0, 0] ^= 1
+
+    flipped = dequantize(edit(source, flip), tmp_path / "flipped", "--names", "own")
+    assert differing(weights(flipped), weights(plain)) == [f"{layer}.weight" for layer in changed]
+    assert not same(logits(flipped), expected)
 
 
 # -- merging an adapter --------------------------------------------------------------------------------------
