@@ -14,7 +14,7 @@ contains the adapter's name. In files it does not:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
+from ckpt.plan.tensors import Shape
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -64,6 +65,9 @@ _OTHERS = (
         "merge it with diffusers: load_lora_weights, fuse_lora, then save_pretrained(...)",
     ),
 )
+#: Other writers' factors. The rank is dim 0 of the first one, and dim 1 of the second.
+_FACTOR = re.compile(r"(?P<module>.+)[._]lora[._](?P<kind>down|up|[ABab])(?:\.\w+)?\.weight")
+_FIRST = ("down", "A", "a")
 #: Base weights that PEFT also saves (`EMBEDDING_LAYER_NAMES`).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
@@ -107,6 +111,23 @@ def is_adapter(fqns: Iterable[str]) -> bool:
 def is_others(fqns: Collection[str]) -> bool:
     """Return True if all names are other writers'."""
     return bool(fqns) and all(any(pattern.fullmatch(fqn) for pattern, _, _ in _OTHERS) for fqn in fqns)
+
+
+def factor_faults(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
+    """Yield the module and the fault of each pair of factors in another writer's adapter that does not fit."""
+    if not any(pattern.fullmatch(fqn) for pattern, _, _ in _OTHERS for fqn in shapes):
+        return
+    pairs: dict[str, dict[bool, tuple[str, Shape]]] = {}
+    for fqn, shape in shapes.items():
+        if (found := _FACTOR.fullmatch(fqn)) is not None:
+            pairs.setdefault(found["module"], {})[found["kind"] in _FIRST] = fqn, shape
+    for module, pair in pairs.items():
+        if len(pair) == 1:
+            yield module, f"the other LoRA factor is missing or has another name: only {next(iter(pair.values()))[0]}"
+            continue
+        (_, first), (_, second) = pair[True], pair[False]
+        if len(first) == len(second) != 3 and first[0] != second[1]:  # with three dims, dim 0 may be the experts
+            yield module, f"LoRA factors of different ranks: {list(first)} and {list(second)}"
 
 
 def check_is_no_others(checkpoint: Checkpoint) -> None:

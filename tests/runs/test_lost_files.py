@@ -199,6 +199,14 @@ def test_random_states_and_a_config_that_other_steps_have(copied: Callable[[str]
     assert checked.code == 0 and words not in checked.out + resumed.err, checked.out
 
 
+def test_a_run_inside_a_step_is_not_the_step(copied: Callable[[str], Path]) -> None:
+    step, inner = copied("trainer-plain") / "checkpoint-2", copied("timm")
+    inner = inner.rename(step / "others")
+    assert ckpt("resume", step).out == f"{step}\n"
+    (step / "optimizer.pt").unlink()  # HF Trainer would start a new one
+    assert ckpt("resume", step).out == f"{inner / 'last.pth.tar'}\n"
+
+
 def at_step(step: Path, number: int) -> Path:
     """Return a copy whose optimizer, schedule and record are from step `number`."""
     new = Path(shutil.copytree(step, step.with_name(f"checkpoint-{number}")))

@@ -136,6 +136,40 @@ def test_a_broken_step_of_a_lora_of_diffusers(
     check_says(said, step, step.parent)
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("rename", "the other LoRA factor is missing or has another name"),
+        ("drop", "the other LoRA factor is missing or has another name"),
+        ("turn", "LoRA factors of different ranks: [4, 2] and [4, 2]"),
+        ("cut", "LoRA factors of different ranks: [1, 4] and [4, 2]"),
+    ],
+)
+@pytest.mark.parametrize("names", ["diffusers", "kohya"])
+def test_factors_of_a_lora_of_diffusers_fit(copied: Callable[[str], Path], names: str, damage: str, words: str) -> None:
+    """Kohya's scripts have `_` for the dots of a module's name."""
+    step = copied("diffusers-lora") / "checkpoint-2"
+    tensors = load_file(step / LORA)
+    if names == "kohya":
+        renamed = {}
+        for fqn, tensor in tensors.items():
+            module, _, end = fqn.removeprefix("unet.").partition(".lora.")
+            renamed[f"lora_unet_{module.replace('.', '_')}.lora_{end}"] = tensor
+        tensors = renamed
+    save_file(tensors, step / LORA)
+    assert ckpt("check", step).code == ckpt("resume", step, "--model-only").code == 0
+    first = min(tensors)
+    assert tensors[first].shape == (2, 4)
+    tensor = tensors.pop(first)
+    changed = {"rename": {f"{first}_x": tensor}, "turn": {first: tensor.T.contiguous()}, "cut": {first: tensor[:1]}}
+    save_file(tensors | changed.get(damage, {}), step / LORA)
+    checked = ckpt("check", step)
+    module = first.removesuffix(".weight").removesuffix("down")[: -len(".lora.")]
+    assert checked.code == 4 and f"  - {module}: {words}" in checked.out, checked.out
+    resumed = ckpt("resume", step, "--model-only")
+    assert resumed.code == 4 and words in resumed.err, resumed.err
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_of_diffusers_under_deepspeed_has_its_hooks_config(
     copied: Callable[[str], Path], fixtures: Path, tmp_path: Path, stage: int

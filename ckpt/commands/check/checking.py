@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ckpt.adapters import services as adapter_services
 from ckpt.adapters.config import KINDS
-from ckpt.adapters.names import ADAPTER_CONFIG
+from ckpt.adapters.names import ADAPTER_CONFIG, factor_faults
 from ckpt.base.errors import (
     CkptError,
     CorruptError,
@@ -601,6 +601,8 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
+    for module, fault in factor_faults(checkpoint.shapes):
+        yield Problem(DAMAGED, module, fault)
     if not checkpoint.is_adapter or checkpoint.namespace != OWN:
         return
     try:

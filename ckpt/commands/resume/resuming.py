@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from ckpt import api
+from ckpt.adapters.names import factor_faults
 from ckpt.base.errors import (
     CkptError,
     CorruptError,
@@ -531,9 +532,12 @@ def _own_hints(way: _Way, path: Path) -> Iterator[None]:
 def _check_content(checkpoint: Checkpoint) -> None:
     """Raise IncompleteError for a missing tensor: HF Trainer keeps the values in memory for it.
 
-    sentence-transformers' trainer builds the model from its step, and needs each module's config.
+    sentence-transformers' trainer builds the model from its step, and needs each module's config. Raise CorruptError
+    for an adapter of diffusers whose factors don't fit.
     """
     place = Path(checkpoint.path)
+    for module, fault in factor_faults(checkpoint.shapes):
+        raise CorruptError(fault, path=place, fqn=module)
     modules = module_faults([place], checkpoint.shapes) if (place / MODULES).is_file() else ()
     tensors = content_faults(checkpoint) if checkpoint.namespace == HUB else ()
     for name, what in (*modules, *((name, what) for name, what, is_needed in tensors if is_needed)):
@@ -596,7 +600,8 @@ def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
         return files[0]
     around = [place, place.parent, *(p for p in place.parents[1:] if p.is_relative_to(path))]
     for folder in around:
-        if (folder / TRAINER_STATE).is_file():
+        # The step's own: another run may be inside a step that lost its optimizer.
+        if place.is_dir() and folder in (place, place.parent) and (folder / TRAINER_STATE).is_file():
             return folder
         recorded = [recorded_step(folder / LATEST), recorded_step(folder / TRACKER)]
         if from_run and any(_is_step(place.name, step) for step in recorded if step):
