@@ -944,7 +944,7 @@ def _verify_blocks(sides: list[Checkpoint], is_b: bool, beside: Sequence[str], *
     sides[not is_b] = to_namespace(replace(plain, config=plain.config or blocks.config), blocks.namespace)
     a, b = registry.namespace(blocks.namespace).comparable(*map(_with_computing_dtype, sides))
     report = verify_quantized(a, b, services.rounding.rounded_blocks(blocks), is_b, **options)
-    return replace(report, notes=(*report.notes, *beside))
+    return replace(report, notes=(*report.notes, *_new_notes(sides, (a, b)), *beside))
 
 
 def _without_masters(checkpoint: Checkpoint) -> tuple[Checkpoint, int]:
@@ -1103,8 +1103,16 @@ def check_loads(path: Path) -> Loading:
 
 def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
     a, b, notes = _as_saved_adapters(a, b)
-    a, b = map(_with_computing_dtype, _comparable(a, b))
+    pair = _comparable(a, b)
+    if {one.namespace for one in pair} == {a.namespace, b.namespace}:  # no names were converted
+        notes += _new_notes((a, b), pair)
+    a, b = map(_with_computing_dtype, pair)
     return a, b, notes
+
+
+def _new_notes(before: Sequence[Checkpoint], after: Sequence[Checkpoint]) -> list[str]:
+    known = {note for side in before for note in side.notes}
+    return [note for side in after for note in side.notes if note not in known]
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:

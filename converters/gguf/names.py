@@ -258,10 +258,9 @@ def _from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     return quantized(named, layout)
 
 
-def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    arch = architecture(checkpoint.config, checkpoint.path)
-    assert checkpoint.config is not None
-    config, facts = checkpoint.config, checkpoint.facts_of(GgufFacts)
+def _check_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Raise CorruptError if the config is of another model than the file."""
+    arch, facts = architecture(config, checkpoint.path), checkpoint.facts_of(GgufFacts)
     if facts.architecture not in (None, arch):
         raise CorruptError(
             "the config is of another architecture",
@@ -270,10 +269,15 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
             found=f"model_type {config.get('model_type')!r}",
             hint=Message("give the config of this model with {config}"),
         )
-    tensors = dict(checkpoint.tensors)
-    has_factors = (ROPE_FACTORS, WEIGHT) in tensors
+    has_factors = (ROPE_FACTORS, WEIGHT) in checkpoint.tensors
     check_recorded(config, arch, {**facts.recorded, ROPE_FACTORS: has_factors}, checkpoint.path)
-    notes = checkpoint.notes
+
+
+def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
+    arch, config = architecture(checkpoint.config, checkpoint.path), checkpoint.config
+    assert config is not None
+    _check_config(checkpoint, config)
+    tensors, notes = dict(checkpoint.tensors), checkpoint.notes
     if tensors.pop((ROPE_FACTORS, WEIGHT), None) is not None:
         notes += (f"{ROPE_FACTORS} is left out: transformers computes it from the config",)
     plain = replace(checkpoint, tensors=tensors, notes=notes)
@@ -286,6 +290,22 @@ def _to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 def _view(content: bytes) -> memoryview:
     return memoryview(content)
+
+
+def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Check a file's numbers against the other side's config, or note those that differ between two files."""
+    config = next((side.config for side in (a, b) if side.config), None)
+    files = [side for side in (a, b) if side.facts_of(GgufFacts).architecture is not None]
+    if config is not None and len(files) == 1:
+        _check_config(files[0], config)
+    if len(files) == 2:
+        one, other = (file.facts_of(GgufFacts).recorded for file in files)
+        keys = [key for key in one if key not in _OF_FILES and other.get(key) not in (None, one[key])]
+        if keys:
+            found = ", ".join(f"{key} {one[key]} and {other[key]}" for key in keys)
+            note = f"only tensors are compared, and the files record other numbers in A and B: {found}"
+            b = replace(b, notes=(*b.notes, note))
+    return _with_factors(a, b)
 
 
 def _with_factors(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -303,11 +323,15 @@ def _with_factors(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]
     return sides[0], sides[1]
 
 
+#: Numbers of a file, not of its model.
+_OF_FILES = ("general.file_type", "general.quantization_version", "split.count", "split.no", "split.tensors.count")
+
+
 def _tells(checkpoint: Checkpoint) -> bool:
     return checkpoint.facts_of(GgufFacts).architecture in ARCHITECTURES.values()
 
 
-NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized, comparable=_with_factors, tells=_tells)
+NAMESPACE = Namespace(_to_hub, _from_hub, adapted=quantized, comparable=_comparable, tells=_tells)
 
 
 def _norms(checkpoint: Checkpoint) -> list[str]:

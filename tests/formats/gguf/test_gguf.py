@@ -490,3 +490,31 @@ def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(CorruptError, match="SentencePiece"):
             read_pieces(file)
+
+
+def with_number(source: Path, key: str, value: float, path: Path) -> Path:
+    """Return a copy of a file with another fp32 number."""
+    content, name = bytearray(source.read_bytes()), text(key) + struct.pack("<I", 6)
+    at = content.index(name) + len(name)
+    content[at : at + 4] = struct.pack("<f", value)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("key", ["llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"])
+def test_verify_compares_the_numbers_of_a_file(key: str, tmp_path: Path) -> None:
+    """Only tensors are compared between files, but llama.cpp computes with the file's numbers."""
+    for kind, options in (("q8_0", ["--quantized"]), ("bf16", [])):
+        file = GGUF / f"llama-{kind}.gguf"
+        other = with_number(file, key, 0.5, tmp_path / f"{kind}.gguf")
+        good = command("verify", file, GGUF / "llama", "--cast", *options)
+        assert good.code == 0, good.out + good.err
+        bad = command("verify", other, GGUF / "llama", "--cast", *options)
+        assert (bad.code, f"expected: {key} 0.5, as in the file" in bad.err) == (4, True), bad.out
+        plain = GGUF / "llama-bf16.gguf"
+        same_numbers, differing = (command("verify", one, plain, "--cast", *options) for one in (file, other))
+        assert (same_numbers.code, "the files record" in same_numbers.out) == (0, False), same_numbers.out
+        assert (differing.code, f"the files record other numbers in A and B: {key} 0.5 and" in differing.out) == (
+            0,
+            True,
+        )
