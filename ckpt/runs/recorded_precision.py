@@ -96,16 +96,21 @@ _MLX = "quantization"
 
 @dataclass(frozen=True)
 class Quantization:
-    """`method` is None if only settings are recorded."""
+    """`method` is None if only settings are recorded. `key` is its name in a config."""
 
     method: str | None
     settings: Mapping[str, Any]
     file: str
+    key: str = QUANTIZATION_ENTRY
 
     @property
     def is_for_transformers(self) -> bool:
-        """True if `from_pretrained` reads the record."""
-        return self.file == CONFIG and self.method != "mlx"
+        """True if `from_pretrained` reads the record, also in `text_config`."""
+        return self.file == CONFIG and self.method != "mlx" and self.key == QUANTIZATION_ENTRY
+
+    @property
+    def where(self) -> str:
+        return self.file if self.key == QUANTIZATION_ENTRY else f"{self.key} in {self.file}"
 
     @property
     def all_settings(self) -> Mapping[str, Any]:
@@ -153,14 +158,15 @@ def contradicting_records(
 
 def _config_quantization(config: Mapping[str, Any]) -> Quantization | None:
     for part in config_parts(config):
-        recorded, mlx = next((part[key] for key in QUANTIZATION_ENTRIES if part.get(key)), None), part.get(_MLX)
+        key = next((key for key in QUANTIZATION_ENTRIES if part.get(key)), QUANTIZATION_ENTRY)
+        recorded, mlx = part.get(key), part.get(_MLX)
         if isinstance(recorded, Mapping) and recorded.get("quant_method"):
-            return Quantization(str(recorded["quant_method"]).lower(), recorded, CONFIG)
+            return Quantization(str(recorded["quant_method"]).lower(), recorded, CONFIG, key)
         if isinstance(mlx, Mapping) and "bits" in mlx:
             return Quantization("mlx", mlx, CONFIG)
         if isinstance(recorded, Mapping) and recorded:
             is_bnb = recorded.get("load_in_4bit") or recorded.get("load_in_8bit")
-            return Quantization("bitsandbytes" if is_bnb else None, recorded, CONFIG)
+            return Quantization("bitsandbytes" if is_bnb else None, recorded, CONFIG, key)
     return None
 
 

@@ -281,7 +281,7 @@ class QuantizedWeights:
         """Reason why transformers does not load the weights."""
         if self.quantization is None or self.quantization.is_for_transformers or not self.parts:
             return None
-        where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
+        where = "" if self.quantization.where == CONFIG else f", recorded in {self.quantization.where}"
         return f"transformers does not read weights quantized by {self.title}{where}"
 
     @property

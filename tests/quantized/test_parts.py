@@ -355,6 +355,17 @@ def test_the_config_says_which_stacked_experts_are_plain(entry: str, is_module: 
         assert fault.fqn == fqn and "the config excludes it" in fault.what
 
 
+def test_transformers_reads_one_entry_only() -> None:
+    tensors, config = model("fp8 block")
+    record = config["quantization_config"]
+    read = [{"quantization_config": record}, {"text_config": {"quantization_config": record}}]
+    for one in read:
+        assert weights_of(tensors, one).unread is None
+    unread = [{"compression_config": record}, {"text_config": {"compression_config": record}}]
+    for one in unread:
+        assert "recorded in compression_config in config.json" in str(weights_of(tensors, one).unread)
+
+
 def test_an_unknown_method_is_not_proved_but_layers_are_compared() -> None:
     config = {"quantization_config": {"quant_method": "aqlm"}}
     names = [f"layers.{n}.up.{part}" for n in range(LAYERS) for part in ("codes", "codebooks", "scales")]
