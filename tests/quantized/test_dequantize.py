@@ -360,7 +360,6 @@ def four_bits(folder: Path, weight: torch.Tensor, **options: Any) -> Any:
     return packed, state
 
 
-@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles its general code for each dtype
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_block_sizes_and_shapes_of_4_bits(
@@ -392,7 +391,10 @@ def test_block_sizes_and_shapes_of_4_bits(
         found = api.dequantized(api.open(folder), BY_NAME[str(dtype).removeprefix("torch.")])["x.weight"][...]
         assert same(found, expected), (shape, size, dtype)
         if shape[1] % size == 0:
-            assert same(found, dequantize_4bit(packed, state) + 0), (shape, size, dtype)
+            # bitsandbytes compiles its general code for each dtype and kind, which takes seconds
+            compiles = kind == "nf4" and not nested
+            with torch.compiler.set_stance("default" if compiles else "force_eager"):
+                assert same(found, dequantize_4bit(packed, state) + 0), (shape, size, dtype)
         other = api.dequantized(api.open(folder))["x.weight"][...]
         assert same(other, expected.bfloat16()), (shape, size, dtype)
 
