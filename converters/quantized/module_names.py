@@ -6,6 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
+#: Settings that list excluded modules.
+IGNORED = frozenset(
+    (
+        *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude", "exclude_layers"),
+        *("llm_int8_skip_modules", "modules_to_not_quantize"),
+    )
+)
 _END = r"(?:(?<=\.)|(?=\.|$))"  # of a module's name
 _REGEX = "re:"
 _MODELS = re.compile(r"(?:(?:model|language_model|text_model)\.)+")

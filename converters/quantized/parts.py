@@ -20,6 +20,7 @@ from converters.quantized.four_bits import MAX_STATE, STATE, FourBitState, State
 from converters.quantized.headers import file_metadata
 from converters.quantized.methods import methods, schemes_of
 from converters.quantized.module_names import (
+    IGNORED,
     aliases,
     is_target,
     matches_by_name,
@@ -32,11 +33,6 @@ _PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
 #: Also used by plain modules, so only counted if packed or next to packed values.
 _COMMON = ("scale", "scales", "biases")
-#: Config keys listing modules without quantization.
-_IGNORED = (
-    *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude", "exclude_layers"),
-    *("llm_int8_skip_modules", "modules_to_not_quantize"),
-)
 #: Part names, and attention's scales.
 _WORDS = re.compile(
     r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
@@ -534,7 +530,7 @@ class QuantizedWeights:
 
     @cached_property
     def _ignored(self) -> Sequence[str]:
-        return [entry for key in _IGNORED for entry in _strings(self._settings.get(key))]
+        return [entry for key in IGNORED for entry in _strings(self._settings.get(key))]
 
     @cached_property
     def _plain_in_one_layer(self) -> Sequence[Tensor]:

@@ -146,7 +146,8 @@ class Method:
     files written by ckpt can't hold the weights. `packages` are required by transformers 5.23 (`quantizers/`,
     `validate_environment`). `recorded` returns the shapes of a weight's parts that its file's metadata records: by
     template, from the metadata, its name and its parts' shapes. `matches` returns True if an entry in the config's
-    list of excluded modules means a module.
+    list of excluded modules means a module. `known` are settings that are read, or don't change stored weights: any
+    other setting makes the weights' values unknown.
     """
 
     names: tuple[str, ...]
@@ -158,7 +159,19 @@ class Method:
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict, hash=False)
     packages: tuple[str, ...] = ()
     matches: Callable[[str, str], bool] = matches_in_some_loader
+    known: frozenset[str] = frozenset()
     recorded: Callable[[Mapping[str, str], str, Mapping[str, Shape]], Mapping[str, Shape]] | None = None
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Settings of a config group in compressed-tensors' form, and of the numbers in it.
+GROUPS = words(
+    "config_groups targets weights input_activations output_activations format num_bits type symmetric group_size "
+    "strategy block_structure dynamic actorder scale_dtype zp_dtype observer observer_kwargs"
+)
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ They are equal to the owning library's, bit for bit.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.utils import quantization_config
 
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, UsageError
@@ -161,10 +163,13 @@ def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         (f"{_CT}/nvfp4-1", group(symmetric=False), "not symmetric"),
         ("gptq/gptq-4-groups-32", {"bits": 3}, "3 bits"),
         ("gptq/gptq-4-groups-32", {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "dynamic"),
-        ("gptq/gptq-4-groups-32", {"rotation": "hadamard"}, "rotation"),
-        (f"{_CT}/fp8-channel-bf16", {"online_rotation": {"kind": "hadamard"}}, "online_rotation"),
-        ("awq/gemm-32", {"hadamard": True}, "hadamard"),
-        ("modelopt/nvfp4-bf16", {"svd_rank": 32}, "svd_rank"),
+        ("gptq/gptq-4-groups-32", {"rotation": "hadamard"}, "rotation in the config"),
+        (f"{_CT}/fp8-channel-bf16", {"online_rotation": {"kind": "hadamard"}}, "online_rotation in the config"),
+        (f"{_CT}/int4-packed-group", group(new=1), "new in the config"),
+        (f"{_CT}/int4-packed-group", {"config_groups": {"group_0": {"new": [1]}}}, "new in the config"),
+        ("awq/gemm-32", {"hadamard": True}, "hadamard in the config"),
+        ("modelopt/nvfp4-bf16", {"svd_rank": 32}, "svd_rank in the config"),
+        ("torchao/int8-axis-bf16", {"new": "x"}, "new in the config, which may change the weights"),
         ("gptq/gptq-4-groups-32", {"checkpoint_format": "gptq_p"}, "gptq"),
         ("gptq/gptq-4-groups-32", {"format": "marlin"}, "gptq"),
         ("gptq/gptq-4-groups-32", {"format": "gptq_v2"}, "format 'gptq_v2'"),
@@ -207,6 +212,25 @@ def test_settings_without_effect_are_accepted(case: str, changes: dict[str, Any]
     one = Case.of(case)
     plain = api.dequantized(api.open(one.save(tmp_path / "model", config=merged(one.config, changes))))
     assert same(plain["layer.weight"][...], one.expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "method, config",
+    [
+        ("awq", "AwqConfig"),
+        ("bitsandbytes", "BitsAndBytesConfig"),
+        ("compressed-tensors", "CompressedTensorsConfig"),
+        ("fp8", "FineGrainedFP8Config"),
+        ("gptq", "GPTQConfig"),
+        ("mxfp4", "Mxfp4Config"),
+        ("torchao", "TorchAoConfig"),
+    ],
+)
+def test_settings_of_transformers_classes_are_known(method: str, config: str) -> None:
+    names = inspect.signature(getattr(quantization_config, config)).parameters.keys() - {"kwargs"}
+    one = registry.methods()[method]
+    assert registry.unknown_setting(one, dict.fromkeys(names, "x")) is None
+    assert registry.unknown_setting(one, {**dict.fromkeys(names, ""), "new": "x"}) == "new"
 
 
 def test_groups_that_both_fit_are_refused(tmp_path: Path) -> None:

@@ -5,17 +5,17 @@ A module in this folder with a `METHOD` is registered by being here.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
+from converters.quantized.module_names import IGNORED
 from converters.quantized.scheme import Method, Quantizer, Scheme, Settings, UnknownValues
 
-#: Keys for weights that were rotated, pruned or split before they were quantized.
-_CHANGES = re.compile(r"rotation|hadamard|transform|spars|permut|low_?rank|svd", re.IGNORECASE)
+#: Settings of every method: its name, its excluded modules, its maker, and scales that no weight needs.
+_KNOWN = IGNORED | {"quant_method", "dequantize", "producer", "kv_cache_scheme", "kv_cache_quant_algo"}
 
 
 @cache
@@ -28,16 +28,30 @@ def methods() -> Mapping[str, Method]:
 def schemes_of(name: str | None, settings: Settings) -> Sequence[Scheme] | None:
     """Return a method's schemes. None if the method or its settings are unknown.
 
-    Without a recorded method, return all self-describing schemes. The values are unknown if a setting changes them in a
-    way that no method computes.
+    Without a recorded method, return all self-describing schemes. The values are unknown if the method does not know a
+    setting: weights may have been rotated, pruned or split before they were quantized.
     """
     if name is None:
         return [scheme for method in dict.fromkeys(methods().values()) for scheme in method.unrecorded()]
-    found = methods()[name].schemes(settings) if name in methods() else None
-    changes = [key for key, value in settings.items() if _CHANGES.search(key) and not _is_neutral(value)]
-    if found is None or not changes:
+    method = methods().get(name)
+    found = method and method.schemes(settings)
+    if not method or not found or (unknown := unknown_setting(method, settings)) is None:
         return found
-    return [replace(scheme, dequantize=UnknownValues(f"{changes[0]} in the config")) for scheme in found]
+    values = UnknownValues(f"{unknown} in the config, which may change the weights (remove it there if it does not)")
+    return [scheme if scheme.dequantize is None else replace(scheme, dequantize=values) for scheme in found]
+
+
+def unknown_setting(method: Method, settings: Settings) -> str | None:
+    known = method.known | _KNOWN
+    return next((key for key in _keys(settings) if key not in known), None)
+
+
+def _keys(settings: Settings) -> Iterator[str]:
+    """Yield the keys of settings that may have an effect, with those in config groups."""
+    groups = settings.get("config_groups")
+    groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    inner = [value for group in groups for value in group.values() if isinstance(value, Mapping)]
+    yield from (key for each in (settings, *groups, *inner) for key, value in each.items() if not _is_neutral(value))
 
 
 def _is_neutral(value: object) -> bool:

@@ -29,6 +29,7 @@ from converters.quantized.scheme import (
     Settings,
     UnknownValues,
     number,
+    words,
 )
 
 NAME = "awq"
@@ -100,4 +101,8 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     return _AwqWeight(group)
 
 
-METHOD = Method((NAME,), _awq, packages=("gptqmodel",), matches=matches_parts_of_names)
+_KNOWN = words(
+    "bits w_bit group_size q_group_size zero_point version format backend do_fuse modules_to_fuse fuse_max_seq_len "
+    "exllama_config"
+)
+METHOD = Method((NAME,), _awq, packages=("gptqmodel",), matches=matches_parts_of_names, known=_KNOWN)

@@ -46,6 +46,7 @@ from converters.quantized.scheme import (
     Settings,
     optional,
     per_output,
+    words,
 )
 
 NAME = "bitsandbytes"
@@ -234,4 +235,11 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
     return [*found, Scheme(WEIGHT, rows, tuple, may_transpose=True, dequantize=_eight_bits, rounding=rounding)]
 
 
-METHOD = Method((NAME,), _bitsandbytes, unrecorded=lambda: _bitsandbytes({}), takes_plain=True, packages=(NAME,))
+_KNOWN = words(
+    "load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_type "
+    "bnb_4bit_quant_storage bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight "
+    "llm_int8_threshold"
+)
+METHOD = Method(
+    (NAME,), _bitsandbytes, unrecorded=lambda: _bitsandbytes({}), takes_plain=True, packages=(NAME,), known=_KNOWN
+)

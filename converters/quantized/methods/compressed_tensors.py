@@ -65,6 +65,7 @@ from converters.quantized.scheme import (
     F8,
     F32,
     FLOATS,
+    GROUPS,
     INT8,
     INT32,
     INT64,
@@ -87,6 +88,7 @@ from converters.quantized.scheme import (
     per_output,
     scalar,
     wider,
+    words,
 )
 
 NAME = "compressed-tensors"
@@ -519,4 +521,5 @@ METHOD = Method(
     quantizers=_QUANTIZERS,
     packages=(NAME,),
     matches=matches_by_name,
+    known=GROUPS | words("version quantization_status global_compression_ratio run_compressed use_optimized_inference"),
 )

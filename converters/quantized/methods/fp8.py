@@ -56,6 +56,7 @@ from converters.quantized.scheme import (
     per_output,
     scalar,
     wider,
+    words,
 )
 
 NAME = "fp8"
@@ -203,4 +204,10 @@ def _quantized_bits(bits: NDArray) -> list[NDArray] | None:
 
 _RULE = "transformers 5.23 Fp8Quantize: a block's numbers times 448 / maximum, in fp32; ties to even"
 _QUANTIZER = Quantizer(_packed_blocks, _block_settings, _RULE, blocks=(_SIZE, _SIZE))
-METHOD = Method((NAME,), _fp8, unrecorded=lambda: _fp8({}), quantizers={"fp8-block": _QUANTIZER})
+METHOD = Method(
+    (NAME,),
+    _fp8,
+    unrecorded=lambda: _fp8({}),
+    quantizers={"fp8-block": _QUANTIZER},
+    known=words("weight_block_size activation_scheme fmt scale_fmt expert_dtype modules_to_convert"),
+)

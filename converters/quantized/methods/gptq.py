@@ -31,6 +31,7 @@ from converters.quantized.scheme import (
     UnknownValues,
     number,
     optional,
+    words,
 )
 
 NAME = "gptq"
@@ -122,4 +123,12 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     return _GptqWeight(bits, group, _added(settings), bool(settings.get("desc_act")))
 
 
-METHOD = Method((NAME,), _gptq, packages=("optimum", "gptqmodel"))
+#: Those of the second and later lines steer the calibration or the kernels.
+_KNOWN = words(
+    "bits group_size desc_act sym checkpoint_format format pack_dtype is_marlin_format dynamic lm_head "
+    "act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_percent dataset "
+    "disable_exllama exllama_config max_input_length meta model_file_base_name model_name_or_path model_seqlen "
+    "module_name_preceding_first_block modules_in_block_to_quantize mse pad_token_id quantizer static_groups tokenizer "
+    "true_sequential use_cuda_fp16 use_exllama"
+)
+METHOD = Method((NAME,), _gptq, packages=("optimum", "gptqmodel"), known=_KNOWN)

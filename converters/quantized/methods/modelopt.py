@@ -32,6 +32,7 @@ from converters.quantized.scheme import (
     E8M0,
     F32,
     FLOATS,
+    GROUPS,
     INT8,
     WEIGHT,
     Dequantizer,
@@ -46,6 +47,7 @@ from converters.quantized.scheme import (
     per_output,
     scalar,
     wider,
+    words,
 )
 
 NAME = "modelopt"
@@ -153,4 +155,10 @@ _MODELOPT: Mapping[str, list[Scheme]] = {
     "W4A8_AWQ": [Scheme(WEIGHT, {**_AWQ_BYTES, SCALE_2: Part(F32), **_INPUT, **_BIAS}, _taller)],
 }
 
-METHOD = Method((NAME, "modelopt_fp4"), _modelopt, own_settings="quantized_layers", matches=matches_parts_of_names)
+METHOD = Method(
+    (NAME, "modelopt_fp4"),
+    _modelopt,
+    own_settings="quantized_layers",
+    matches=matches_parts_of_names,
+    known=GROUPS | words("quant_algo quantized_layers has_zero_point pre_quant_scale"),
+)

@@ -39,6 +39,7 @@ from converters.quantized.scheme import (
     for_activations,
     optional,
     wider,
+    words,
 )
 
 NAME = "torchao"
@@ -144,5 +145,11 @@ def _torchao(_: Settings) -> list[Scheme]:
 _UNWRITABLE = "torchao describes each weight in its file's header, and ckpt does not carry this header"
 
 METHOD = Method(
-    (NAME,), _torchao, takes_plain=True, unwritable=_UNWRITABLE, packages=(NAME,), recorded=_recorded_shapes
+    (NAME,),
+    _torchao,
+    takes_plain=True,
+    unwritable=_UNWRITABLE,
+    packages=(NAME,),
+    known=words("quant_type quant_type_kwargs include_input_output_embeddings untie_embedding_weights"),
+    recorded=_recorded_shapes,
 )
