@@ -42,7 +42,7 @@ def original(model: Path, method: str, folder: Path) -> Path:
     """Return a quantized model whose config differs from ckpt's own, as a release's does."""
     out = quantize(model, folder / "original", method)
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["released_by"] = "someone"
+    config["quantization_config"]["producer"] = {"name": "someone"}
     (out / "config.json").write_text(json.dumps(config))
     return out
 

@@ -1,6 +1,6 @@
-"""`converters/quantized/methods/awq.py`, `compressed_tensors.py`, `gptq.py`, `modelopt.py`: plain values of weights.
+"""`converters/quantized/methods/awq.py`, `compressed_tensors.py`, `gptq.py`, `modelopt.py`, `torchao.py`.
 
-They are equal to the owning library's, bit for bit.
+Plain values are equal to the owning library's, bit for bit.
 
 `fixtures/make_quantized_weights.py` recorded parts and plain values, with every bit pattern of small floats and scales.
 """

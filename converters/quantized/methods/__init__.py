@@ -15,7 +15,7 @@ from converters.quantized.module_names import IGNORED
 from converters.quantized.scheme import Method, Quantizer, Scheme, Settings, UnknownValues
 
 #: Settings of every method: its name, its excluded modules, its maker, and scales that no weight needs.
-_KNOWN = IGNORED | {"quant_method", "dequantize", "producer", "kv_cache_scheme", "kv_cache_quant_algo"}
+_KNOWN = IGNORED | {"quant_method", "quantization", "dequantize", "producer", "kv_cache_scheme", "kv_cache_quant_algo"}
 
 
 @cache
