@@ -33,9 +33,10 @@ def schemes_of(name: str | None, settings: Settings) -> Sequence[Scheme] | None:
     """
     if name is None:
         return [scheme for method in dict.fromkeys(methods().values()) for scheme in method.unrecorded()]
-    method = methods().get(name)
-    found = method and method.schemes(settings)
-    if not method or not found or (unknown := unknown_setting(method, settings)) is None:
+    if (method := methods().get(name)) is None:
+        return None
+    found, unknown = method.schemes(settings), unknown_setting(method, settings)
+    if found is None or unknown is None:
         return found
     values = UnknownValues(f"{unknown} in the config, which may change the weights (remove it there if it does not)")
     return [scheme if scheme.dequantize is None else replace(scheme, dequantize=values) for scheme in found]
