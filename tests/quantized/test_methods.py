@@ -203,7 +203,7 @@ def test_settings_without_proved_values_are_refused(
         ("gptq/gptq-4-groups-32", {"sym": True, "true_sequential": True, "static_groups": False, "dynamic": None}),
         ("gptq/gptq_v2-4-groups-32", {"format": "gptq_v2", "pack_dtype": "int32", "rotation": None}),
         (f"{_CT}/int4-packed-group", {"transform_config": {"config_groups": {}}, "sparsity_config": {}}),
-        ("awq/gemm-32", {"rotation": None, "hadamard": False}),
+        ("awq/gemm-32", {"rotation": None, "hadamard": False, "transformers_version": "5.23.0"}),
         ("awq/gemm-32", {"version": "GEMM", "backend": "autoawq", "modules_to_not_convert": None}),
         ("modelopt/nvfp4-bf16", {"kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}),
     ],

@@ -44,7 +44,7 @@ def schemes_of(name: str | None, settings: Settings) -> Sequence[Scheme] | None:
 
 def unknown_setting(method: Method, settings: Settings) -> str | None:
     known = method.known | _KNOWN
-    return next((key for key in _keys(settings) if key not in known), None)
+    return next((key for key in _keys(settings) if key not in known and not key.endswith("_version")), None)
 
 
 def _keys(settings: Settings) -> Iterator[str]:
