@@ -46,9 +46,10 @@ from converters.pytorch.rank_parts import Part, local_box, parts_of, placed
 
 _SUFFIXES = {"TorchSerialization": ".pt", "SafetensorsSerialization": ".safetensors"}
 _MAX_COMPARED = 1 << 20
-#: Content of items, by a word in their names. torch's schedulers have these keys (torch 2.13, optim/lr_scheduler.py).
+#: Content of items, by words in their names: StepLR's may be called `step_lr`. torch's schedulers have these keys
+#: (torch 2.13, optim/lr_scheduler.py).
 _NUMBER, _SCHEDULE, _OTHER = "a number", "the state of a learning-rate schedule", "other values"
-_CONTENT = {"step": _NUMBER, "iteration": _NUMBER, "sched": _SCHEDULE, "loader": _OTHER}
+_CONTENT = {"step": _NUMBER, "iteration": _NUMBER, "sched": _SCHEDULE, "_lr": _SCHEDULE, "loader": _OTHER}
 _OF_SCHEDULES = ("base_lrs", "_step_count", "_last_lr", "best")
 
 
@@ -404,11 +405,11 @@ def _check_contents(items: Mapping[str, Mapping[Path, Any]]) -> None:
     A schedule is known by its keys. A missing number counts if another item has one in its place.
     """
     odd = {
-        path: (expected, found)
+        path: (expected[0], found)
         for name, roots in items.items()
         for path, root in roots.items()
-        if (expected := next((kind for word, kind in _CONTENT.items() if word in name), None))
-        if (found := _kind_of_item(root)) != expected
+        if (expected := [kind for word, kind in _CONTENT.items() if word in name])
+        if (found := _kind_of_item(root)) not in expected
     }
     for path, (expected, found) in odd.items():
         if found == _SCHEDULE or (expected == _NUMBER and any(other == _NUMBER for _, other in odd.values())):

@@ -107,6 +107,17 @@ def test_an_item_with_unusual_content_is_no_other_items(run: Path, item: str, co
     assert api.open(run / "step-3").format == "torch-checkpointing"
 
 
+@pytest.mark.parametrize("item", ["step_lr", "step_scheduler", "iteration_lr"])
+def test_a_schedule_may_be_named_after_steps(run: Path, item: str) -> None:
+    for rank in range(2):
+        (run / f"step-3/lr_scheduler_{rank}.pt").rename(run / f"step-3/{item}_{rank}.pt")
+    assert api.open(run / "step-3").state.step == 3
+    for rank in range(2):
+        shutil.copy(run / f"step-3/{item}_{rank}.pt", run / f"step-3/step_{rank}.pt")
+    with pytest.raises(CorruptError, match="another item's content"):
+        api.open(run / "step-3")
+
+
 def test_item_without_a_ranks_file_is_not_read(run: Path) -> None:
     (run / "step-2/dataloader_1.pt").unlink()
     checkpoint = api.open(run / "step-2")
