@@ -192,7 +192,8 @@ def different_steps(checkpoint: Checkpoint) -> str:
     step = recorded_number(path) if state.step is None and path.is_dir() else state.step
     if step is None or taken < 0:
         return ""
-    if taken < step == _schedule_steps(state.lr_scheduler) and state.zero_stage is None:
+    is_less = taken < step == _schedule_steps(state.lr_scheduler) and trainer_step(path) is not None
+    if is_less and state.zero_stage is None:  # other scripts may count batches
         what = f"the model and the schedule are from step {step}, but the optimizer has taken {taken:g}"
         return f"{what}: are all files from one save?"
     is_more = taken > step and (state.step is None or trainer_step(path) is not None)

@@ -114,6 +114,19 @@ def test_every_spelling(tmp_path: Path, layout: str, spelling: str) -> None:
     assert any("numbered" in note for note in checkpoint.notes) == (spelling == "numbered")
 
 
+@pytest.mark.parametrize("is_hf_trainer", [False, True])
+def test_only_hf_trainers_step_counts_the_optimizers(tmp_path: Path, is_hf_trainer: bool) -> None:
+    """Other scripts may count batches, and step the schedule for each."""
+    model, optimizer = trained()
+    content = {"optimizer": by_name(optimizer, model), "lr_scheduler": {"last_epoch": 8, "_last_lr": [0.1]}}
+    torch.save({"model": model.state_dict(), **content, "train_state": {"step": 8}}, tmp_path / "model.pt")
+    if is_hf_trainer:
+        (tmp_path / "trainer_state.json").write_text('{"global_step": 8}')
+    told = [note for note in api.open(tmp_path).notes if "are all files from one save" in note]
+    what = "the model and the schedule are from step 8, but the optimizer has taken 2"
+    assert told == [f"{what}: are all files from one save?"] * is_hf_trainer
+
+
 @pytest.mark.parametrize("wrong", [None, "swapped", "unknown"])
 def test_numbers_are_the_names_of_groups_of_one_parameter(tmp_path: Path, wrong: str | None) -> None:
     """Adam-mini's optimizer sorts parameters in its own way and names groups. Names that don't fit prove nothing."""
