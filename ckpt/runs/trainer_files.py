@@ -76,12 +76,13 @@ def model_files(
         config = parse_json(found[CONFIG], path)
     elif config is not None:
         found[CONFIG] = dump_config(config)
-    if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
+    if isinstance(config, Mapping):
+        is_of_transformers = bool({"model_type", "architectures"} & config.keys())
         no_longer = checkpoint.config is not None and not records_quantization(checkpoint.config)
         counts = model_dtypes(checkpoint, dtype) if written is None else num_elements(written)
         recorded = config if no_longer or not checkpoint.config else with_quantization(config, checkpoint.config)
         is_requantized = path is not None and recorded != config
-        true, notes = corrected_config(recorded, counts, plain=plain or no_longer)
+        true, notes = corrected_config(recorded, counts if is_of_transformers else {}, plain=plain or no_longer)
         if true != config:
             found[CONFIG] = dump_config(true)
     if plain or is_requantized or PART not in checkpoint.uncast.values():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 #: Settings that list excluded modules.
 IGNORED = frozenset(
@@ -14,20 +15,26 @@ IGNORED = frozenset(
     )
 )
 _END = r"(?:(?<=\.)|(?=\.|$))"  # of a module's name
-_REGEX = "re:"
+REGEX = "re:"
 _MODELS = re.compile(r"(?:(?:model|language_model|text_model)\.)+")
 #: Path prefixes of one language model, in memory and in files of several releases.
 _PREFIXES = ("model.", "language_model.", "model.language_model.", "language_model.model.")
 
 
 def matches_in_transformers(entry: str, module: str) -> bool:
+    return matcher_of_transformers([entry])(module)
+
+
+def matcher_of_transformers(entries: Iterable[str]) -> Callable[[str], bool]:
     """Match a regex up to a module's name, or a suffix: transformers 5.23 `should_convert_module`."""
-    return _has_regex(f"(?:{entry}){_END}", module) or module.endswith(entry)
+    ends = tuple(entries)
+    patterns = [found for entry in ends if (found := _compiled(f"(?:{entry}){_END}"))]
+    return lambda module: module.endswith(ends) or any(pattern.match(module) for pattern in patterns)
 
 
 def matches_by_name(entry: str, module: str) -> bool:
     """Match a name, or a regex after `re:`: compressed-tensors 0.20 `utils/match.py`, `match_name`."""
-    return _has_regex(entry.removeprefix(_REGEX), module) if entry.startswith(_REGEX) else entry == module
+    return _has_regex(entry.removeprefix(REGEX), module) if entry.startswith(REGEX) else entry == module
 
 
 def matches_in_some_loader(entry: str, module: str) -> bool:
@@ -62,7 +69,13 @@ def is_target(module: str, targets: Iterable[str], *, of_class: bool) -> bool:
 
 
 def _has_regex(pattern: str, module: str) -> bool:
+    found = _compiled(pattern)
+    return found is not None and found.match(module) is not None
+
+
+@lru_cache(1 << 14)  # lists may have more entries than the cache of `re`
+def _compiled(pattern: str) -> re.Pattern[str] | None:
     try:
-        return re.match(pattern, module) is not None
-    except re.error:
-        return False
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return None

@@ -21,11 +21,12 @@ from converters.quantized.headers import file_metadata
 from converters.quantized.methods import methods, schemes_of
 from converters.quantized.module_names import (
     IGNORED,
+    REGEX,
     aliases,
     is_target,
+    matcher_of_transformers,
     matches_by_name,
     matches_in_some_loader,
-    matches_in_transformers,
 )
 from converters.quantized.scheme import E4M3, FLOATS, PACKED, Method, Scheme, Settings, UnknownValues
 
@@ -95,6 +96,10 @@ class QuantizedWeights:
     @property
     def _known(self) -> Method | None:
         return methods().get(self._method) if self._method else None  # imports numpy
+
+    @property
+    def _is_by_name(self) -> bool:
+        return self._known is not None and self._known.matches is matches_by_name
 
     @cached_property
     def _schemes(self) -> Sequence[Scheme] | None:
@@ -283,6 +288,7 @@ class QuantizedWeights:
     @property
     def untried(self) -> str | None:
         """Reason why it is unknown if transformers loads the quantized weights."""
+        excludes = matcher_of_transformers(self._ignored)
         for owner, fit in self._fitted.items():
             packed = fit.scheme and self.tensors.get(self.owners[owner].get(fit.scheme.packed, ""))
             if _EXPERT.search(owner) and not (fit.scheme and fit.scheme.joins_experts):
@@ -290,9 +296,7 @@ class QuantizedWeights:
             if packed and len(packed.shape) > 2 and not (fit.scheme and fit.scheme.loads_stacks):
                 return f"transformers may not apply the scales of stacked weights, such as {owner}"
             module = owner.rpartition(".")[0]
-            if (self._known is None or self._known.matches is not matches_by_name) and any(
-                matches_in_transformers(entry, module) for entry in self._ignored
-            ):
+            if not self._is_by_name and excludes(module):
                 return f"transformers excludes {module}, but it is quantized"
         for one in self._plain_in_one_layer:
             if not self._is_listed(one.fqn.rpartition(".")[0]):
@@ -508,16 +512,15 @@ class QuantizedWeights:
 
     def _misplaced(self) -> Iterator[Fault]:
         """Yield plain weights that the config quantizes, and quantized weights that it does not."""
-        exact = set(self._ignored)
-        is_by_name = self._known is not None and self._known.matches is matches_by_name
+        patterns = [entry for entry in self._ignored if entry.startswith(REGEX)] if self._is_by_name else []
         for owner, parts in self.owners.items():
             module = owner.rpartition(".")[0]
             if not any(map(self._is_packed, parts.values())):
                 continue
-            is_excluded = is_by_name and any(matches_by_name(entry, module) for entry in self._ignored)
-            if is_excluded or not exact.isdisjoint((owner, module)):
+            is_named = not self._listed_names.isdisjoint((owner, module))
+            if is_named or any(matches_by_name(entry, module) for entry in patterns):
                 yield Fault(owner, "quantized, but the config excludes it")
-            elif is_by_name and self._targets and not is_target(module, self._targets, of_class=True):
+            elif self._is_by_name and self._targets and not is_target(module, self._targets, of_class=True):
                 yield Fault(owner, "quantized, but no group in the config has it as target")
         for tensor in self._plain_in_one_layer:
             if not any(self._is_listed(name) for name in (tensor.fqn, tensor.fqn.rpartition(".")[0])):
@@ -525,12 +528,17 @@ class QuantizedWeights:
                 yield Fault(tensor.fqn, what)
 
     def _is_listed(self, module: str) -> bool:
-        matches = self._known.matches if self._known else matches_in_some_loader
-        return any(matches(entry, name) for entry in self._ignored for name in aliases(module))
+        matches, names = self._known.matches if self._known else matches_in_some_loader, [*aliases(module)]
+        is_named = not self._listed_names.isdisjoint(names)
+        return is_named or any(matches(entry, name) for entry in self._ignored for name in names)
 
     @cached_property
     def _ignored(self) -> Sequence[str]:
         return [entry for key in IGNORED for entry in _strings(self._settings.get(key))]
+
+    @cached_property
+    def _listed_names(self) -> frozenset[str]:
+        return frozenset(self._ignored)
 
     @cached_property
     def _plain_in_one_layer(self) -> Sequence[Tensor]:

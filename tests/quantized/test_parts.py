@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.dtypes import BY_NAME, BY_TAG
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.runs.recorded_precision import quantization_of
+from converters.quantized import module_names
 from converters.quantized.parts import QuantizedWeights
 from converters.quantized.scheme import UnknownValues
 from tests.support.commands import ckpt
@@ -299,6 +300,21 @@ def test_quantized_weights_are_not_excluded(layout: str, entry: str, is_excluded
         assert "transformers excludes model.layers." in str(found.untried)
     elif not is_fault:
         assert found.untried is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"), [("fp8 block", "modules_to_not_convert"), ("compressed-tensors W8A8", "ignore")]
+)
+def test_long_lists_of_excluded_modules_take_little_time(layout: str, key: str) -> None:
+    """Python's `re` keeps 512 patterns: with more, each module would compile all of them again."""
+    norms = [f"model.layers.{n}.norm" for n in range(600)]
+    module_names._compiled.cache_clear()
+    found = in_module(layout, "model.layers.1.mlp.up_proj", True, **{key: [*norms, "model.layers.1.mlp.up_proj"]})
+    assert not found.faults and found.untried is None
+    assert module_names._compiled.cache_info().misses <= 601
+    more = [f"model.layers.{n}.gate" for n in range(600)]
+    found = in_module(layout, "model.layers.1.mlp.up_proj", True, **{key: [*norms, *more, "re:.*layers.2.mlp"]})
+    assert [one.fqn for one in found.faults][:1] == ["model.layers.1.mlp.up_proj.weight"]
 
 
 @pytest.mark.parametrize(
@@ -617,6 +633,20 @@ def test_dequantize_reads_the_method_wherever_it_is_recorded(
     result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "no", "--dequantize")
     assert result.code == 2 and file in result.err, result.err
     assert not (tmp_path / "no").exists()
+
+
+def test_a_config_of_diffusers_records_what_is_written(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(folders("fp8 block"), tmp_path / "source"))
+    config = {"_class_name": "FluxTransformer2DModel", **LAYOUTS["fp8 block"][0]}
+    (source / "config.json").write_text(json.dumps(config))
+    done = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "plain", "--dequantize")
+    assert done.code == 0 and "left out quantization_config" in done.err, done.err
+    assert json.loads((tmp_path / "plain/config.json").read_text()) == {"_class_name": "FluxTransformer2DModel"}
+    done = ckpt("convert", "hf", "hf", tmp_path / "plain", "-o", tmp_path / "again", "--quantize", "fp8-block")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    assert ckpt("convert", "hf", "hf", source, "-o", tmp_path / "same").code == 0
+    assert json.loads((tmp_path / "same/config.json").read_text()) == config
 
 
 # -- NaN and infinite scales -----------------------------------------------------------------------------------
