@@ -405,11 +405,11 @@ def _check_contents(items: Mapping[str, Mapping[Path, Any]]) -> None:
     A schedule is known by its keys. A missing number counts if another item has one in its place.
     """
     odd = {
-        path: (expected[0], found)
+        path: (kinds[0], found)
         for name, roots in items.items()
         for path, root in roots.items()
-        if (expected := [kind for word, kind in _CONTENT.items() if word in name])
-        if (found := _kind_of_item(root)) not in expected
+        if (kinds := [kind for word, kind in _CONTENT.items() if word in name])
+        if (found := _kind_of_item(root)) not in kinds
     }
     for path, (expected, found) in odd.items():
         if found == _SCHEDULE or (expected == _NUMBER and any(other == _NUMBER for _, other in odd.values())):
