@@ -139,6 +139,16 @@ def test_a_scale_that_is_not_finite_leaves_no_file(path: Path, tmp_path: Path) -
 
 # -- settings and parts whose values are not proved ------------------------------------------------------------
 _CT = "compressed-tensors"
+#: Recorded by AutoRound 0.5.1 (Intel/Qwen3-14B-int4-AutoRound-gptq-inc) and by gptqmodel 7.7.
+AUTO_ROUND = json.loads("""{
+    "act_bits": 16, "act_data_type": "int", "act_dynamic": true, "act_group_size": 128, "act_sym": true, "amp": true,
+    "autoround_version": "0.5.1", "batch_size": 8, "damp_percent": 0.01, "data_type": "int", "desc_act": false,
+    "enable_minmax_tuning": true, "enable_norm_bias_tuning": false, "enable_quanted_input": true, "iters": 1000,
+    "gradient_accumulate_steps": 1, "low_gpu_mem_usage": true, "lr": 0.001, "minmax_lr": 0.001, "nsamples": 512,
+    "scale_dtype": "torch.float16", "seqlen": 2048, "super_bits": null, "super_group_size": null, "sym": true,
+    "to_quant_block_names": null, "true_sequential": false
+}""")
+GPTQMODEL = {"pack_dtype": "int32", "lm_head": False, "meta": {"quantizer": ["gptqmodel:7.7"], "damp_percent": 0.05}}
 
 
 def group(**changes: Any) -> dict[str, Any]:
@@ -176,6 +186,9 @@ def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         ("gptq/gptq-4-reordered", {"desc_act": False}, "another order"),
         ("awq/gemm-32", {"version": "gemv"}, "version gemv"),
         ("awq/gemm-32", {"version": "gemv_fast"}, "awq"),
+        ("awq/gemm-32", {"version": None, "checkpoint_format": "gemv"}, "version gemv"),
+        ("awq/gemm-32", {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        ("gptq/gptq-4-groups-32", {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
         ("awq/gemm-32", {"zero_point": False}, "zero_point"),
         ("awq/gemm-32", {"backend": "llm-awq"}, "llm-awq"),
         ("awq/gemm-32", {"bits": 8}, "8 bits"),
@@ -205,6 +218,13 @@ def test_settings_without_proved_values_are_refused(
         (f"{_CT}/int4-packed-group", {"transform_config": {"config_groups": {}}, "sparsity_config": {}}),
         ("awq/gemm-32", {"rotation": None, "hadamard": False, "transformers_version": "5.23.0"}),
         ("awq/gemm-32", {"version": "GEMM", "backend": "autoawq", "modules_to_not_convert": None}),
+        ("gptq/gptq-4-groups-32", AUTO_ROUND),
+        ("awq/gemm-32", AUTO_ROUND),
+        ("gptq/gptq-4-groups-32", {"method": "gptq", "format": "gptq", "checkpoint_format": "gptq", **GPTQMODEL}),
+        (
+            "awq/gemm-32",
+            {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": True, **GPTQMODEL},
+        ),
         ("modelopt/nvfp4-bf16", {"kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}),
     ],
 )

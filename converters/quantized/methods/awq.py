@@ -19,6 +19,7 @@ from ckpt.plan.tensors import Box
 from converters.quantized._weight import StoredWeights, Weight, affine, by_rows, group_index, num_groups, unpacked
 from converters.quantized.module_names import matches_parts_of_names
 from converters.quantized.scheme import (
+    CALIBRATION,
     FLOATS,
     INT32,
     Dequantizer,
@@ -72,7 +73,7 @@ def _outputs(words: NDArray) -> NDArray:
 
 def _awq(settings: Settings) -> list[Scheme] | None:
     """Return the scheme for `gemm`. Other versions have other shapes."""
-    version = str(settings.get("version", "gemm")).lower()
+    version = str(next(filter(None, map(settings.get, ("version", "format", "checkpoint_format"))), "gemm")).lower()
     bits, group = number(settings, "bits", "w_bit") or _BITS, number(settings, "group_size", "q_group_size")
     if version not in ("gemm", "gemv"):
         return None
@@ -96,13 +97,14 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
         return UnknownValues(f"{bits} bits")
     if settings.get("zero_point", True) is not True:
         return UnknownValues("a config without zero_point")
+    if not str(settings.get("data_type", "int")).startswith("int"):
+        return UnknownValues(f"data_type {settings['data_type']!r}")
     if settings.get("backend") not in (None, "auto", "autoawq"):
         return UnknownValues(f"backend {settings['backend']!r}")
     return _AwqWeight(group)
 
 
-_KNOWN = words(
-    "bits w_bit group_size q_group_size zero_point version format backend do_fuse modules_to_fuse fuse_max_seq_len "
-    "exllama_config"
+_KNOWN = CALIBRATION | words(
+    "bits w_bit group_size q_group_size zero_point version do_fuse modules_to_fuse fuse_max_seq_len exllama_config"
 )
 METHOD = Method((NAME,), _awq, packages=("gptqmodel",), matches=matches_parts_of_names, known=_KNOWN)

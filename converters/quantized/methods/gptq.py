@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckpt.plan.tensors import Box
 from converters.quantized._weight import StoredWeights, Weight, affine, by_rows, group_index, num_groups, unpacked
 from converters.quantized.scheme import (
+    CALIBRATION,
     FLOATS,
     INT32,
     Dequantizer,
@@ -113,6 +114,8 @@ def _added(settings: Settings) -> int:
 def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
     if bits not in (4, 8):
         return UnknownValues(f"{bits} bits")
+    if not str(settings.get("data_type", "int")).startswith("int"):
+        return UnknownValues(f"data_type {settings['data_type']!r}")
     if settings.get("is_marlin_format"):
         return UnknownValues("is_marlin_format in the config")
     if settings.get("pack_dtype", "int32") != "int32":
@@ -124,11 +127,10 @@ def _dequantizer(settings: Settings, bits: int, group: int) -> Dequantizer:
 
 
 #: Those of the second and later lines steer the calibration or the kernels.
-_KNOWN = words(
-    "bits group_size desc_act sym checkpoint_format format pack_dtype is_marlin_format dynamic lm_head "
-    "act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_percent dataset "
-    "disable_exllama exllama_config max_input_length meta model_file_base_name model_name_or_path model_seqlen "
-    "module_name_preceding_first_block modules_in_block_to_quantize mse pad_token_id quantizer static_groups tokenizer "
-    "true_sequential use_cuda_fp16 use_exllama"
+_KNOWN = CALIBRATION | words(
+    "bits group_size is_marlin_format dynamic "
+    "act_group_aware cache_block_outputs disable_exllama exllama_config hyb_act inside_layer_modules max_input_length "
+    "model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block "
+    "modules_in_block_to_quantize mse pad_token_id quantizer tokenizer use_cuda_fp16 use_exllama"
 )
 METHOD = Method((NAME,), _gptq, packages=("optimum", "gptqmodel"), known=_KNOWN)
