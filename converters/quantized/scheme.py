@@ -177,8 +177,8 @@ CALIBRATION = words(
     "act_bits act_data_type act_dynamic act_group_size act_sym amp backend batch_size block_name_to_quantize "
     "checkpoint_format damp_auto_increment damp_percent data_type dataset desc_act enable_minmax_tuning "
     "enable_norm_bias_tuning enable_quanted_input format gradient_accumulate_steps iters lm_head low_cpu_mem_usage "
-    "low_gpu_mem_usage lr meta method minmax_lr nsamples pack_dtype pack_impl provider quant_block_list scale_dtype seqlen "
-    "static_groups sym to_quant_block_names train_bs true_sequential"
+    "low_gpu_mem_usage lr meta method minmax_lr nsamples pack_dtype pack_impl provider quant_block_list scale_dtype "
+    "seqlen static_groups sym to_quant_block_names train_bs true_sequential"
 )
 
 
