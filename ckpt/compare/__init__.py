@@ -1,4 +1,4 @@
 """Bitwise comparison of two checkpoints, digests of one, and manifests.
 
-May import: `ckpt.adapters`, `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`.
+May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`.
 """

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.adapters.names import ADAPTER_CONFIG
 from ckpt.base.errors import CkptError
 from ckpt.base.text import one_line
 from ckpt.move.json_files import parse_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.runs.file_table import TRAINING_STATE, fits, is_of
+from ckpt.runs.file_table import TRAINING_STATE, FileKind, fits, is_of
 from ckpt.runs.model_files import CONFIG, companions, find_config
 from ckpt.runs.search import MANIFEST
 
@@ -66,7 +65,8 @@ def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
     folders = [Path(folder) for folder in side.run_folders]
     own = Path(side.path)
     found = companions(folders)
-    places = {name: own / name for name in (ADAPTER_CONFIG, *_model_files(side, own))}
+    adapters = [name for name in names_in(own) if is_of(name, FileKind.ADAPTER)] if own.is_dir() else []
+    places = {name: own / name for name in (*adapters, *_model_files(side, own))}
     if config := find_config(folders):
         places[CONFIG] = config
     return {name: read_file(path) for name, path in places.items() if path.is_file()} | found
