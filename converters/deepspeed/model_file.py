@@ -42,11 +42,13 @@ def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dic
     return {names.renamed.get(fqn, fqn): stored for fqn, stored in tensors.items()}, names
 
 
-def _lost(model: RankFile, lacking: Container[str], num_entries: int) -> str:
+def _lost(model: RankFile, lacking: Collection[str], num_entries: int) -> str:
     """Return a sentence if the state dict has most recorded names, and lacks others, or "".
 
     A model's own `state_dict()` may leave out most of them: TRL's has only the value head if PEFT trains the rest.
     """
+    if not lacking:
+        return ""
     shapes = param_shapes(model) if model.content.get("param_shapes") is not None else []
     trained = dict.fromkeys(fqn for group in shapes for fqn in group)
     kinds: dict[tuple[str, str], Collection[str]] = {
