@@ -327,6 +327,7 @@ class Conversion(Returned):
             say: Called with each note.
         """
         from ckpt.move.run import execute
+        from ckpt.processes.group import Alone
 
         place = Path(destination) if scheme_of(destination) is None else placeholder_files.place(str(destination))
         self.check_destination(place)
@@ -361,11 +362,16 @@ class Conversion(Returned):
         if overwrite and (group is None or group.rank == 0):
             _check_replaceable(place, self.format)
         try:
-            what |= {"phase": phase, "group": group, "resources": self.resources, "say": say}
+            what |= {"phase": phase, "say": say}
             if verify:
                 what["verify"] = partial(self._check_written, phase)
-            with _naming_overflow(self.plan):
+
+            def run(group: Alone, number: int) -> int:
+                what.update(group=group, resources=self.resources.part(number))
                 return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
+
+            with _naming_overflow(self.plan):
+                return (group or Alone()).share(run, self.resources.num_processes(self.plan))
         except (CorruptError, NotFoundError) as error:
             try:
                 for file in self.plan.sources:

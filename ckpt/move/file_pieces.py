@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from xxhash import xxh3_128
@@ -21,6 +22,7 @@ CHUNK = 1 << 20  # fits the processor's cache
 _JOB = 32 << 20  # bytes of small pieces in one batch
 _MAX_PIECES = 4096  # per file and for all files
 _MAX_PIECES_TOGETHER = 1_000_000
+_COMPUTING = 6  # a computed byte takes as long as so many copied ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,18 @@ def between(size: int, pieces: Iterable[Piece]) -> Iterator[Piece]:
 Pieces = Mapping[str, Sequence[Piece]]
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Pieces for one process, which would else compute the same content as another one."""
+
+    pieces: Sequence[Piece]
+    is_computed: bool = False
+
+    def cost(self, todo: Collection[Piece]) -> int:
+        """Return the bytes in `todo`, and more for computing them."""
+        return sum(piece[1] for piece in self.pieces if piece in todo) * (_COMPUTING if self.is_computed else 1)
+
+
 @dataclass(frozen=True)
 class Share:
     """One process's share of a target file: the pieces in `todo`, and all bytes outside pieces if `is_owner`.
@@ -205,6 +219,7 @@ def deal(
     todo: Mapping[str, Collection[Piece]],
     nodes: Sequence[Hashable],
     rank: int,
+    units: Mapping[str, Sequence[Unit]] = MappingProxyType({}),
 ) -> list[Share]:
     """Return the shares of process `rank`. `nodes` holds each process's node, by rank.
 
@@ -213,7 +228,11 @@ def deal(
     """
     if len(nodes) == 1:
         return [Share(file, pieces[file.name], todo[file.name]) for file in files]
-    sizes = {file.name: _own_size(file, pieces) + sum(length for _, length in todo[file.name]) for file in files}
+    parts = {
+        name: [(one.cost(todo[name]), one) for one in units.get(name) or [Unit([piece]) for piece in inside]]
+        for name, inside in pieces.items()
+    }
+    sizes = {file.name: _own_size(file, pieces) + sum(cost for cost, _ in parts[file.name]) for file in files}
     members: dict[Hashable, list[int]] = {}
     for number, node in enumerate(nodes):
         members.setdefault(node, []).append(number)
@@ -234,9 +253,28 @@ def deal(
     for file in files:
         if file.name in taken[mine]:
             is_owner = is_mine(_own_size(file, pieces))
-            wanted = [p for p in pieces[file.name] if p in todo[file.name] and is_mine(p[1])]
+            dealt = [unit for cost, unit in parts[file.name] if cost and is_mine(cost)]
+            wanted = {piece for unit in dealt for piece in unit.pieces if piece in todo[file.name]}
             if is_owner or wanted:
-                found.append(Share(file, pieces[file.name], set(wanted), is_owner))
+                found.append(Share(file, pieces[file.name], wanted, is_owner))
+    return found
+
+
+def units_of(plan: Plan, pieces: Pieces) -> dict[str, list[Unit]]:
+    """Return each file's pieces, together if they have a computation in common. The largest one gives the order."""
+    found = {}
+    for file in plan.target.files if plan.computed_bytes else ():
+        own = pieces[file.name]
+        starts, members = [offset for offset, _ in own], dict[Piece, set[Piece]]()
+        for copies in plan.computed_copies(file).values():
+            places = {own[bisect_right(starts, copy.target.offset) - 1] for copy in copies}
+            unit = places.union(*(members.get(piece, ()) for piece in places))
+            members |= dict.fromkeys(unit, unit)
+        found[file.name] = [
+            Unit(sorted(unit), piece in members)
+            for piece, unit in ((piece, members.get(piece, {piece})) for piece in own)
+            if piece == max(unit, key=lambda one: (one[1], one[0]))
+        ]
     return found
 
 

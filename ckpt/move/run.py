@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageError, UsageError, printable
 from ckpt.base.text import show_size
 from ckpt.move.blocks import batches, write_all
-from ckpt.move.file_pieces import FileDigest, Share, deal, max_pieces, pieces_of
+from ckpt.move.file_pieces import FileDigest, Share, deal, max_pieces, pieces_of, units_of
 from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, translate_os_errors
 from ckpt.move.journal import (
     JOURNAL,
@@ -151,6 +151,7 @@ def _prepare(
     files = plan.target.files
     at_most = max_pieces(len(files))
     pieces = {file.name: pieces_of(file, at_most) for file in files}
+    units = units_of(plan, pieces) if group.size > 1 else {}
     begin, done = header(plan), Digests()
     if group.size > 1:
         _check_same_plan(begin, group)
@@ -158,7 +159,7 @@ def _prepare(
     claimed = group.gather(_claimed(staging, begin, restart, say) if isinstance(staging, Staging) else {})[0]
     if claimed:
         known = {name: {*inside} & {*claimed.get(name, ())} for name, inside in pieces.items()}
-        share = {part.file.name: sorted(part.todo) for part in deal(files, pieces, known, nodes, group.rank)}
+        share = {part.file.name: sorted(part.todo) for part in deal(files, pieces, known, nodes, group.rank, units)}
         for found in group.gather(still_there(staging.path, claimed, share, resources.max_memory)):
             for name, digests in found.items():
                 done.setdefault(name, {}).update(digests)
@@ -171,7 +172,7 @@ def _prepare(
     group.gather(None)
     journal = journal or Journal(staging.path, begin, {}, group.rank)
     todo = {name: set(inside) - set(done.get(name, ())) for name, inside in pieces.items()}
-    return deal(files, pieces, todo, nodes, group.rank), done, journal
+    return deal(files, pieces, todo, nodes, group.rank, units), done, journal
 
 
 def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: Callable[[str], None]) -> Digests:

@@ -81,6 +81,7 @@ class Plan:
     span_bytes: int
     buffered_bytes: int
     casts: tuple[Cast, ...]
+    computed_bytes: int = 0
     #: Bytes in the largest computed content.
     largest_computed: int = 0
     _spans: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict, repr=False)
@@ -172,7 +173,8 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
     pluralize = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
     spans = {name: rows.spans() for name, rows in found.rows.items()}
     moved = (found.num_copies, found.span_bytes, found.buffered_bytes)
-    return Plan(checkpoint, target, *moved, pluralize, found.largest_computed, spans, found.others)
+    computed = (found.computed_bytes, found.largest_computed)
+    return Plan(checkpoint, target, *moved, pluralize, *computed, spans, found.others)
 
 
 @dataclass
@@ -183,6 +185,7 @@ class _CopyTable:
     num_copies: int = 0
     span_bytes: int = 0
     buffered_bytes: int = 0
+    computed_bytes: int = 0
     largest_computed: int = 0
 
     def copy(self, file: TargetFile) -> None:
@@ -248,6 +251,7 @@ class _CopyTable:
             filled += copy.target.numel
             is_computed = copy.source.path in self.checkpoint.computed
             if is_computed:
+                self.computed_bytes += copy.target.nbytes
                 self.largest_computed = max(self.largest_computed, copy.source.end)
             if copy.is_span and not is_computed:
                 self.span_bytes += copy.target.nbytes

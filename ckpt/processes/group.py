@@ -50,6 +50,10 @@ class Alone:
         """Let the first process's `progress` count all processes."""
         return progress
 
+    def share(self, work: Callable[[Alone, int], T], number: int) -> T:
+        """Run `work` with a group and the number of forked processes in it, at most `number`."""
+        return work(self, 1)
+
 
 class ProcessGroup(Alone):
     """All processes of a transport.

@@ -17,6 +17,7 @@ from uuid import uuid4
 from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import pluralize
 from ckpt.processes import sockets
+from ckpt.processes.forks import Forkable
 from ckpt.processes.group import JOINED, LAUNCHERS, Alone, ProcessGroup
 from ckpt.processes.transport import TELLING, Torch, Transport
 
@@ -98,7 +99,7 @@ def joined(start: Launch | None) -> Iterator[Alone]:
     Raise UsageError if the address is missing, or torch under torchrun; StorageError if not all processes come.
     """
     if start is None:
-        yield Alone()
+        yield Forkable()
         return
     with contextlib.ExitStack() as stack:
         try:

@@ -14,7 +14,7 @@ import pytest
 import ckpt
 from ckpt.errors import UsageError
 from ckpt.move import run
-from ckpt.move.file_pieces import Share, deal
+from ckpt.move.file_pieces import Share, Unit, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
 from tests.processes.group_worker import SIZE
@@ -161,6 +161,14 @@ class TestDealing:
         assert [[*part.zeros()] for part in shares] == [[(33, 2), (90, 5)], [(80, 10)]]
         continued = Share(file, pieces["a"], [(10, 40)], is_owner=False)
         assert [(at, bytes(data)) for at, data in continued.literals()] == [(30, b"klm")]
+
+    def test_a_computation_is_done_once_and_costs_more(self) -> None:
+        file, pieces = TargetFile("a", 200), [(0, 10), (10, 10), (20, 60), (80, 60), (140, 60)]
+        units = [Unit([(0, 10), (20, 60)], is_computed=True), Unit([(10, 10), (80, 60)]), Unit([(140, 60)])]
+        for todo in (pieces, pieces[1:]):
+            shares = [deal([file], {"a": pieces}, {"a": todo}, "nn", rank, {"a": units}) for rank in range(2)]
+            first, second = ({piece for part in share for piece in part.todo} for share in shares)
+            assert first == {*units[0].pieces} & {*todo} and second == {*todo} - first
 
     def test_only_what_is_to_be_done(self) -> None:
         todo = {name: [] for name in PIECES} | {"f1": [(50, 10), (60, 10)]}

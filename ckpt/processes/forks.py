@@ -1,0 +1,98 @@
+"""Processes forked from a command's only one, to share heavy computing.
+
+Threads that compute with numpy wait for the interpreter's lock between its calls. Processes don't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from ckpt.base.errors import CkptError, StorageError
+from ckpt.base.words import Message
+from ckpt.processes.group import Alone, ProcessGroup
+from ckpt.processes.sockets import Sockets
+
+T = TypeVar("T")
+_Work = Callable[[Alone, int], T]
+_STOPPING = signal.SIGINT, signal.SIGTERM
+
+
+class Forkable(Alone):
+    """The only process of a command. Its threads only show progress, so it can be forked."""
+
+    def share(self, work: _Work[T], number: int) -> T:
+        """Run `work` in this process and `number - 1` forks of it as one group, and return its result here.
+
+        An error in any of them is raised here, and only this process is interrupted by Ctrl-C or SIGTERM. Raise
+        StorageError if a fork was killed.
+        """
+        if number < 2 or sys.platform != "linux" or "torch" in sys.modules:  # torch's threads don't survive a fork
+            return work(self, 1)
+        peers: dict[int, socket.socket] = {}
+        forks: list[int] = []
+        try:
+            with contextlib.suppress(OSError):  # the system allows no more processes
+                for rank in range(1, number):
+                    peers[rank], theirs = socket.socketpair()
+                    with theirs:
+                        forks.append(_forked(rank, number, theirs, [*peers.values()], work))
+            if len(forks) == number - 1:
+                return _work(Sockets(0, number, peers), work)
+        except StorageError as error:
+            if signals := _ended(forks):
+                error.what, error.found = "a process that computes was killed", signals[0]
+                error.hint = Message("check the free memory, or give a smaller {max_memory}; the same command goes on")
+            raise
+        finally:
+            for peer in peers.values():
+                peer.close()
+            _ended(forks)
+        return work(self, 1)
+
+
+def _forked(rank: int, number: int, transport: socket.socket, others: list[socket.socket], work: _Work[T]) -> int:
+    """Return the process number of a fork that ends with `work`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a fork leaves them to the first process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 sees OpenBLAS's threads, which can fork
+            if process := os.fork():
+                return process
+        _end(rank, number, transport, others, work)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(rank: int, number: int, transport: socket.socket, others: list[socket.socket], work: _Work[T]) -> NoReturn:
+    try:
+        for other in others:
+            other.close()
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        with contextlib.suppress(BaseException):  # the first process raises it
+            _work(Sockets(rank, number, {0: transport}), work)
+    finally:
+        os._exit(0)
+
+
+def _work(transport: Sockets, work: _Work[T]) -> T:
+    with contextlib.closing(transport), ProcessGroup(transport) as group:
+        try:
+            return work(group, group.size)
+        except CkptError as error:
+            error.is_told = True  # type: ignore[attr-defined]  # the user started one process, without ranks
+            raise
+
+
+def _ended(forks: list[int]) -> list[str]:
+    """Wait for the forks' end, and return the signals that killed some."""
+    codes = []
+    while forks:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(forks.pop(), 0)[1]))
+    return [signal.Signals(-code).name for code in codes if code < 0]

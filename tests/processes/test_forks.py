@@ -1,0 +1,107 @@
+"""`ckpt/processes/forks.py`: one command's forks share its work, and end with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.base.streams import TerminatedError
+from ckpt.errors import CorruptError, StorageError
+from ckpt.processes.forks import Forkable
+from ckpt.processes.group import Alone
+
+NUMBER = 3
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the test process fork although it has torch, and check that each fork has ended."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    forks: list[int] = []
+    real = os.fork
+
+    def fork() -> int:
+        forks.append(real())
+        return forks[-1]
+
+    monkeypatch.setattr(os, "fork", fork)
+    yield
+    assert not [one for one in forks if Path(f"/proc/{one}").exists()]
+
+
+def in_rank(number: int, act: Callable[[], object]) -> Callable[[Alone, int], list[int]]:
+    """Return work that calls `act` in one rank and then gathers."""
+
+    def work(group: Alone, size: int) -> list[int]:
+        assert group.size == size
+        if group.rank == number:
+            act()
+        return group.gather(os.getpid())
+
+    return work
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def test_all_of_them_work() -> None:
+    first, *others = Forkable().share(in_rank(0, lambda: None), NUMBER)
+    assert first == os.getpid() and len({first, *others}) == NUMBER
+
+
+@pytest.mark.parametrize("rank", range(NUMBER))
+def test_an_error_names_no_rank(rank: int) -> None:
+    error = CorruptError("two bytes differ", path=Path("a"), fqn="weight", hint="copy it again")
+    with pytest.raises(CorruptError) as caught:
+        Forkable().share(in_rank(rank, raising(error)), NUMBER)
+    assert (str(caught.value), caught.value.hint) == (str(error), error.hint) and "rank" not in str(error)
+
+
+def test_an_error_of_ckpt_itself_names_its_place() -> None:
+    with pytest.raises(RuntimeError, match=r"TypeError: no number, at .*test_forks.py:\d+"):
+        Forkable().share(in_rank(1, raising(TypeError("no number"))), NUMBER)
+
+
+def test_a_killed_one_is_told() -> None:
+    with pytest.raises(StorageError, match="a process that computes was killed") as caught:
+        Forkable().share(in_rank(2, lambda: os.kill(os.getpid(), signal.SIGKILL)), NUMBER)
+    assert caught.value.found == "SIGKILL" and "--max-memory" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, TerminatedError])
+def test_the_first_one_is_interrupted(stop: type[BaseException]) -> None:
+    with pytest.raises(stop):
+        Forkable().share(in_rank(0, raising(stop())), NUMBER)
+
+
+def test_a_signal_does_not_stop_a_fork() -> None:
+    stopping = in_rank(1, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)])
+    assert len(Forkable().share(stopping, NUMBER)) == NUMBER
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_without_forks_it_works_alone(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.fork, iter(range(1, NUMBER))
+
+    def fork() -> int:
+        if next(calls) == at:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    assert Forkable().share(in_rank(0, lambda: None), NUMBER) == [os.getpid()]
+
+
+def test_torchs_threads_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", threading)
+    assert Forkable().share(in_rank(0, lambda: None), NUMBER) == [os.getpid()]
