@@ -12,6 +12,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 from ckpt.base.errors import CkptError, StorageError
@@ -22,6 +23,7 @@ from ckpt.processes.sockets import Sockets
 T = TypeVar("T")
 _Work = Callable[[Alone, int], T]
 _STOPPING = signal.SIGINT, signal.SIGTERM
+_SILENCE = timedelta(weeks=52)  # Ctrl-Z may stop both sides for long, and a dead one closes its socket
 
 
 class Forkable(Alone):
@@ -44,7 +46,7 @@ class Forkable(Alone):
                     with theirs:
                         forks.append(_forked(rank, number, theirs, [*peers.values()], work))
             if len(forks) == number - 1:
-                return _work(Sockets(0, number, peers), work)
+                return _work(Sockets(0, number, peers, _SILENCE), work)
         except StorageError as error:
             if signals := _ended(forks):
                 error.what, error.found = "a process that computes was killed", signals[0]
@@ -76,7 +78,7 @@ def _end(rank: int, number: int, transport: socket.socket, others: list[socket.s
             other.close()
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with contextlib.suppress(BaseException):  # the first process raises it
-            _work(Sockets(rank, number, {0: transport}), work)
+            _work(Sockets(rank, number, {0: transport}, _SILENCE), work)
     finally:
         os._exit(0)
 

@@ -32,17 +32,22 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Sockets:
-    """The first process is connected to all `peers`, any other to the first."""
+    """The first process is connected to all `peers`, any other to the first.
 
-    def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
-        self.rank, self.size, self._peers = rank, size, peers
+    A peer that sends nothing for `silence` is lost.
+    """
+
+    def __init__(
+        self, rank: int, size: int, peers: Mapping[int, socket.socket], silence: timedelta | None = None
+    ) -> None:
+        self.rank, self.size, self._peers, self._silence = rank, size, peers, silence or SILENCE
         self._missing: list[int] = []
 
     def all_gather(self, message: bytes) -> list[bytes]:
         return self._ask(message) if self.rank else self._serve(message)
 
     def _serve(self, message: bytes) -> list[bytes]:
-        messages, why, end = [message], "", _after(SILENCE)
+        messages, why, end = [message], "", _after(self._silence)
         for rank, peer in self._peers.items():
             try:
                 messages.append(_receive(peer, end))
@@ -63,7 +68,8 @@ class Sockets:
         first = self._peers[0]
         try:
             _send(first, message)
-            answer = _receive(first, _after(SILENCE + 4 * ROLL_CALL))  # the first process names a silent one before
+            end = _after(self._silence + 4 * ROLL_CALL)  # the first process names a silent one before
+            answer = _receive(first, end)
         except _EndError as error:
             self._missing = error.missing
             raise

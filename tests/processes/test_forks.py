@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from ckpt.base.streams import TerminatedError
 from ckpt.errors import CorruptError, StorageError
+from ckpt.processes import sockets
 from ckpt.processes.forks import Forkable
 from ckpt.processes.group import Alone
 
@@ -85,8 +88,25 @@ def test_the_first_one_is_interrupted(stop: type[BaseException]) -> None:
 
 
 def test_a_signal_does_not_stop_a_fork() -> None:
-    stopping = in_rank(1, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)])
-    assert len(Forkable().share(stopping, NUMBER)) == NUMBER
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert len(Forkable().share(in_rank(1, stop), NUMBER)) == NUMBER
+
+
+def test_one_that_ctrl_z_stopped_for_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "SILENCE", timedelta(seconds=0.1))
+
+    def work(group: Alone, size: int) -> list[int]:
+        pids = group.gather(os.getpid())
+        if group.rank == 0:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(pids[1], number)
+                time.sleep(0.6)  # the time of two exchanges, and more than the silence
+        return group.gather(group.rank)
+
+    assert Forkable().share(work, NUMBER) == [*range(NUMBER)]
 
 
 @pytest.mark.parametrize("at", [1, 2])
