@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.__main__ import main
+from ckpt.base import progress
 from ckpt.move.journal import Journal
 from ckpt.processes import launch
 
@@ -32,4 +33,5 @@ if __name__ == "__main__":
     start = launch.launch()
     if start is not None and start.rank == rank and not mark.exists():
         Journal.add = die_behind(Journal.add, number, mark)  # type: ignore[method-assign]
+    progress._EVERY = 1.0
     main()

@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         go_on("1")
         cluster.ask("scancel", urgent)
         cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
-        with cluster.configured(KillWait=5):
+        with cluster.configured(KillWait=1):
             cluster.ask("scancel", "--signal=USR1", number)  # like Slurm before the limit, to all ranks
             cluster.start_again(number, "2")
             go_on("2")
@@ -121,13 +121,13 @@ def test_the_trainer_to_copy_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path
     """It runs under srun alone, and with another engine."""
     asked = ["--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
     uncompiled = path_with(cluster, tmp_path, "python", f'exec {sys.executable} -m tests.train.uncompiled "$@"')
-    for nodes, strategy, steps, path in (("2", "zero2", "2", uncompiled), ("1", "fsdp2", "4", cluster.env["PATH"])):
+    for nodes, strategy, steps, path in (("2", "fsdp2", "2", cluster.env["PATH"]), ("1", "zero2", "4", uncompiled)):
         words = [strategy, "--output", tmp_path / "run", "--steps", steps]
         number = cluster.submit(f"--nodes={nodes}", *asked, SIMPLE, *words, RANKS_PER_NODE="1", PATH=path)
         cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
     log = (tmp_path / "log").read_text()
     assert re.findall(r"^step (\d):", log, re.MULTILINE) == ["1", "2", "3", "4"], log
-    assert "it is zero2, and dcp is loaded" in log
+    assert "it is dcp, and zero2 is loaded" in log
 
 
 @pytest.fixture
@@ -159,11 +159,11 @@ def test_the_preflight_names_what_is_odd(cluster: Cluster, nodes_apart: Path, tm
 
 def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = f"srun python -m ckpt preflight {tmp_path} --timeout 15"
+    command = f"srun python -m ckpt preflight {tmp_path} --timeout 2"
     with cluster.frozen("n2"):
         number = cluster.submit("-N2", f"--output={log}", "--wrap", command)
         cluster.wait(lambda: log.is_file() and "2 nodes, 1 problem\n" in log.read_text(), "a verdict")
-    assert "preflight: n2: not heard of within 15 s" in log.read_text()
+    assert "preflight: n2: not heard of within 2 s" in log.read_text()
     cluster.ask("scancel", number)
     cluster.wait_for_state(number, "CANCELLED", "FAILED")
 
@@ -229,7 +229,8 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
     assert not out.exists()
 
     number = submit_conversion(cluster, tmp_path, *convert, out)
-    with cluster.configured(SlurmdTimeout=5), cluster.dead("n1"):
+    with cluster.dead("n1"):
+        cluster.ask("scontrol", "update", "nodename=n1", "state=down", "reason=dead")  # sooner than Slurm
         cluster.start_again(number, "1")
         cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
     said = log.read_text()
@@ -246,7 +247,7 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
 
 
 def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
-    """`accelerate launch` trains a MoE under ZeRO-3: stopped before the limit, preempted, resumed on one node."""
+    """`accelerate launch` trains a MoE under ZeRO-3: preempted, resumed on one node, stopped before the limit."""
     users.build(tmp_path)
     examples, run, logs = REPOSITORY / "examples/trl", tmp_path / "outputs", tmp_path / "log"
 
@@ -276,12 +277,12 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
 
     try:
         go_on(2)
-        cluster.ask("scancel", "--batch", "--signal=USR1", number)  # like Slurm before the limit, to the script
+        cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
         cluster.start_again(number, "1")
         go_on(newest() + 4)
-        cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
+        cluster.ask("scancel", "--batch", "--signal=USR1", number)  # like Slurm before the limit, to the script
         cluster.start_again(number, "2")
-        go_on(newest() + 4)
+        cluster.wait(lambda: said().count("node 0 of 1,") == 2, "started twice on one node")
         cluster.ask("scancel", number)
         cluster.wait_for_state(number, "CANCELLED")
     finally:
@@ -289,10 +290,10 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
     starts, ends = (re.findall(rf"\d\d {word} (.+)", logs.read_text()) for word in ("start", "ended with"))
     assert [re.sub(r"on n\d:", "on one:", start) for start in starts] == [
         "0 on n[1-2]: 2 ranks",
-        "1 on n[1-2]: 2 ranks",
+        "1 on one: 1 ranks",
         "2 on one: 1 ranks",
     ], said()
-    assert [re.sub(r"^\d+: pre", "pre", end) for end in ends] == ["75: time limit", "preempted", "143"], said()
+    assert [re.sub(r"^\d+: pre", "pre", end) for end in ends] == ["preempted", "75: time limit", "143"], said()
     assert "ZeRO-3 for 1 rank, from 2" in said()
     last = newest()
     state = json.loads((run / f"checkpoint-{last}/trainer_state.json").read_text())
