@@ -21,20 +21,20 @@ from tests.support.places import FIXTURES, REPOSITORY
 NAMES = list(commands.places())
 
 
-Sources = list[tuple[Path, ast.Module]]
+Sources = list[tuple[Path, list[ast.AST]]]
 
 
 @pytest.fixture(scope="module")
 def sources() -> Sources:
-    """Return the parsed source."""
+    """Return all nodes of the parsed source: the tests would walk it seven times."""
     paths = [path for folder in ("ckpt", "converters") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
-    return [(path, ast.parse(path.read_text())) for path in paths]
+    return [(path, [*ast.walk(ast.parse(path.read_text()))]) for path in paths]
 
 
 def texts(sources: Sources) -> Iterator[tuple[str, str]]:
     """Yield each hint in the source with its place; a computed part is a word to fill in."""
-    for path, tree in sources:
-        for node in ast.walk(tree):
+    for path, nodes in sources:
+        for node in nodes:
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 if keyword.arg == "hint":
                     yield from ((f"{path.relative_to(REPOSITORY)}:{keyword.lineno}", one) for one in parts(keyword))
@@ -70,11 +70,10 @@ def test_every_option_in_a_text_exists(sources: Sources) -> None:
     known = {option for name in NAMES for option in _options_of(name)} | {"--help", *OF_OTHERS.split()}
     found = [
         (path.name, text.lineno, option)
-        for path, tree in sources
-        for node in ast.walk(tree)
-        if not isinstance(node, ast.Expr)  # a docstring
-        for text in ast.iter_child_nodes(node)
-        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        for path, nodes in sources
+        for docstrings in [{id(node.value) for node in nodes if isinstance(node, ast.Expr)}]
+        for text in nodes
+        if isinstance(text, ast.Constant) and isinstance(text.value, str) and id(text) not in docstrings
         for option in _OPTION.findall(text.value)
     ]
     assert len(found) > 180
@@ -84,7 +83,7 @@ def test_every_option_in_a_text_exists(sources: Sources) -> None:
 
 def test_every_option_in_a_message_is_declared(sources: Sources) -> None:
     found = [
-        (path.name, line, one) for path, tree in sources for line, text in messages(tree) for one in keywords_in(text)
+        (path.name, line, one) for path, nodes in sources for line, text in messages(nodes) for one in keywords_in(text)
     ]
     assert len(found) > 250
     assert [place for place in found if place[2].name not in keywords().get(place[2].flag, ())] == []
@@ -97,8 +96,8 @@ def test_no_error_hides_an_option_in_its_text(sources: Sources) -> None:
     """Python would show the command line's words. Commands in backticks and options of other programs may."""
     found = [
         (path.name, option)
-        for path, tree in sources
-        for call in ast.walk(tree)
+        for path, nodes in sources
+        for call in nodes
         if getattr(getattr(call, "func", None), "id", "").endswith("Error")
         for text in parts(call)
         for plain in (re.sub("`[^`]*`", "", part) for part in getattr(text, "parts", (text,)) if isinstance(part, str))
@@ -126,17 +125,17 @@ def test_no_note_hides_an_option_in_its_text(sources: Sources) -> None:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         return is_docstring or is_message(node) or name in _DECLARING or name.endswith("Error")
 
-    def plain_texts(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield re.sub("`[^`]*`", "", node.value)
-        for one in () if is_apart(node) else ast.iter_child_nodes(node):
-            yield from plain_texts(one)
+    def plain_texts(nodes: list[ast.AST]) -> Iterator[str]:
+        apart = {id(part) for node in nodes if is_apart(node) for part in ast.walk(node)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
+                yield re.sub("`[^`]*`", "", node.value)
 
     found = {
         (name, text)
-        for path, tree in sources
+        for path, nodes in sources
         if (name := str(path.relative_to(REPOSITORY))) not in _OF_THE_COMMAND_LINE.split()
-        for text in plain_texts(tree)
+        for text in plain_texts(nodes)
         for option in _OPTION.findall(text)
         if option in keywords() and option not in OF_OTHERS.split()
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from string import Formatter
@@ -58,7 +58,7 @@ def rendered(node: ast.Call) -> Message:
     return Message(template, *["VALUE"] * fields.count(""), **values)
 
 
-def messages(tree: ast.AST) -> Iterator[tuple[int, Message]]:
-    for node in ast.walk(tree):
+def messages(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, Message]]:
+    for node in nodes:
         if isinstance(node, ast.Call) and is_message(node):
             yield node.lineno, rendered(node)
