@@ -1,4 +1,4 @@
-"""Writes that reach the disk, as users' do; all other tests in this process skip fsync."""
+"""Writes that reach the disk, as users' do; all other tests in this process only check fsync's descriptor."""
 
 import os
 import posix
@@ -6,6 +6,6 @@ import posix
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def real_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", posix.fsync)

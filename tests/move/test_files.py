@@ -186,11 +186,21 @@ class TestKilled:
 
 
 class TestFailing:
-    @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EACCES, None], ids=str)
+    @pytest.mark.parametrize(
+        "errors", [(errno.EIO, errno.ENOSPC, errno.EACCES), (None,)], ids=["an error of the disk", "Ctrl-C"]
+    )
     @pytest.mark.parametrize("name", ["mkdir", "open", "ftruncate", "pwrite", "fsync", "rename"])
-    @pytest.mark.parametrize("existing", [False, True])
+    @pytest.mark.parametrize(
+        ("existing", "swap"), [(False, "exchange"), (True, "exchange"), (True, "two renames")], indirect=["swap"]
+    )
     def test_any_call_fails_once(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: str, name: str, error: int | None, existing: bool
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        swap: str,
+        name: str,
+        errors: tuple[int | None, ...],
+        existing: bool,
     ) -> None:
         """After a disk error or Ctrl-C the output is old or new, and nothing is left beside it."""
         out, number, real, done = tmp_path / "out", 0, getattr(os, name), False
@@ -205,6 +215,7 @@ class TestFailing:
         monkeypatch.setattr(os, name, fail)
         while not done:
             number += 1
+            error = errors[number % len(errors)]
             left[0] = 0
             shutil.rmtree(out, ignore_errors=True)
             if existing:
@@ -265,6 +276,7 @@ class TestFailing:
                 staging.create("a.bin", 10)
 
 
+@pytest.mark.usefixtures("real_fsync")
 class TestDurable:
     @pytest.mark.parametrize("existing", [False, True])
     def test_everything_is_synced_before_it_is_seen_and_the_old_goes_last(

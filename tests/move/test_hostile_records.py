@@ -19,7 +19,8 @@ from ckpt.commands.resume.resuming import RECORD
 from ckpt.compare.manifest import MANIFEST, own_digest
 from ckpt.errors import CkptError
 from ckpt.move.files import staging_folder
-from ckpt.move.journal import JOURNAL
+from ckpt.move.journal import _LARGEST, JOURNAL
+from ckpt.move.json_files import MAX_JSON
 from ckpt.testing.conformance import digests
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import REPOSITORY
@@ -51,7 +52,7 @@ def _holding(content: bytes) -> Hostile:
 
 def _sparse(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(3 << 30)
+        file.truncate((_LARGEST if path.name == JOURNAL else MAX_JSON) + 1)
 
 
 FORMS: dict[str, Hostile] = {
@@ -64,7 +65,7 @@ FORMS: dict[str, Hostile] = {
     "nothing": lambda path: None,
     "an empty file": _holding(b""),
     "NUL bytes": _holding(bytes(5000)),
-    "3 GiB": _sparse,
+    "more bytes than are read": _sparse,
     "brackets": _holding(DEEP),
     "brackets in an object": _holding(b'{"sources": ' + DEEP + b"]" * 200_000 + b"}"),
     "a number": _holding(b"5"),

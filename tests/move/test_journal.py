@@ -91,7 +91,7 @@ def many_tensors(folder: Path) -> Plan:
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     """Kill a conversion after half its bytes."""
-    case = make_case(tmp_path / "source", num_files=10, rows=20000)
+    case = make_case(tmp_path / "source", num_files=10, rows=5000)
     killed(lambda: run(case.plan, tmp_path / "out", kill_at=0.5, num_lines=21))
     return case
 
@@ -195,7 +195,7 @@ class TestRefused:
         assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
 
     def test_another_conversion(self, tmp_path: Path, case: Case) -> None:
-        other = make_case(tmp_path / "source", num_files=10, rows=20000)
+        other = make_case(tmp_path / "source", num_files=10, rows=5000)
         file = replace(other.plan.target.files[0], literals=((0, b"HEADER 0: "),))
         plan = replace(other.plan, target=replace(other.plan.target, files=(file, *case.plan.target.files[1:])))
         checkpoint = replace(plan.checkpoint, files=case.plan.checkpoint.files)
