@@ -15,7 +15,7 @@ from transformers import models
 
 import ckpt as api
 from tests.estimate.models import PUBLIC
-from tests.support.commands import ckpt, ckpt_in_order, process
+from tests.support.commands import ckpt, ckpt_in_order
 from tests.support.hub_server import HubServer
 from tests.support.pages import Command, blocks, commands, differences, row_differs
 from tests.support.places import FIXTURES, REPOSITORY
@@ -168,7 +168,7 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 make_a_hole(here / "step-2/.metadata")
         monkeypatch.chdir(here)
         words = command.words[1:]
-        done = process(*words, cwd=here) if words[0] == "push" else ckpt_in_order(*words)
+        done = ckpt_in_order(*words)
         assert done.code == command.code, f"{command.text}\n{done.out}{done.err}"
         if command.printed is not None and (different := differences(command.printed, done.out + done.err)):
             wrong.append(f"{command.text}\n{different}")

@@ -6,6 +6,7 @@ The upload goes through huggingface_hub, like a user's.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -14,9 +15,11 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from ckpt import api
 from ckpt.commands.push import push as hub
@@ -26,12 +29,12 @@ from ckpt.commands.push.recorded_repo import recorded_repo
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.names.hub import save_pretrained
-from tests.support.commands import ckpt, process
+from tests.support.commands import Result, ckpt, process
 from tests.support.hub_server import LARGE, File, HubServer, Repo
 from tests.support.places import FIXTURES, REPOSITORY
 
 REPO = "me/merged"
-
+Run = Callable[..., Result]
 
 #: The library sends large files through Xet's store if hf_xet is installed (the usual case), else through the LFS
 #: interface.
@@ -50,6 +53,17 @@ def folder(tmp_path: Path) -> Path:
     (output / "config.json").write_text(json.dumps(config | {"model_type": None, "architectures": None}))
     assert sum(path.stat().st_size >= LARGE for path in output.iterdir()) >= 3
     return output
+
+
+@pytest.fixture
+def run(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function for `ckpt`: with Xet in a new process, because hf_xet has one server in a process."""
+
+    def run(*words: str | Path) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ckpt", *map(str, words)])  # for the card
+        return (ckpt if "HF_HUB_DISABLE_XET" in os.environ else process)(*words)
+
+    return run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,10 +86,10 @@ def test_push_from_python(server: HubServer, folder: Path) -> None:
 
 
 @both_ways
-def test_push_and_push_again(server: HubServer, folder: Path) -> None:
+def test_push_and_push_again(server: HubServer, folder: Path, run: Run) -> None:
     before = contents(folder)
     server.drop = 1  # the library tries once more
-    first = process("push", folder, "--repo-id", REPO, "--private", "--commit-message", "Weights")
+    first = run("push", folder, "--repo-id", REPO, "--private", "--commit-message", "Weights")
     assert first.code == 0, first.err
     tree = server.tree(REPO)
     card = tree.pop("README.md").decode()
@@ -84,32 +98,36 @@ def test_push_and_push_again(server: HubServer, folder: Path) -> None:
     assert server.repos[REPO].private and server.repos[REPO].messages == ["Weights", "Weights: model card"]
     assert f"verified: {len(tree) + 1} files" in first.err and "/commit/" in first.out
     server.uploads.clear()
-    second = process("push", folder, "--repo-id", REPO, "--json", "-q")
+    second = ckpt("push", folder, "--repo-id", REPO, "--json", "-q")
     assert second.code == 0, second.err
     assert json.loads(second.out)["files"] == len(tree)
     assert not server.uploads and len(server.repos[REPO].messages) == 2
 
 
 @both_ways
-def test_a_branch_and_a_pull_request(server: HubServer, folder: Path) -> None:
+def test_a_branch_and_a_pull_request(server: HubServer, folder: Path, run: Run) -> None:
     (folder / "README.md").write_text("---\ntags: [mine]\n---\nmy own card\n")
-    branch = process("push", folder, "--repo-id", REPO, "--revision", "v1")
+    branch = run("push", folder, "--repo-id", REPO, "--revision", "v1")
     assert branch.code == 0, branch.err
     assert server.tree(REPO, "v1") == contents(folder) and server.tree(REPO) == {}
-    request = process("push", folder, "--repo-id", REPO, "--create-pr")
+    request = run("push", folder, "--repo-id", REPO, "--create-pr")
     assert request.code == 0, request.err
     assert "/discussions/1" in request.out
     assert server.tree(REPO, "refs/pr/1") == contents(folder) and server.tree(REPO) == {}
 
 
 @pytest.mark.parametrize(
-    ("options", "again"),
-    [(["--revision", "v1", "--private"], "--revision v1 --private"), (["--create-pr"], "--revision refs/pr/1")],
+    ("server", "options", "again"),
+    [
+        ("xet", ["--revision", "v1", "--private"], "--revision v1 --private"),
+        ("lfs", ["--create-pr"], "--revision refs/pr/1"),
+    ],
+    indirect=["server"],
 )
-def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: list[str], again: str) -> None:
+def test_going_on_at_the_same_place(server: HubServer, folder: Path, run: Run, options: list[str], again: str) -> None:
     """The command in the error continues on the same branch or in the open pull request."""
     server.refuse = 0
-    failed = process("push", folder, "--repo-id", REPO, *options)
+    failed = run("push", folder, "--repo-id", REPO, *options)
     command = f"ckpt push {folder} --repo-id {REPO} {again}"
     assert failed.code == 7 and f"`{command}` continues" in failed.err
     server.refuse = None
@@ -142,7 +160,7 @@ def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
 
 @both_ways
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal.Signals) -> None:
+def test_stopped_midway_and_resumed(server: HubServer, folder: Path, run: Run, how: signal.Signals) -> None:
     server.hold = threading.Event()
     command = [sys.executable, "-m", "ckpt", "push", str(folder), "--repo-id", REPO]
     running = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
@@ -159,7 +177,7 @@ def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal
         assert f"interrupted; the local folder is unchanged; `ckpt push {folder} --repo-id {REPO}` continues" in said
     assert server.tree(REPO) == {}
     server.hold = None
-    resumed = process("push", folder, "--repo-id", REPO)
+    resumed = run("push", folder, "--repo-id", REPO)
     assert resumed.code == 0, resumed.err
     tree = server.tree(REPO)
     assert {name: tree[name] for name in contents(folder)} == contents(folder)
@@ -169,7 +187,7 @@ def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal
 def test_a_wrong_checksum_is_found(server: HubServer, folder: Path, name: str) -> None:
     (path,) = folder.glob(name)
     server.corrupt = path.name
-    report = process("push", folder, "--repo-id", REPO)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 4, report.err
     assert "a file on the Hub differs from the pushed file" in report.err and path.name in report.err
 
@@ -307,8 +325,8 @@ def test_a_file_that_the_hub_leaves_out(server: HubServer, folder: Path) -> None
 
 
 def test_nobody_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    report = process("push", folder, "--repo-id", REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    report = ckpt("push", folder, "--repo-id", REPO)
     assert report.code == 7 and "Traceback" not in report.err
 
 
@@ -414,7 +432,8 @@ def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path, mon
     refused = ckpt("merge-lora", "--push", "--repo-id", REPO)
     assert refused.code == 2 and "holds an adapter" in refused.err and not merged.exists()
     server.refuse = 0
-    failed = process("merge-lora", "--push", cwd=run)
+    monkeypatch.setattr(sys, "argv", ["ckpt", "merge-lora", "--push"])  # for the card
+    failed = ckpt("merge-lora", "--push")
     assert failed.code == 7 and f"ckpt push {merged} --repo-id {own}" in failed.err
     server.refuse = None
     resumed = ckpt("push", merged, "--repo-id", own)
