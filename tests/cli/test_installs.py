@@ -53,9 +53,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("kind", INSTALLED)
-def test_every_command_of_the_readme(folder: Path, tmp_path: Path, kind: str) -> None:
-    python = environment(tmp_path / "venv", *INSTALLED[kind])
+@pytest.fixture(scope="module", params=INSTALLED)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    return environment(tmp_path_factory.mktemp("venv") / "venv", *INSTALLED[kind])
+
+
+def test_every_command_of_the_readme(folder: Path, python: Path, tmp_path: Path, kind: str) -> None:
     place = Path(shutil.copytree(folder, tmp_path / "here"))
     assert len(COMMANDS) > 12
     for command in COMMANDS:
@@ -80,9 +88,7 @@ def test_every_command_of_the_readme(folder: Path, tmp_path: Path, kind: str) ->
             assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("kind", INSTALLED)
-def test_the_environment_is_what_it_says(tmp_path: Path, kind: str) -> None:
-    python = environment(tmp_path / "venv", *INSTALLED[kind])
+def test_the_environment_is_what_it_says(python: Path, tmp_path: Path, kind: str) -> None:
     found = "import importlib.util as u; print(*[n for n in ('torch', 'transformers', 'peft') if u.find_spec(n)])"
     printed = subprocess.run([python, "-c", found], capture_output=True, text=True, check=True, env={}, cwd=tmp_path)
     assert tuple(printed.stdout.split()) == INSTALLED[kind]
