@@ -87,12 +87,8 @@ class ObjectStore:
 
     def objects(self, prefix: str) -> dict[str, bytes]:
         """Return the objects below `prefix`, by the rest of the key."""
-        found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", [])
-        keys = [one["Key"] for one in found]
-        return {
-            key.removeprefix(f"{prefix}/"): self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
-            for key in keys
-        }
+        found = [*s3_backends[DEFAULT_ACCOUNT_ID]["aws"].get_bucket(BUCKET).keys.items()]
+        return {key.removeprefix(f"{prefix}/"): one.value for key, one in found if key.startswith(f"{prefix}/")}
 
     def unfinished(self) -> list[str]:
         """Return the keys for multipart uploads neither completed nor aborted."""
