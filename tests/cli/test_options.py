@@ -22,6 +22,7 @@ from ckpt.views.lazy import OpenCheckpoint
 from converters.names.megatron.options import MegatronOptions
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process
+from tests.support.places import FIXTURES
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,13 @@ def outcomes(source: OpenCheckpoint, target: str, base: dict[str, Any], values: 
             yield "none" if changed == usual else "effect"
 
 
+@pytest.fixture(scope="module")
+def sources() -> dict[str, OpenCheckpoint]:
+    return {place: ckpt.open(FIXTURES / place) for place in SOURCES}
+
+
 @pytest.mark.parametrize("target", [one.name for one in registry.all_formats() if one.writes])
-def test_every_option_has_an_effect_or_is_refused(fixtures: Path, target: str) -> None:
+def test_every_option_has_an_effect_or_is_refused(sources: dict[str, OpenCheckpoint], target: str) -> None:
     declared = {one.name for owner in registry.declared_options() for one in options_of(owner)}
     declared -= registry.options_for_reading().keys()
     assert VALUES.keys() == declared | {"dtype", "optimizer_dtype", *OF_FILES}
@@ -242,9 +248,8 @@ def test_every_option_has_an_effect_or_is_refused(fixtures: Path, target: str) -
     values = VALUES | ({"names": "torchtitan"} if target in ("dcp", "torch-checkpointing") else {})
     found: dict[str, set[str | None]] = {name: set() for name in values}
     for place, bases in SOURCES.items():
-        source = ckpt.open(fixtures / place)
         for base in bases:
-            for name, seen in zip(values, outcomes(source, target, base, values), strict=True):
+            for name, seen in zip(values, outcomes(sources[place], target, base, values), strict=True):
                 found[name].add(seen)
     assert {name for name, seen in found.items() if "none" in seen} <= HOLDS
     taken = {name for name, seen in found.items() if seen & {"effect", "none"}}
