@@ -20,7 +20,8 @@ def read_run_config(path: Path) -> Mapping[str, Any]:
     with translate_os_errors(path):
         content = read_file(path, _MAX_BYTES + 1)
     try:
-        found = yaml.safe_load(content[:_MAX_BYTES]) if len(content) <= _MAX_BYTES else None
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, eight times as fast
+        found = yaml.load(content, loader) if len(content) <= _MAX_BYTES else None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise CorruptError("this is neither YAML nor JSON", path=path, found=str(error).splitlines()[0]) from error
     if not isinstance(found, dict):
