@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt.base.errors import UsageError
 from ckpt.base.words import Message
 from ckpt.move.files import is_staged
-from ckpt.move.listing import entries_in, is_folder
+from ckpt.move.listing import entries_in, is_folder, listed_once
 from ckpt.runs.half_checkpoints import is_checkpoint
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import ANY_STEP, RECORDS
@@ -59,6 +59,7 @@ def next_to_run(path: Path, *suffix: str) -> Path:
     return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)
 
 
+@listed_once()
 def run_root(path: Path) -> Path:
     """Return a trainer's outermost folder around the absolute `path`, or `path` itself."""
     root = path

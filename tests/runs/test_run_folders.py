@@ -98,8 +98,8 @@ def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
     assert notes == ("taking global_step1", "later than the selected step: checkpoint-2 (tag takes it)")
 
 
-def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
-    """Nor does a weights target list it as left out."""
+def test_what_was_read_is_no_file_left_behind(run: Path) -> None:
+    """Nor does a weights target list the optimizer as left out."""
     whole = run.with_name("whole")
     assert ckpt("convert", "zero2", "full", run, "-o", whole).code == 0
     (whole / "trainer_state.json").unlink()
