@@ -140,8 +140,8 @@ def read_only(folder: Path) -> None:
 
 DISGUISES = ("copied", "scrambled", "moved", "linked", "read-only")
 CASES = (*HASHED, *sorted({*NAMES, *MADE} - {*HASHED}))
-#: Disguises, and the cases that wear them: every case wears all together, and one alone.
-PARAMS = ((DISGUISES, CASES), *(((one,), CASES[number :: len(DISGUISES)]) for number, one in enumerate(DISGUISES)))
+#: Disguises, and the cases that wear them. No disguise hides another, but a link hides where its folder was moved.
+PARAMS = ((DISGUISES, (*dict.fromkeys((*HASHED, *MADE, *CASES[::4])),)), (("moved", "read-only"), CASES[2::4]))
 
 
 @dataclass(frozen=True)

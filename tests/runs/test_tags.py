@@ -32,6 +32,23 @@ def steps() -> Iterator[Path]:
 
 STEPS = sorted(steps())
 NAMES = [str(step.relative_to(FIXTURES)) for step in STEPS]
+#: Steps that take every path through the commands.
+FOR_ALL_COMMANDS = [
+    *("accelerate-loader/step_4", "autoep-zero1/global_step2", "autotp-zero3/global_step2"),
+    *("axolotl-fsdp2/outputs/gpt-oss-out/checkpoint-2", "axolotl-lora-fsdp2-ac/outputs/gpt-oss-lora-ac/checkpoint-2"),
+    *("axolotl-lora-fsdp2/outputs/gpt-oss-lora/checkpoint-2", "composer-fsdp2/ep1-ba2", "dcp-fsdp2/step-2"),
+    *("diffusers-lora/checkpoint-2", "diffusers-zero3/checkpoint-2", "experts-zero1/global_step2"),
+    *("experts-zero2/global_step2", "lightning/checkpoints/epoch=0-step=4.ckpt", "local-flat/checkpoint-2"),
+    *("lora-zero3/global_step2", "megatron-0.17-dp/iter_0000002", "megatron-bridge-multi/experts-ep1/iter_0000002"),
+    *("megatron-bridge/experts-etp2/iter_0000002", "megatron-dist-flattened/iter_0000002"),
+    *("megatron-lm-muon/iter_0000002", "ms-swift/experts-tp2-ep2/checkpoint-2", "neox-zero1/global_step2"),
+    *("olmo-core/step2", "quantized-zero2/ao8/global_step3", "sentence-transformers/checkpoint-2"),
+    *("torch-checkpointing/step-2", "torch-checkpointing/step-3", "torchtitan-llama3-0.3/step-2"),
+    *("torchtitan-loader/step-4", "torchtitan-loader/step-6", "torchtitan-qwen3-moe/step-2"),
+    *("toy-zero1/global_step2", "toy-zero3/global_step2", "trainer-plain/checkpoint-2"),
+    *("trainer-zero2/checkpoint-1/global_step1", "trl-fsdp2/outputs/llama-sft/checkpoint-2"),
+    *("trl-lora-zero3/outputs/qwen3-lora/checkpoint-2", "verl-fsdp1/global_step_3", "verl-fsdp2/global_step_3"),
+]
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -73,9 +90,9 @@ def test_a_tag_opens_what_the_folder_of_the_step_is(step: Path) -> None:
         assert facts(ckpt.open(around, tag=step.name)) == expected
 
 
-@pytest.mark.parametrize("step", STEPS, ids=NAMES)
-def test_every_command_takes_the_same(step: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize("name", FOR_ALL_COMMANDS)
+def test_every_command_takes_the_same(name: str, tmp_path: Path) -> None:
+    step, run = FIXTURES / name, tmp_path / "run"
     shutil.copytree(step.parent, run, ignore=lambda folder, _: {"truth"} if folder == str(step.parent) else set())
     (tmp_path / "out").mkdir()
     tag, place = ("--tag", step.name), run / step.name
