@@ -52,7 +52,7 @@ def fsdp2() -> Checkpoint:
         return found
 
     def source(shape: Shape, at: int) -> Source:
-        return Chunks(files, FLOAT32, rows(shape)[:])
+        return Chunks(files, FLOAT32, rows(shape))
 
     return _checkpoint("dcp", source)
 

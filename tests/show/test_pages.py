@@ -13,7 +13,7 @@ import time
 import zlib
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -37,7 +37,7 @@ from tests.support.places import FIXTURES, REPOSITORY
 #: With CKPT_GOLDEN=write in the environment, tests redraw the pictures in docs/pages.md.
 PICTURES = REPOSITORY / "docs"
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"
-LARGE: dict[str, Callable[[], Checkpoint]] = {"zero3": large_runs.zero3, "fsdp2": large_runs.fsdp2}
+LARGE = {"zero3": large_runs.zero3, "fsdp2": large_runs.fsdp2}
 
 
 def content(page: str) -> dict[str, Any]:
@@ -149,22 +149,24 @@ def test_the_steps_of_a_run_and_all_that_inspect_prints_are_in_it(tmp_path: Path
         assert f"{name} " in str(inspection) and text in str(inspection)
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_a_hundred_thousand_tensors_on_512_ranks(name: str) -> None:
-    checkpoint = LARGE[name]()
-    assert len(checkpoint.tensors) > 99_000
+@pytest.fixture(scope="module", params=LARGE)
+def large(request: pytest.FixtureRequest) -> Checkpoint:
+    return LARGE[request.param]()
+
+
+def test_a_hundred_thousand_tensors_on_512_ranks(large: Checkpoint) -> None:
+    assert len(large.tensors) > 99_000
     begin = time.process_time()
-    page, _ = Inspection(checkpoint).page()
+    page, _ = Inspection(large).page()
     assert time.process_time() - begin < 6  # includes collecting earlier tests' garbage
     assert len(page) < 5_000_000
     found = content(page)
-    assert len(found["tensors"][0]) == len(checkpoint.tensors) and len(found["holders"]) == 512
-    total = sum(one.nbytes for one in checkpoint.tensors.values())
+    assert len(found["tensors"][0]) == len(large.tensors) and len(found["holders"]) == 512
+    total = sum(one.nbytes for one in large.tensors.values())
     assert sum(sum(kinds.values()) for _, kinds, _ in found["holders"]) == total
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(name: str) -> None:
+def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(large: Checkpoint) -> None:
     """The rules group equal layouts; a sketch with every fragment must agree."""
 
     class Listed:
@@ -173,7 +175,7 @@ def test_tensors_that_are_cut_alike_are_sketched_as_if_each_were_listed(name: st
             if hasattr(source, "padding"):
                 self.padding = source.padding
 
-    every = [*LARGE[name]().tensors.values()]
+    every = [*large.tensors.values()]
     tensors = every[:40] + every[-8:]
     by_cut, by_list = (Sketcher(lambda fragment: fragment.rank or 0) for _ in range(2))
     for tensor in tensors:
