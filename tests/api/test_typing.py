@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,27 +27,17 @@ ckpt.merge_lora("adapter", "out", dtyp="bf16")
 """
 
 
-def python(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "MYPYPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, check=False)
-
-
-def mypy(script: Path) -> list[str]:
-    """Return `mypy --strict`'s errors in a script. For ckpt itself it reuses the cache of `make lint`."""
-    places = (f"--config-file={REPOSITORY / 'pyproject.toml'}", f"--cache-dir={REPOSITORY / '.mypy_cache'}")
-    done = python("-m", "mypy", *places, script, cwd=script.parent)
-    return done.stdout.splitlines()
-
-
-def test_a_script_that_uses_all_of_it_is_typed() -> None:
-    assert mypy(SCRIPT)[-1].startswith("Success")
-
-
-def test_mistakes_are_seen_before_it_runs(tmp_path: Path) -> None:
+def test_a_script_that_uses_all_of_it_is_typed_and_mistakes_are_seen(tmp_path: Path) -> None:
+    """`mypy --strict` reuses the cache of `make lint` for ckpt itself."""
     script = tmp_path / "mistakes.py"
     script.write_text(MISTAKES)
-    lines = [line.split(":")[1] for line in mypy(script) if ": error: " in line]
-    assert lines == ["3", "4", "5", "6", "7", "8", "9"]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "MYPYPATH": str(REPOSITORY)}
+    places = (f"--config-file={REPOSITORY / 'pyproject.toml'}", f"--cache-dir={REPOSITORY / '.mypy_cache'}")
+    words = [sys.executable, "-m", "mypy", *places, SCRIPT, script]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    found = [line.split(":")[:2] for line in done.stdout.splitlines() if ": error: " in line]
+    assert found == [["mistakes.py", str(line)] for line in range(3, 10)], done.stdout
+    assert done.stdout.splitlines()[-1].endswith("in 1 file (checked 2 source files)"), done.stdout
 
 
 def test_pyright_agrees(tmp_path: Path) -> None:
@@ -66,10 +57,11 @@ def test_pyright_agrees(tmp_path: Path) -> None:
     assert set(found) == {("mistakes.py", line) for line in range(3, 10)}
 
 
-def test_the_script_runs(tmp_path: Path) -> None:
+def test_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(FIXTURES / "trl-zero3/outputs/qwen3-sft", tmp_path / "run")
     shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora", tmp_path / "lora")
     shutil.copytree(FIXTURES / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
-    done = python(SCRIPT, "run", "lora", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "to which repository?" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "run", "lora", "out"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "to which repository?" in capsys.readouterr().out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from ckpt.errors import NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.testing.conformance import digests
 from ckpt.views import mount
+from tests.support.commands import ckpt as ckpt_command
 from tests.support.engines import Truth, raw
 from tests.support.mounting import no_fuse, unmount
 from tests.support.places import REPOSITORY
@@ -60,8 +63,9 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     """Mount and write a ZeRO-3 run as a Hugging Face folder, by relative paths."""
     folder = tmp_path_factory.mktemp("mounted")
     shutil.copytree(ZERO3, folder / "outputs", ignore=shutil.ignore_patterns("truth"))
-    written = command("convert", "auto", "hf", "outputs", "-o", "written", "--no-manifest", folder=folder)
-    assert written.returncode == 0, written.stderr
+    with contextlib.chdir(folder):
+        written = ckpt_command("convert", "auto", "hf", "outputs", "-o", "written", "--no-manifest")
+    assert written.code == 0, written.err
     mounted = command("mount", "hf", "outputs", "view", folder=folder)
     if "could not be mounted" in mounted.stderr:  # a container may have the device and not the right to use it
         pytest.skip(mounted.stderr)
@@ -128,26 +132,28 @@ class TestMounted:
         while not os.path.ismount(tmp_path / "view"):
             assert serving.poll() is None
             time.sleep(0.05)
-        taken = command("mount", "hf", ZERO3, tmp_path / "view")
-        assert taken.returncode == 2 and "not an empty folder" in taken.stderr and "reads as" not in taken.stderr
+        taken = ckpt_command("mount", "hf", ZERO3, tmp_path / "view")
+        assert taken.code == 2 and "not an empty folder" in taken.err and "reads as" not in taken.err
         serving.kill()
         serving.wait()
-        dead = command("mount", "hf", ZERO3, tmp_path / "view")
+        dead = ckpt_command("mount", "hf", ZERO3, tmp_path / "view")
         subprocess.run(["fusermount3", "-u", str(tmp_path / "view")], check=True)
-        assert dead.returncode == 7 and f"`fusermount3 -u {tmp_path / 'view'}` to unmount it" in dead.stderr
+        assert dead.code == 7 and f"`fusermount3 -u {tmp_path / 'view'}` to unmount it" in dead.err
 
     @pytest.mark.usefixtures("viewed")
-    def test_the_page_on_views(self, tmp_path: Path) -> None:
-        """Run the page's terminal lines and its last Python lines in order."""
+    def test_the_page_on_views(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Run the page's terminal lines in order, the Python one in this process."""
         page = (REPOSITORY / "docs" / "views.md").read_text()
         shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
-        lines = re.findall(r"^\$ (.+)$", page, re.MULTILINE)
-        assert len(lines) == 3
-        script = "set -e\n" + "\n".join(line.replace("ckpt ", f"{sys.executable} -m ckpt ", 1) for line in lines)
-        script = script.replace("\npython ", f"\n{sys.executable} ")
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        monkeypatch.chdir(tmp_path)
+        mount, load, away = map(shlex.split, re.findall(r"^\$ (.+)$", page, re.MULTILINE))
+        mounted = command(*mount[1:], folder=tmp_path)
+        assert (mount[0], mounted.returncode) == ("ckpt", 0), mounted.stderr
+        try:
+            assert load[:2] == ["python", "-c"]
+            exec(load[2], {})
+        finally:
+            subprocess.run(away, check=True)
 
 
 # -- without -----------------------------------------------------------------------------------------------------------
