@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,8 @@ from ckpt.plan.checkpoint import Layout
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import contents, snapshot
 from tests.support.dcp_folders import edit
-from tests.support.places import FIXTURES, REPOSITORY
+from tests.support.engines import RESUMING, fork
+from tests.support.places import FIXTURES
 
 
 @pytest.fixture
@@ -620,25 +619,12 @@ def test_what_the_caller_runs_on(name: str, tmp_path: Path) -> None:
     assert caller({name: value.format(tmp_path) for name, value in environment.items()}) == expected
 
 
-SCRIPT = """
-import json, os, socket, sys, torch, torch.distributed as dist, ckpt
-from ckpt.move import run
-rank, folder = int(sys.argv[1]), sys.argv[2]
-os.chdir(f"{folder}/node{rank}")
-socket.gethostname = lambda: f"node{rank}"
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-told, found, shares, deal = [], {}, [], run.deal
-run.deal = lambda *what: shares.append(deal(*what)) or shares[-1]
-for name, size in ((f"{folder}/outputs", 2), (f"{folder}/nowhere", 2), ("run", 3), ("run", 2), ("other", 3)):
-    try:
-        found[f"{os.path.basename(name)} on {size}"] = ckpt.resume(name, say=told.append, world_size=size)
-    except ckpt.errors.CkptError as error:
-        found[f"{os.path.basename(name)} on {size}"] = [type(error).__name__, str(error)]
-total = torch.ones(1)
-dist.all_reduce(total)  # the script's own group goes on
-print(json.dumps([found, told, sum(length for part in shares[-1] for _, length in part.todo), total.item()]))
-dist.destroy_process_group()
-"""
+def resumed_on_two_nodes(folder: Path, *calls: dict[str, Any]) -> list[Any]:
+    """Return what each rank of `tests.resume.nodes` has found."""
+    for rank in range(2):
+        (folder / f"node{rank}").mkdir(exist_ok=True)
+    fork([(2, "tests.resume.nodes", [str(folder), json.dumps(calls)])], RESUMING)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(run: Path) -> None:
@@ -647,13 +633,10 @@ def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(ru
         there = Path(shutil.copytree(run, run.parent / f"node{node}" / name))
         for rank in () if (node, name) == (0, "run") else (1,) if node else (0, 2):
             next((there / "global_step2").glob(f"*zero_pp_rank_{rank}_*optim_states.pt")).unlink()
-    words = [sys.executable, "-c", SCRIPT]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    started = [
-        subprocess.Popen([*words, str(rank), str(run.parent)], env=env, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    results: list[Any] = [json.loads(one.communicate(timeout=240)[0]) for one in started]
+    paths = {"outputs on 2": str(run), "nowhere on 2": str(run.parent / "nowhere")}
+    paths |= {"run on 3": "run", "run on 2": "run", "other on 3": "other"}
+    calls = {key: (path, {"world_size": int(key[-1])}) for key, path in paths.items()}
+    results = resumed_on_two_nodes(run.parent, calls, calls)
     (first, told, one_share, total), (second, silent, other_share, _) = results
     assert first == second and told and not silent and total == 2
     assert ".outputs.ckpt-resume" in first["outputs on 2"] and ckpt.open(first["outputs on 2"]).world_size == 2
@@ -669,26 +652,8 @@ def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(ru
         "other on 3": ("the nodes see different files", "node0 (rank 0) lacks 2 files: global_step2/"),
     }
     for name, words in lacks.items():
-        kind, text = first[name]
+        kind, text, *_ = first[name]
         assert kind == "StorageError" and "optim_states.pt" in text and all(word in text for word in words), text
-
-
-ASKED = """
-import json, sys, torch.distributed as dist, ckpt
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-found = {}
-for name, given in json.loads(sys.argv[3]).items():
-    path, options = f"{folder}/outputs", dict(world_size=3)
-    path = given if rank and name == "path" else path
-    options |= {name: given} if rank and name not in ("path", "nothing") else {}
-    try:
-        found[name] = ckpt.resume(path, say=lambda _: None, **options)
-    except ckpt.errors.CkptError as error:
-        found[name] = [type(error).__name__, error.what, error.expected, error.found]
-print(json.dumps(found))
-dist.destroy_process_group()
-"""
 
 
 def test_processes_that_ask_for_different_things_are_told(run: Path) -> None:
@@ -696,16 +661,13 @@ def test_processes_that_ask_for_different_things_are_told(run: Path) -> None:
     other = str(Path(shutil.copytree(run, run.with_name("other"))))
     given = {"path": other, "format": "zero2", "dtype": "bf16", "world_size": 2, "tag": "global_step2"}
     given |= {"config": other, "model_only": True, "missing_ok": True, "nothing": None}
-    words = [sys.executable, "-c", ASKED]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    started = [
-        subprocess.Popen([*words, str(rank), str(run.parent), json.dumps(given)], env=env, stdout=-1, text=True)
-        for rank in range(2)
-    ]
-    first, second = (json.loads(one.communicate(timeout=240)[0]) for one in started)
+    same = {name: (str(run), {"world_size": 3}) for name in given}
+    asked = {name: (str(run), {"world_size": 3, name: value}) for name, value in given.items()}
+    asked |= {"path": (other, {"world_size": 3}), "nothing": same["nothing"]}
+    (first, *_), (second, *_) = resumed_on_two_nodes(run.parent, same, asked)
     assert first == second and first.pop("nothing") == str(run)
     assert first.keys() == given.keys() - {"nothing"}
-    for name, (kind, what, expected, found) in first.items():
+    for name, (kind, _, what, expected, found) in first.items():
         assert kind == "UsageError" and f"different options: {name} (in rank 1" in what, (name, what)
         assert found == str(given[name]) and expected.endswith(", as rank 0")
 
