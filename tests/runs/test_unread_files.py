@@ -44,16 +44,14 @@ STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
 }
 
 
-#: Strays by kind. A `.distcp` file is tested alone, because several of its checks differ.
-TOGETHER = [
-    [name for name, (_, kind) in STRAYS.items() if kind == wanted and not name.endswith(".distcp")]
-    for wanted in ("state", "other", None)
-] + [["__9_0.distcp"]]
+#: Strays of "state", and all others. A `.distcp` file is tested alone, because several of its checks differ.
+STATES = [name for name, (_, kind) in STRAYS.items() if kind == "state" and not name.endswith(".distcp")]
+TOGETHER = [STATES, [name for name, (_, kind) in STRAYS.items() if kind != "state"], ["__9_0.distcp"]]
 
 
 @pytest.mark.parametrize("declaration", [pytest.param(d, id=d.format, marks=d.marks) for d in DECLARATIONS])
 def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) -> None:
-    """Put all strays of a kind into the folder and one into a subfolder with read files."""
+    """Put strays together into the folder, and two into a subfolder with read files."""
     (tmp_path / "sample").mkdir()
     path, _ = declaration.make(tmp_path / "sample")
     checkpoint = ckpt.open(path, declaration.format)
@@ -65,14 +63,12 @@ def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) 
     assert intact["state"] == "whole" and before in ([], ["optimizer"]), "verl's run has a parameter without states"
     folder = Path(checkpoint.path)
     inner = [Path(file.path).parent for file in checkpoint.files if Path(file.path).parent.parent == folder]
-    for place, names in [
-        *((folder, together) for together in TOGETHER),
-        *((one, TOGETHER[0][:2]) for one in inner[:1]),
-    ]:
+    for place, names in [*((folder, together) for together in TOGETHER), *((one, STATES[:2]) for one in inner[:1])]:
         for name in names:
             STRAYS[name][0](place)
-        kind = STRAYS[names[0]][1]
-        strays = sorted(str((place / name).relative_to(folder)) for name in names)
+        kinds = {str((place / name).relative_to(folder)): STRAYS[name][1] for name in names}
+        strays = sorted((stray, kind) for stray, kind in kinds.items() if kind)
+        has_state = "state" in kinds.values()
         texts = [run_ckpt("inspect", path, *named), run_ckpt(*planned), run_ckpt("check", path, *named)]
         jsons = [json.loads(run_ckpt(*one, "--json").out) for one in (("inspect", path, *named), planned)]
         checked = json.loads(run_ckpt("check", path, *named, "--json").out)
@@ -80,19 +76,19 @@ def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) 
             assert ckpt.open(path).format == declaration.format, names
         for name in names:
             (place / name).unlink()
-        assert [one.code for one in texts] == [0, 0, 4 if kind == "state" else 0], texts
+        assert [one.code for one in texts] == [0, 0, 4 if has_state else 0], texts
         for result in texts:
-            assert ("not read" in result.out and all(stray in result.out for stray in strays)) == bool(kind), result.out
+            assert "not read" in result.out, result.out
+            assert all((stray in result.out) == bool(kind) for stray, kind in kinds.items()), result.out
         for found in jsons:
-            told = sorted((one["name"], one["kind"]) for one in found["not_read"])
-            assert told == ([(stray, kind) for stray in strays] if kind else [])
+            assert sorted((one["name"], one["kind"]) for one in found["not_read"]) == strays
         (one,) = checked["checkpoints"]
         wheres = [problem["where"] for problem in one["problems"] if problem["where"] not in before]
         if any(where.endswith(".metadata") for where in wheres):  # without it `.distcp` files are no whole set
             wheres = wheres[1:] if names == ["__9_0.distcp"] and one["state"] == "incomplete" else []
         else:
-            assert one["state"] == ("not all read" if kind == "state" else "whole")
-        assert sorted(wheres) == (strays if kind else [])
+            assert one["state"] == ("not all read" if has_state else "whole")
+        assert sorted(wheres) == [stray for stray, _ in strays]
 
 
 def test_convert_and_resume_write_and_say_so(fixtures: Path, tmp_path: Path) -> None:
