@@ -44,7 +44,7 @@ from converters.names.megatron.unsupported import MISSING
 from tests.support import commands
 from tests.support.engines import fork
 from tests.support.images import TEXT_ALONE
-from tests.support.megatron_logits import random_model, save
+from tests.support.megatron_logits import auto_class, random_model, save
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import SAME_NAMES, TWINS, twin_of
 from train.config import ARCHITECTURES as TRAINED
@@ -457,8 +457,11 @@ class TestTrainingState:
     @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in TWINS or a in SAME_NAMES])
     def test_param_groups_are_in_the_order_of_transformers_modules(self, architecture: str) -> None:
         """An engine locates parameters in a ZeRO partition only by this order."""
-        model = random_model(architecture, {})
-        registered = [name for name, _ in model.named_parameters()]
+        from transformers import AutoConfig
+
+        with torch.device("meta"):
+            config = AutoConfig.for_model(twin_of(architecture), **tiny_sizes(architecture))
+            registered = [name for name, _ in auto_class(architecture).from_config(config).named_parameters()]
         hub = hub_of(config_of(architecture))
         there = to_namespace(to_namespace(hub, TRANSFORMERS), MEGATRON, Layout())
         names = tuple(fqn for fqn, role in there.tensors if role == WEIGHT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +48,13 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def load_base(folder: Path) -> Any:
+    """Return a model of the caller's own. Copying takes less time than loading."""
+    states = (path.stat() for path in sorted(folder.iterdir()))
+    return copy.deepcopy(_loaded(folder, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in states)))
+
+
+@functools.lru_cache(8)
+def _loaded(folder: Path, states: tuple[tuple[int, int, int], ...]) -> Any:
     from transformers import AutoModelForCausalLM
 
     eager = {"experts_implementation": "eager", "attn_implementation": "eager"}  # like the trainer's models

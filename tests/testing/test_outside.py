@@ -35,13 +35,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("scratch")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for project in (REPOSITORY, EXAMPLE, STORE, COMMAND):
-        copy = folder / project.name
+    # as in the process of the tests, nothing waits for the disk
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\nimport os; os.fsync = lambda fd: None\n")
+    projects = (REPOSITORY, EXAMPLE, STORE, COMMAND)
+    for project in projects:
         ignored = (".*", "build", "fixtures", "*.egg-info", *(["tests"] if project is REPOSITORY else []))
-        shutil.copytree(project, copy, ignore=shutil.ignore_patterns(*ignored))
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
-        subprocess.run([*install, "--target", site, copy], check=True)
+        shutil.copytree(project, folder / project.name, ignore=shutil.ignore_patterns(*ignored))
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    install += ["--no-compile", "--target", site]
+    subprocess.run([*install, *(folder / project.name for project in projects)], check=True)
 
     def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
