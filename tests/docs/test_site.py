@@ -247,12 +247,17 @@ def test_a_japanese_page_has_no_spaces_inside_words(site: Path) -> None:
         assert not [one for one in paragraphs if re.search(rf"{letter}\n *{letter}", one)], path
 
 
-def test_every_message_on_the_page_of_errors_is_in_the_code() -> None:
+@pytest.fixture(scope="module")
+def nodes() -> list[ast.AST]:
+    """Return all nodes of the parsed source."""
+    paths = [path for room in ("ckpt", "converters") for path in (REPOSITORY / room).rglob("*.py")]
+    return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def test_every_message_on_the_page_of_errors_is_in_the_code(nodes: list[ast.AST]) -> None:
     constants = [
         re.sub(r"\{(\w+)(=True)?\}", lambda option: f"--{option[1]}", node.value)
-        for room in ("ckpt", "converters")
-        for path in (REPOSITORY / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     messages = re.findall(r"^\| `(.+?)` \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
@@ -262,13 +267,11 @@ def test_every_message_on_the_page_of_errors_is_in_the_code() -> None:
             assert any(piece in constant for constant in constants), message
 
 
-def test_every_code_of_an_error_is_on_the_page() -> None:
+def test_every_code_of_an_error_is_on_the_page(nodes: list[ast.AST]) -> None:
     raised: set[str] = set()
-    for room in ("ckpt", "converters"):
-        for path in (REPOSITORY / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
-                    raised |= {ast.literal_eval(one.value) for one in node.keywords if one.arg == "code"}
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
+            raised |= {ast.literal_eval(one.value) for one in node.keywords if one.arg == "code"}
     pending = [errors.CkptError]
     for kind in pending:
         pending += kind.__subclasses__()
