@@ -209,12 +209,20 @@ def test_an_alpha_without_sense(tmp_path: Path, alpha: str) -> None:
     ],
 )
 def test_an_error_is_an_object_with_json(
-    fixtures: Path, tmp_path: Path, words: tuple[str, ...], code: str | None, exit: int | None, where: str | None
+    fixtures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    code: str | None,
+    exit: int | None,
+    where: str | None,
 ) -> None:
     shutil.copytree(fixtures / "toy-zero3", tmp_path / "outputs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    done = process(*words, "--json", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ckpt", *words, "--json"])
+    done = ckpt(*words, "--json")
     found = json.loads(done.err.splitlines()[-1])
     assert list(found) == ["code", "what", "where", "expected", "found", "hint", "exit"]
     assert done.out == "" and found["exit"] == done.code != 0 and "\n" not in found["what"]
