@@ -23,8 +23,8 @@ from tests.formats.declarations import DECLARATIONS
 
 WRITABLE = [name for name in registry.names() if registry.get(name).writes]
 SHARDED = [one.format for one in DECLARATIONS if one.is_sharded]
-#: Replacement notes for every reader: none, other words, and another reader's words.
-SAID = [(), ("a note in other words", "and another"), (OTHER_ORDER, OTHER_ORDER_OF_PIPELINE)]
+#: Replacement notes for every reader: none, or other words and another reader's words.
+SAID = [(), ("a note in other words", OTHER_ORDER, OTHER_ORDER_OF_PIPELINE)]
 
 
 def written(path: Path, declaration: Declaration) -> dict[str, Any]:
