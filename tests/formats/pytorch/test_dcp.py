@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +25,7 @@ from ckpt.state.positions import with_step_count
 from converters.pytorch.dcp import DCP
 from tests.support.commands import ckpt as command
 from tests.support.dcp_folders import check_replicas, edit, nested, read, save, trained, write
-from tests.support.engines import Truth, launch, launch_in_turn, raw
-from tests.support.places import REPOSITORY
+from tests.support.engines import Truth, fork_once, launch, launch_in_turn, modeling, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -609,11 +606,9 @@ def test_transformers_loads_a_flattened_optimizer(fixtures: Path, tmp_path: Path
     content = bytearray(Path(first.path).read_bytes())
     content[first.offset] ^= 1
     Path(first.path).write_bytes(content)
-    script = REPOSITORY / "tests/support/transformers_loading.py"
-    command = [sys.executable, script, "2", tmp_path, tmp_path / "model", *places]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lrs, refused, _ = done.stdout.splitlines()[-3:]
+    arguments = [str(path) for path in (tmp_path, tmp_path / "model", *places)]
+    fork_once(tmp_path, [(2, "tests.support.transformers_loading", arguments)], ["transformers", modeling("qwen3")])
+    lrs, refused, _ = (tmp_path / "said.txt").read_text().splitlines()
     assert set(json.loads(lrs)) == {group["lr"] for group in Truth.load(truth).metadata["param_groups"]}
     assert "Missing key in checkpoint state_dict: optimizer.param_groups." in refused
     expected = {name: value for name, value in load_file(truth).items() if not name.startswith("weight/")}
