@@ -108,15 +108,6 @@ def write_byte(file: Path, position: int, byte: int) -> None:
         stream.write(bytes([byte]))
 
 
-def mutated(checkpoint: Checkpoint, file: Path, size: int) -> Iterator[int]:
-    """Yield positions in a file: 100 or less, and every eighth of those in tensor elements."""
-    extents = [one.extent for tensor in checkpoint.tensors.values() for one in tensor.fragments()]
-    spans = [(one.offset, one.end) for one in extents if one.path == str(file)]
-    for number, position in enumerate(range(0, size, max(97, size // 100))):
-        if number % 8 == 0 or not any(start <= position < stop for start, stop in spans):
-            yield position
-
-
 def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
     random = Random(conversion.format)
     for name in conversion.files:
@@ -258,13 +249,13 @@ class Conformance:
             file.write_bytes(original)
         ckpt.open(path, declaration.format)
 
-    def test_mutations_raise_only_our_errors(self, sample: Sample, shared: Shared) -> None:
-        """Invert bytes in a vital file of each kind: every 97th, 100 in a large file, and few in unread elements."""
+    def test_mutations_raise_only_our_errors(self, sample: Sample) -> None:
+        """Invert bytes in vital files: every 97th, 300 in a large file."""
         declaration, path, _ = sample
         outcomes = {"read": 0, "refused": 0}
-        for file in [min(path.glob(pattern)) for pattern in declaration.vital]:
+        for file in [file for pattern in declaration.vital for file in sorted(path.glob(pattern))][:2]:
             original = file.read_bytes()
-            for position in mutated(shared.checkpoint, shared.path / file.relative_to(path), len(original)):
+            for position in range(0, len(original), max(97, len(original) // 300)):
                 write_byte(file, position, original[position] ^ 0xFF)
                 try:
                     ckpt.open(path, declaration.format)
@@ -297,6 +288,7 @@ class Conformance:
         written = {str(f.relative_to(one)): f.stat().st_size for f in one.rglob("*") if f.is_file()}
         assert written.pop(MANIFEST)
         assert written == planned
+        assert {*again.files} == {*planned}
         checked = manifest.check(one)
         assert checked.good and not checked.unknown
         check_views(again, one)
