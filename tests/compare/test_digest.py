@@ -55,18 +55,18 @@ def parameters(checkpoint: Checkpoint, dtype: DType) -> set[TensorDigest]:
 def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
     """Every format of a model has the same digests: optimizer states unchanged, weights in a given dtype."""
     source = api.open(FIXTURES / name)
-    optimizer = api.digests(source).whole[OPTIMIZER]
-    weights = parameters(source, BFLOAT16)
+    whole, weights = api.digests(source).whole, parameters(source, BFLOAT16)
     for target in TARGETS:
         if name in ("toy-zero1", "toy-zero2") and target == "zero3":
             continue  # these can't hold their empty frozen parameter
         written = api.open(convert(FIXTURES / name, target, tmp_path / target))
+        found = api.digests(written).whole
         assert parameters(written, BFLOAT16) == weights, target
-        assert api.digests(written).whole[OPTIMIZER] == optimizer, target
+        assert found[OPTIMIZER] == whole[OPTIMIZER], target
         if target not in ("dcp", "full"):  # they store masters as weights and lose the model's dtype
-            assert api.digests(written).whole == api.digests(source).whole or name == "dcp-fsdp2", target
+            assert found == whole or name == "dcp-fsdp2", target
     written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
-    assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
+    assert api.digests(written).whole == {WEIGHTS: whole[WEIGHTS]}
     assert parameters(written, BFLOAT16) == weights
 
 

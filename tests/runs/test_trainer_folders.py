@@ -703,10 +703,13 @@ def test_a_tensor_of_another_name_in_transformers_files(copied: Callable[[str], 
     assert ckpt("resume", folder).code == 4
 
 
-@pytest.mark.parametrize("target", ["dcp", "zero3", "full", "trainer"])
 @pytest.mark.parametrize(
-    ("module", "prefix"),
-    [("base.modules.transformer", "0.model."), ("models", "0.auto_model."), ("sparse_encoder.models.other", None)],
+    ("target", "module", "prefix"),
+    [
+        *((target, "base.modules.transformer", "0.model.") for target in ("dcp", "zero3", "full", "trainer")),
+        ("dcp", "models", "0.auto_model."),
+        *((target, "sparse_encoder.models.other", None) for target in ("dcp", "zero3", "full")),
+    ],
 )
 def test_names_have_the_prefix_of_sentence_transformers(
     copied: Callable[[str], Path], target: str, module: str, prefix: str | None
