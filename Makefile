@@ -14,8 +14,10 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHON312 ?= python3.12
 MCORE ?= 0.19.2
 FRAMEWORKS ?= .venv-mcore-$(MCORE)
+# The environment of quantization libraries and llama.cpp.
+QUANTIZERS ?= .venv-quantizers
 
-.PHONY: help env demo test test-fast test-frameworks test-peft wheel lint format docs gpu-check fixtures-check faults fuzz bench cards clean
+.PHONY: help env demo test test-fast test-frameworks test-quantizers test-peft wheel lint format docs gpu-check fixtures-check faults fuzz bench cards clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +61,23 @@ $(FRAMEWORKS)/.installed: pyproject.toml tests/frameworks/requirements.txt
 
 test-frameworks: $(FRAMEWORKS)/.installed  ## newer frameworks, on Python 3.12; MCORE=0.18.0: another megatron-core
 	$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks
+
+# llama.cpp's converter is in no wheel, but in llama-cpp-python's sdist.
+$(QUANTIZERS)/.installed: pyproject.toml constraints.txt tests/quantizers/requirements.txt
+	$(PYTHON) -m venv $(QUANTIZERS)
+	$(QUANTIZERS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(QUANTIZERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[gguf,lora]' \
+		bitsandbytes datasets hypothesis psutil pytest safetensors transformers
+	$(QUANTIZERS)/bin/python -m pip install --quiet --no-deps -r tests/quantizers/requirements.txt
+	$(QUANTIZERS)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(QUANTIZERS) \
+		llama-cpp-python==0.3.36
+	mkdir -p $(QUANTIZERS)/llama-cpp-python
+	tar --extract --gzip --strip-components 1 --directory $(QUANTIZERS)/llama-cpp-python \
+		--file $(QUANTIZERS)/llama_cpp_python-0.3.36.tar.gz
+	@touch $@
+
+test-quantizers: $(QUANTIZERS)/.installed  ## other quantization libraries, and llama.cpp's converter and engine
+	$(QUANTIZERS)/bin/python -m pytest -m '' tests/quantizers
 
 # The tests in the sdist of the installed PEFT, which its wheel has not.
 test-peft: env  ## PEFT's own list of adapters, every one merged
