@@ -26,6 +26,7 @@ if os.environ.get(portable.VARIABLE):
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compilers takes longer to start than to run
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Shells make background processes ignore Ctrl-C, and interrupted test commands would inherit this.
