@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from converters.gguf.header import read_header
 from fixtures.make_gguf import save_tokenizer
 from tests.formats.gguf.test_gguf import tensors
 from tests.quantized.test_dequantize import load
-from tests.quantized.test_fine_tuned import save_released
 from tests.quantizers.llama_cpp import KINDS, split_of
 from tests.support.places import REPOSITORY
 
@@ -107,7 +105,7 @@ def save(name: str, folder: Path) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with each model, and with its files by llama.cpp's converter."""
     home = tmp_path_factory.mktemp("models")
-    folders = [save_released(home / "released"), *(save(name, home / name) for name in MODELS)]
+    folders = [save(name, home / name) for name in MODELS]
     command = [sys.executable, "-m", "tests.quantizers.llama_cpp", *map(str, folders)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -121,28 +119,6 @@ def test_keys_and_tensors_equal_the_converters(name: str, kind: str, models: Pat
     ours, theirs = tmp_path / "out/model.gguf", models / f"{name}-{kind}.gguf"
     assert read_header(ours).metadata == read_header(theirs).metadata
     assert tensors(ours) == tensors(theirs)
-
-
-def without_negative_zeros(found: dict[str, Any]) -> dict[str, Any]:
-    """Replace negative zeros in blocks of MXFP4: a scale, and two codes in each of 16 bytes."""
-    positive = np.arange(256, dtype=np.uint8)
-    positive[positive & 0x0F == 0x08] &= 0xF0
-    positive[positive & 0xF0 == 0x80] &= 0x0F
-    for name, (kind, shape, data) in found.items():
-        if kind == "mxfp4":
-            scales, codes = np.split(np.frombuffer(data, np.uint8).reshape(-1, 17), [1], axis=1)
-            found[name] = kind, shape, scales.tobytes(), positive[codes].tobytes()
-    return found
-
-
-def test_mxfp4_of_a_release_has_the_converters_values(models: Path, tmp_path: Path) -> None:
-    """The converter repacks the release's blocks, with negative zeros. Quantizing their values gives none."""
-    ckpt.convert(models / "released", "gguf", tmp_path / "out", quantize="mxfp4", dequantize=True)
-    ours, theirs = tmp_path / "out/model.gguf", models / "released-bf16.gguf"
-    assert read_header(ours).metadata == read_header(theirs).metadata
-    assert tensors(ours) != tensors(theirs)
-    assert without_negative_zeros(tensors(ours)) == without_negative_zeros(tensors(theirs))
-    assert sum(kind == "mxfp4" for kind, *_ in tensors(ours).values()) == 6
 
 
 def by_llama_cpp(file: Path) -> list[list[int]]:

@@ -19,6 +19,7 @@ import pytest
 from ckpt.commands.watch import watcher
 from ckpt.commands.watch.watcher import Watcher, is_waiting, main_stack
 from ckpt.training.heartbeat import Heart
+from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 
 #: A rank that sends heartbeats, is in a "collective" or in its own code, and continues on a line from stdin.
@@ -60,14 +61,9 @@ def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str, world_siz
         time.sleep(0.02)
 
 
-def command_of_watch(run: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "ckpt", "watch", str(run), "--every", "0.1", *options]
-
-
 def watch(run: Path, *options: str) -> tuple[int, str]:
-    command = command_of_watch(run, *options)
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
-    return done.returncode, done.stdout + done.stderr
+    done = ckpt("watch", run, "--every", "0.1", *options)
+    return done.code, done.out + done.err
 
 
 def test_a_stopped_rank_is_named_with_its_last_stack(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
@@ -127,9 +123,8 @@ def test_a_killed_rank_is_named_and_the_webhook_is_called(tmp_path: Path, ranks:
         code, out = watch(tmp_path, *options)
         nobody_reads, terminal = os.pipe()
         os.close(nobody_reads)
-        unread = subprocess.run(
-            command_of_watch(tmp_path, *options), cwd=REPOSITORY, stdout=terminal, stderr=subprocess.PIPE, timeout=90
-        )
+        command = [sys.executable, "-m", "ckpt", "watch", str(tmp_path), "--every", "0.1", *options]
+        unread = subprocess.run(command, cwd=REPOSITORY, stdout=terminal, stderr=subprocess.PIPE, timeout=90)
         os.close(terminal)
         server.shutdown()
     assert code == 1 and out.startswith(f"rank 0 (pid {ranks[0].pid} on ") and "is gone" in out
