@@ -96,5 +96,6 @@ def _ended(forks: list[int]) -> list[str]:
     """Wait for the forks' end, and return the signals that killed some."""
     codes = []
     while forks:
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(forks.pop(), 0)[1]))
+        with contextlib.suppress(ChildProcessError):  # the system keeps no codes if our parent ignores SIGCHLD
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(forks.pop(), 0)[1]))
     return [signal.Signals(-code).name for code in codes if code < 0]

@@ -95,6 +95,14 @@ def test_a_signal_does_not_stop_a_fork() -> None:
     assert len(Forkable().share(in_rank(1, stop), NUMBER)) == NUMBER
 
 
+def test_a_parent_that_ignores_its_childrens_end_is_no_error() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a new process inherits it
+    try:
+        assert len({*Forkable().share(in_rank(0, lambda: None), NUMBER)}) == NUMBER
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_one_that_ctrl_z_stopped_for_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "SILENCE", timedelta(seconds=0.1))
 
