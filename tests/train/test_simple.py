@@ -28,7 +28,7 @@ PAIRS = [
     *((ZERO[number % 3], one) for number, one in enumerate(TORCH)),
     *product(ZERO, ZERO),
 ]
-PRELOAD = [*DEEPSPEED, "tests.train.deepspeed_op", *RESUMING]
+PRELOAD = [*DEEPSPEED, "tests.train.uncompiled", *RESUMING]
 TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
 #: All strategies in a chain in one folder, in bf16 like the default.
 CHAIN = [("zero3", 4), ("fsdp2", 3), ("hsdp", 2), ("tp-fsdp", 4), ("zero1", 2), ("ddp", 1), ("fsdp1", 3), ("zero2", 2)]
@@ -61,15 +61,17 @@ def test_it_can_be_read_and_copied() -> None:
 
 @pytest.fixture(scope="module")
 def went_on(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
-    """Return losses for every pair, every source, and the uninterrupted run."""
+    """Return losses for every pair, every source, the chain, and the uninterrupted runs."""
     folder = tmp_path_factory.mktemp("pairs")
     words = ("--dtype", "fp32")
     sources = [start(one, BEFORE, folder / one, 2, *words) for one in STRATEGIES]
     before = losses(fork([*sources, start("ddp", AFTER, folder / "unbroken", 4, *words)], PRELOAD))
     for one, other in PAIRS:
         shutil.copytree(folder / one, folder / f"{one} {other}")
-    pairs = [start(other, AFTER, folder / f"{one} {other}", 4, *words) for one, other in PAIRS]
-    return before | losses(fork(pairs, PRELOAD))
+    starts = [start(other, AFTER, folder / f"{one} {other}", 4, *words) for one, other in PAIRS]
+    starts += [start(one, ranks, folder / "chain", 2 * number) for number, (one, ranks) in enumerate(CHAIN, 1)]
+    starts.append(start("ddp", 2, folder / "one strategy", 2 * len(CHAIN)))
+    return before | losses(fork(starts, PRELOAD))
 
 
 @pytest.mark.slow
@@ -85,13 +87,12 @@ def test_each_goes_on_where_any_has_stopped(
 
 
 @pytest.mark.slow
-def test_all_strategies_in_turn_in_one_folder(tmp_path: Path, tables: Any) -> None:
+def test_all_strategies_in_turn_in_one_folder(went_on: dict[str, dict[int, float]], tables: Any) -> None:
     """A user's case: one run folder, bf16, and another rank count each time."""
-    starts = [start(one, ranks, tmp_path / "run", 2 * number) for number, (one, ranks) in enumerate(CHAIN, 1)]
-    unbroken = start("ddp", 2, tmp_path / "unbroken", 2 * len(CHAIN))
-    found = losses(fork([*starts, unbroken], PRELOAD))
-    for step, loss in found["unbroken"].items():
+    found, unbroken = went_on["chain"], went_on["one strategy"]
+    assert list(unbroken) == list(range(1, 2 * len(CHAIN) + 1))
+    for step, loss in unbroken.items():
         one, ranks = CHAIN[(step - 1) // 2]
         row = tables["train/simple.py in bf16, from strategy to strategy in one folder: loss, of the unbroken run"]
-        row[f"{one} on {ranks}"][f"step {2 - step % 2} of 2"] = f"{found['run'][step]:.6f} {loss:.6f}"
-        assert found["run"][step] == pytest.approx(loss, abs=5e-3), step
+        row[f"{one} on {ranks}"][f"step {2 - step % 2} of 2"] = f"{found[step]:.6f} {loss:.6f}"
+        assert found[step] == pytest.approx(loss, abs=5e-3), step

@@ -1,4 +1,4 @@
-"""A script with DeepSpeed's slow builds turned off: `python -m tests.train.uncompiled SCRIPT ...`."""
+"""DeepSpeed without its slow builds, and then a script: `python -m tests.train.uncompiled SCRIPT ...`."""
 
 import runpy
 import sys
