@@ -13,6 +13,8 @@ from ckpt.base.text import show_size
 
 _EVERY = 10.0  # seconds
 _DELAY = 0.5  # seconds, so that short commands and most errors show no bar
+#: Held while the bar's thread imports: a process forked in between could never import the same modules.
+IMPORTING = threading.Lock()
 
 
 class Meter:
@@ -68,10 +70,11 @@ class Meter:
     def _show_bar(self) -> None:
         if self._end.wait(_DELAY):
             return
-        from rich.console import Console
-        from rich.live import Live
+        with IMPORTING:
+            from rich.console import Console
+            from rich.live import Live
 
-        with self._lock:
+        with self._lock, IMPORTING:
             if self._end.is_set():
                 return
             plain: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}

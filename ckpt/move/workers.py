@@ -67,7 +67,8 @@ class Resources:
         """Return how many processes of this machine should share a plan's computing."""
         if self.workers > 0 or in_use():
             return 1
-        return max(1, min(num_cores(), _NUM_WORKERS, plan.computed_bytes // _FORKED, self.max_memory // _FORKED))
+        memory = max(_FORKED, _COMPUTING * plan.largest_computed)
+        return max(1, min(num_cores(), _NUM_WORKERS, plan.computed_bytes // _FORKED, self.max_memory // memory))
 
     def part(self, number: int) -> Resources:
         return replace(self, max_memory=self.max_memory // number)

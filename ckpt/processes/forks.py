@@ -6,6 +6,7 @@ Threads that compute with numpy wait for the interpreter's lock between its call
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 from ckpt.base.errors import CkptError, StorageError
+from ckpt.base.progress import IMPORTING
 from ckpt.base.words import Message
 from ckpt.processes.group import Alone, ProcessGroup
 from ckpt.processes.sockets import Sockets
@@ -23,6 +25,8 @@ from ckpt.processes.sockets import Sockets
 T = TypeVar("T")
 _Work = Callable[[Alone, int], T]
 _STOPPING = signal.SIGINT, signal.SIGTERM
+_ENDING = signal.SIGUSR1  # from the first process to its forks
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SILENCE = timedelta(weeks=52)  # Ctrl-Z may stop both sides for long, and a dead one closes its socket
 
 
@@ -40,7 +44,7 @@ class Forkable(Alone):
         peers: dict[int, socket.socket] = {}
         forks: list[int] = []
         try:
-            with contextlib.suppress(OSError):  # the system allows no more processes
+            with contextlib.suppress(OSError), IMPORTING:  # the system may allow no more processes
                 for rank in range(1, number):
                     peers[rank], theirs = socket.socketpair()
                     with theirs:
@@ -60,14 +64,19 @@ class Forkable(Alone):
 
 
 def _forked(rank: int, number: int, transport: socket.socket, others: list[socket.socket], work: _Work[T]) -> int:
-    """Return the process number of a fork that ends with `work`."""
+    """Return the process number of a fork that ends with `work`, or with this process."""
+    first = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a fork leaves them to the first process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 sees OpenBLAS's threads, which can fork
             if process := os.fork():
                 return process
-        _end(rank, number, transport, others, work)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(_ENDING, signal.SIG_DFL)
+        if os.getppid() == first:
+            _end(rank, number, transport, others, work)
+        os._exit(1)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -84,18 +93,27 @@ def _end(rank: int, number: int, transport: socket.socket, others: list[socket.s
 
 
 def _work(transport: Sockets, work: _Work[T]) -> T:
-    with contextlib.closing(transport), ProcessGroup(transport) as group:
-        try:
-            return work(group, group.size)
-        except CkptError as error:
-            error.is_told = True  # type: ignore[attr-defined]  # the user started one process, without ranks
-            raise
+    failure: BaseException | None = None
+    try:
+        with contextlib.closing(transport), ProcessGroup(transport) as group:
+            try:
+                return work(group, group.size)
+            except BaseException as error:
+                failure = error
+                if isinstance(error, CkptError) or transport.rank == 0:
+                    vars(error)["is_told"] = True  # without a rank: the user started one process
+                raise
+    except Exception as error:
+        raise failure or error from None  # the same error, without the way over a socket
 
 
 def _ended(forks: list[int]) -> list[str]:
-    """Wait for the forks' end, and return the signals that killed some."""
+    """End the forks, which have nothing left to do, and return the signals by which others killed some."""
+    for fork in forks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(fork, _ENDING)
     codes = []
     while forks:
         with contextlib.suppress(ChildProcessError):  # the system keeps no codes if our parent ignores SIGCHLD
             codes.append(os.waitstatus_to_exitcode(os.waitpid(forks.pop(), 0)[1]))
-    return [signal.Signals(-code).name for code in codes if code < 0]
+    return [signal.Signals(-code).name for code in codes if code < 0 and -code != _ENDING]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -133,3 +134,51 @@ def test_without_forks_it_works_alone(at: int, monkeypatch: pytest.MonkeyPatch) 
 def test_torchs_threads_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", threading)
     assert Forkable().share(in_rank(0, lambda: None), NUMBER) == [os.getpid()]
+
+
+def test_an_interrupt_does_not_wait_for_a_computation() -> None:
+    """A fork that computes hears of nothing."""
+
+    def work(group: Alone, size: int) -> None:
+        group.gather(None)
+        if group.rank:
+            time.sleep(60)
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Forkable().share(work, NUMBER)
+    assert time.monotonic() - start < 30
+
+
+def test_forks_end_with_a_first_one_that_is_killed(tmp_path: Path) -> None:
+    def work(group: Alone, size: int) -> None:
+        forks = group.gather(os.getpid())
+        if group.rank:
+            time.sleep(60)
+        (tmp_path / "forks").write_text(" ".join(map(str, forks[1:])))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (process := os.fork()):
+        try:
+            Forkable().share(work, NUMBER)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    forks, end = (tmp_path / "forks").read_text().split(), time.monotonic() + 30
+    while any(is_running(fork) for fork in forks):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_running(process: str) -> bool:
+    """Return False for an ended process, also before its new parent has taken note."""
+    state = Path(f"/proc/{process}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_an_error_of_the_system_stays_one() -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        Forkable().share(in_rank(0, raising(error)), NUMBER)
+    assert caught.value is error

@@ -154,3 +154,4 @@ def test_only_heavy_work_is_shared(folder: Path, monkeypatch: pytest.MonkeyPatch
     large = replace(plan, computed_bytes=1 << 30)
     assert [Resources().num_processes(large), Resources(workers=2).num_processes(large)] == [4, 1]
     assert Resources(max_memory=128 << 20).num_processes(large) == 2
+    assert Resources().num_processes(replace(large, largest_computed=30 << 20)) == 3  # 150 MB each
