@@ -95,7 +95,7 @@ class Cluster:
         """
         self.wait(lambda: self.job(number).get("Restarts") == times, f"job {number} requeued")
         requeued = time.monotonic()
-        self.wait(lambda: time.monotonic() > requeued + 1, "another second")
+        self.wait(lambda: time.monotonic() > requeued + 2, "another second")
 
     def start_again(self, number: str, times: str) -> None:
         """Wait for the requeue and restart the job now: Slurm would delay it for a credential's lifetime."""

@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         go_on("1")
         cluster.ask("scancel", urgent)
         cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
-        with cluster.configured(KillWait=1):
+        with cluster.configured(KillWait=5):
             cluster.ask("scancel", "--signal=USR1", number)  # like Slurm before the limit, to all ranks
             cluster.start_again(number, "2")
             go_on("2")
@@ -159,11 +159,11 @@ def test_the_preflight_names_what_is_odd(cluster: Cluster, nodes_apart: Path, tm
 
 def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = f"srun python -m ckpt preflight {tmp_path} --timeout 2"
+    command = f"srun python -m ckpt preflight {tmp_path} --timeout 5"
     with cluster.frozen("n2"):
         number = cluster.submit("-N2", f"--output={log}", "--wrap", command)
         cluster.wait(lambda: log.is_file() and "2 nodes, 1 problem\n" in log.read_text(), "a verdict")
-    assert "preflight: n2: not heard of within 2 s" in log.read_text()
+    assert "preflight: n2: not heard of within 5 s" in log.read_text()
     cluster.ask("scancel", number)
     cluster.wait_for_state(number, "CANCELLED", "FAILED")
 
