@@ -60,7 +60,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     Return early _PATIENCE seconds after a rank failed; the caller kills the others.
     """
     end = math.inf
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+    while None in [process.poll() for process in processes] and time.monotonic() < end:
         if end == math.inf and any(process.returncode for process in processes):
             end = time.monotonic() + _PATIENCE
         time.sleep(0.05)

@@ -89,7 +89,12 @@ def test_an_interrupt_has_all_ranks_save(tmp_path: Path) -> None:
     assert "SIGTERM: saved, and ended before the last step" in said and list(tmp_path.glob("step-*"))
 
 
-def test_a_rank_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """The other rank fails without it."""
-    assert ranks._wait([subprocess.Popen(["sh", "-c", script]) for script in ("exit 1", "kill -9 $$")]) == 137
+@pytest.mark.parametrize("other", ["exit 1", "exec sleep 100"], ids=["fails without it", "waits for it"])
+def test_a_rank_that_is_killed_is_named(
+    other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "_PATIENCE", 0.1)
+    processes = [subprocess.Popen(["sh", "-c", script]) for script in (other, "kill -9 $$")]
+    assert ranks._wait(processes) == 137
     assert capsys.readouterr().err == "train: error: rank 1 was ended by SIGKILL\n"
+    processes[0].kill()
