@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fixtures.make_whole_models import GROUP, INPUTS, gptq, rounding
 from tests.quantized.test_damaged_scales import overwritten
 from tests.quantized.test_dequantize import KINDS, dequantize, load
 from tests.support.adapters import Tables, differing, same, weights
@@ -27,6 +26,7 @@ pytestmark = pytest.mark.slow
 BF16, F16 = torch.bfloat16, torch.float16
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 35}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+INPUTS = torch.arange(24).reshape(2, 12) * 7 % 32
 #: Title of the table printed after the tests.
 TABLE = "logits of quantized models against their plain values"
 #: The weight whose scale is changed.
@@ -148,6 +148,8 @@ def by_gptqmodel(source: Path, out: Path, kind: str) -> Quantized:
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
     from gptqmodel.utils.backend import BACKEND
     from transformers import AwqConfig, GPTQConfig
+
+    from fixtures.make_whole_models import GROUP, gptq, rounding
 
     settings = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
     tensors = {}
