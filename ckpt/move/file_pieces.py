@@ -135,9 +135,10 @@ class Unit:
     pieces: Sequence[Piece]
     is_computed: bool = False
 
-    def cost(self, todo: Collection[Piece]) -> int:
-        """Return the bytes in `todo`, and more for computing them."""
-        return sum(piece[1] for piece in self.pieces if piece in todo) * (_COMPUTING if self.is_computed else 1)
+    def part(self, todo: Collection[Piece]) -> tuple[int, list[Piece]]:
+        """Return the pieces in `todo`, and their cost."""
+        found = [piece for piece in self.pieces if piece in todo]
+        return sum(length for _, length in found) * (_COMPUTING if self.is_computed else 1), found
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,9 @@ def deal(
     if len(nodes) == 1:
         return [Share(file, pieces[file.name], todo[file.name]) for file in files]
     parts = {
-        name: [(one.cost(todo[name]), one) for one in units.get(name) or [Unit([piece]) for piece in inside]]
+        name: [unit.part(todo[name]) for unit in units[name]]
+        if name in units
+        else [(piece[1], [piece]) for piece in inside if piece in todo[name]]
         for name, inside in pieces.items()
     }
     sizes = {file.name: _own_size(file, pieces) + sum(cost for cost, _ in parts[file.name]) for file in files}
@@ -253,8 +256,7 @@ def deal(
     for file in files:
         if file.name in taken[mine]:
             is_owner = is_mine(_own_size(file, pieces))
-            dealt = [unit for cost, unit in parts[file.name] if cost and is_mine(cost)]
-            wanted = {piece for unit in dealt for piece in unit.pieces if piece in todo[file.name]}
+            wanted = {piece for cost, part in parts[file.name] if is_mine(cost) for piece in part}
             if is_owner or wanted:
                 found.append(Share(file, pieces[file.name], wanted, is_owner))
     return found

@@ -65,29 +65,29 @@ class Forkable(Alone):
 
 def _forked(rank: int, number: int, transport: socket.socket, others: list[socket.socket], work: _Work[T]) -> int:
     """Return the process number of a fork that ends with `work`, or with this process."""
-    first = os.getpid()
+    first, ours = os.getpid(), Sockets(rank, number, {0: transport}, _SILENCE)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a fork leaves them to the first process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 sees OpenBLAS's threads, which can fork
             if process := os.fork():
                 return process
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(_ENDING, signal.SIG_DFL)
-        if os.getppid() == first:
-            _end(rank, number, transport, others, work)
-        os._exit(1)
+        _end(first, others, ours, work)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(rank: int, number: int, transport: socket.socket, others: list[socket.socket], work: _Work[T]) -> NoReturn:
+def _end(first: int, others: list[socket.socket], transport: Sockets, work: _Work[T]) -> NoReturn:
+    """Do a fork's work, and end with it or with the process `first`."""
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(_ENDING, signal.SIG_DFL)
         for other in others:
             other.close()
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        with contextlib.suppress(BaseException):  # the first process raises it
-            _work(Sockets(rank, number, {0: transport}, _SILENCE), work)
+        if os.getppid() == first:
+            with contextlib.suppress(BaseException):  # the first process raises it
+                _work(transport, work)
     finally:
         os._exit(0)
 
