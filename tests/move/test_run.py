@@ -595,19 +595,15 @@ def kept(error: BaseException) -> bool:
 
 
 class Nth:
-    """A function of `os` or another `module` that fails on the Nth call counted by `counts`, with each code in turn."""
+    """A function of `os` or another `module` that fails on the Nth call counted by `counts`."""
 
     def __init__(
-        self, name: str, codes: tuple[int, ...], counts: Callable[..., bool] = lambda *_: True, module: ModuleType = os
+        self, name: str, code: int, counts: Callable[..., bool] = lambda *_: True, module: ModuleType = os
     ) -> None:
-        self.name, self.codes, self.counts, self.module = name, codes, counts, module
+        self.name, self.code, self.counts, self.module = name, code, counts, module
         self.real = getattr(module, name)
         self.number = self.calls = 0
         self.lock = threading.Lock()
-
-    @property
-    def code(self) -> int:
-        return self.codes[self.number % len(self.codes)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
@@ -631,14 +627,14 @@ def a_source(path: Any, flags: int, *_: Any) -> bool:
 
 
 FAILURES = {
-    "the disk, no space and over quota while a buffer is written": Nth(
-        "pwrite", (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-    ),
-    "the disk while a buffer is read": Nth("preadv", (errno.EIO,)),
-    "the disk while it is synced": Nth("fsync", (errno.EIO,), in_staging),
-    "no space while a file is made": Nth("ftruncate", (errno.ENOSPC,)),
-    "no inode for a new file": Nth("FileIO", (errno.ENOSPC,), module=files),
-    "too many open files": Nth("open", (errno.EMFILE,), a_source),
+    "the disk while a buffer is written": Nth("pwrite", errno.EIO),
+    "no space while a buffer is written": Nth("pwrite", errno.ENOSPC),
+    "over quota while a buffer is written": Nth("pwrite", errno.EDQUOT),
+    "the disk while a buffer is read": Nth("preadv", errno.EIO),
+    "the disk while it is synced": Nth("fsync", errno.EIO, in_staging),
+    "no space while a file is made": Nth("ftruncate", errno.ENOSPC),
+    "no inode for a new file": Nth("FileIO", errno.ENOSPC, module=files),
+    "too many open files": Nth("open", errno.EMFILE, a_source),
 }
 
 
@@ -710,7 +706,7 @@ class TestEveryCallFailsOnce:
     ) -> None:
         case, failure, number = (
             make_case(tmp_path / "source", num_files=1, rows=8),
-            Nth("preadv", (errno.EIO,), of_source),
+            Nth("preadv", errno.EIO, of_source),
             0,
         )
         monkeypatch.setattr(os, "preadv", failure)
@@ -729,21 +725,25 @@ class TestEveryCallFailsOnce:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_killed_at_any_call(tmp_path: Path, small_pieces: None) -> None:
-    """Before any thread's system call, the output is old or complete. `test_journal.py` kills without an old one."""
+@pytest.mark.parametrize("existing", [False, True])
+def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) -> None:
+    """Before any thread's system call, the output is old, absent or complete."""
     case, out = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out"
     number = complete = 0
     while True:
         number += 1
-        out.mkdir()
-        (out / "old").write_bytes(b"old")
+        if existing:
+            out.mkdir()
+            (out / "old").write_bytes(b"old")
         if not killed_before_call(
             number, lambda: execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
         ):
             break
-        if listing(out) != ["old"]:
+        if out.exists() and listing(out) != ["old"]:
             case.assert_written(out)
             complete += 1
+        else:
+            assert out.exists() == existing, f"killed before call {number}"
         execute(case.plan, out, overwrite=True)
         case.assert_written(out)
         assert listing(tmp_path) == ["out", "source"], f"killed before call {number}"

@@ -137,7 +137,7 @@ def test_torchs_threads_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_does_not_wait_for_a_computation() -> None:
-    """A fork that computes hears of nothing."""
+    """A fork notices nothing while it computes."""
 
     def work(group: Alone, size: int) -> None:
         group.gather(None)
