@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2)
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
+# ALL=1: every combination of cases, where tests take a sample (tests/support/sampling.py).
+ALL ?=
 export OMP_NUM_THREADS ?= 1
 # Bytecode is kept even where a container's environment says otherwise: each of the many processes that tests start
 # would compile all of ckpt again, which takes longer than most of them run.
@@ -42,9 +44,9 @@ $(VENV)/.train: pyproject.toml constraints.txt
 demo: $(VENV)/.train  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m examples.demo
 
-test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew
-	$(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--seconds=build/durations.txt
+test: env lint  ## lint, type check, and the tests; ALL=1: every combination; COLD=1: with engines that all run anew
+	$(if $(COLD),CKPT_TEST_CACHE= )$(if $(ALL),CKPT_TEST_ALL=1 )$(BIN)/python -m pytest -m '' -n $(WORKERS) \
+		--dist loadfile --no-loadscope-reorder --seconds=build/durations.txt
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
