@@ -356,7 +356,7 @@ def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Rec
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:
     """Assemble a state. None if plain slices don't add up to the parameter."""
     if not all(isinstance(value, StoredTensor) for _, value in values):
-        return assemble(fqn, name, [part for file, value in values for part in parts_of(value, file, fqn)])
+        return assemble(fqn, name, [one for file, value in values for one in parts_of(value, file, fqn)])
     extents = [(file, value.extent) for file, value in values]
     copies = [part(shape, whole(shape), extent, file) for file, extent in extents if extent.shape == shape]
     if len(shape) != 1 and len(copies) == len(extents):
