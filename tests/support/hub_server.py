@@ -129,6 +129,7 @@ class HubServer:
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body waits 40 ms for the confirmation of its headers
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

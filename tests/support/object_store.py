@@ -142,6 +142,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body waits 40 ms for the confirmation of its headers
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
