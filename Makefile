@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Processes that test at once; each may start engines of eight ranks. nproc counts OpenMP's threads if they are limited.
-WORKERS ?= $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2)
+# Processes that test at once, one more than cores because some tests wait. Each may start engines of eight ranks. nproc
+# counts OpenMP's threads if they are limited.
+WORKERS ?= $(shell expr 1 + $$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2))
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
 # ALL=1: every combination of cases, where tests take a sample (tests/support/sampling.py).

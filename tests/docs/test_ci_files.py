@@ -78,8 +78,8 @@ def test_a_limit_on_threads_is_no_limit_on_test_workers(variable: str) -> None:
     """Both variables limit nproc."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "WORKERS", "MAKE"))}
     run = functools.partial(subprocess.run, cwd=REPOSITORY, capture_output=True, text=True)
-    cores = run(["sh", "-c", "nproc || echo 2"], env=env).stdout.strip()
-    assert f" -n {cores} " in run(["make", "-n", "test"], env=env | {variable: "1"}).stdout
+    cores = int(run(["sh", "-c", "nproc || echo 2"], env=env).stdout)
+    assert f" -n {cores + 1} " in run(["make", "-n", "test"], env=env | {variable: "1"}).stdout
 
 
 def test_the_workflow_runs_what_the_makefile_has() -> None:
