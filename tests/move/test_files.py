@@ -24,7 +24,7 @@ import pytest
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.move import files
 from ckpt.move.files import Staging, check_destination, confined, sync_folder, translate_os_errors, write_file
-from tests.support.killing import killed_before_call
+from tests.support.killing import in_small_process, killed_before_call
 
 NEW = {"model.bin": b"new" * 1000, "part/index.json": b"{}", "part/deep/x.bin": b"x"}
 OLD = {"model.bin": b"old", "notes/kept.txt": b"by somebody"}
@@ -55,16 +55,15 @@ def contents(folder: Path) -> dict[str, bytes] | None:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
 
 
-@pytest.fixture
-def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a kernel or filesystem that can't exchange two folders atomically."""
-    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+def set_swap(swap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a kernel or filesystem that can't exchange two folders atomically, if `swap` says so."""
+    if swap == "two renames":
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
 
 
 @pytest.fixture(params=["exchange", "two renames"])
-def swap(request: pytest.FixtureRequest) -> str:
-    if request.param == "two renames":
-        request.getfixturevalue("two_renames")
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    set_swap(request.param, monkeypatch)
     return request.param
 
 
@@ -130,6 +129,7 @@ def test_ctrl_c_at_any_instruction_of_making_a_file_leaves_none_open(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 class TestKilled:
+    @in_small_process
     def test_without_a_destination_it_is_absent_or_complete(self, tmp_path: Path) -> None:
         out, number, states = tmp_path / "out", 1, Counter[bool]()
         while killed_before_call(number, lambda: write(out)):
@@ -145,7 +145,9 @@ class TestKilled:
         assert number > 25
         assert states[True] and states[False] > 20, "it was killed before the rename, and behind it"
 
+    @in_small_process
     def test_with_a_destination_it_is_old_or_new(self, tmp_path: Path, swap: str) -> None:
+        set_swap(swap, pytest.MonkeyPatch())
         out, number, states = tmp_path / "out", 1, Counter[str]()
         make(out, OLD)
         while killed_before_call(number, lambda: write(out, overwrite=True)):
@@ -169,6 +171,7 @@ class TestKilled:
         assert states["old"] > 20 and states["new"] > 3
         assert states["absent"] == (1 if swap == "two renames" else 0)
 
+    @in_small_process
     def test_while_a_rerun_clears_what_was_left(self, tmp_path: Path) -> None:
         """The rerun is killed too."""
         out, number = tmp_path / "out", 1
@@ -415,8 +418,9 @@ class TestLesserFilesystems:
         assert not files._exchange(tmp_path / "a", tmp_path / "missing")
 
     def test_a_second_rename_that_fails_brings_the_old_one_back(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_renames: None
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        set_swap("two renames", monkeypatch)
         out, real = tmp_path / "out", os.rename
         make(out, OLD)
 

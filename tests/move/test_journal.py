@@ -26,7 +26,7 @@ from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFil
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import Plan, make_plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
-from tests.support.killing import killed_before_call
+from tests.support.killing import in_small_process, killed_before_call
 from tests.support.moving import Case, listing, make_case
 
 UINT8 = BY_NAME["uint8"]
@@ -125,6 +125,7 @@ class TestGoingOn:
         assert listing(tmp_path) == ["out", "source"]
         assert digests == run(case.plan, tmp_path / "unbroken", restart=True)[1]
 
+    @in_small_process
     def test_killed_before_every_call(self, tmp_path: Path) -> None:
         case, out, number, partly = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out", 1, 0
         while killed_before_call(number, lambda: run(case.plan, out)):

@@ -44,7 +44,7 @@ from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.stores import placeholder_files
-from tests.support.killing import killed_before_call
+from tests.support.killing import in_small_process, killed_before_call
 from tests.support.moving import (
     UINT8,
     Case,
@@ -253,6 +253,10 @@ def case(tmp_path: Path) -> Case:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small(monkeypatch)
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a tensor into many parts, and a part into several batches."""
     monkeypatch.setattr(blocks, "_SPAN", 200)
     monkeypatch.setattr(blocks, "_BATCH", 300)
@@ -726,8 +730,10 @@ class TestEveryCallFailsOnce:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("existing", [False, True])
-def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) -> None:
+@in_small_process
+def test_killed_at_any_call(tmp_path: Path, existing: bool) -> None:
     """Before any thread's system call, the output is old, absent or complete."""
+    cut_small(pytest.MonkeyPatch())
     case, out = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out"
     number = complete = 0
     while True:

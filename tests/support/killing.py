@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import operator
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt.move import files
+from tests.support.places import REPOSITORY
 
 #: Calls that change the disk, and the calls around them.
 CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir")
+
+
+def in_small_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test's body run in a new process: with all that other tests have imported, a fork takes ten times as long.
+
+    Its arguments are pickled. What fixtures change in modules isn't there; what the body changes need not be undone.
+    """
+
+    @functools.wraps(test)
+    def run(*args: Any, **given: Any) -> None:
+        asked = pickle.dumps((test.__module__, test.__qualname__, args, given))
+        command = [sys.executable, "-m", "tests.support.killing"]
+        done = subprocess.run(command, cwd=REPOSITORY, input=asked, capture_output=True, check=False)
+        assert not done.returncode, done.stderr.decode()
+
+    return run
+
+
+def main() -> None:
+    """Run the body of a test that `in_small_process` was asked for."""
+    importlib.import_module("tests.conftest")  # no waiting for the disk
+    module, name, args, given = pickle.load(sys.stdin.buffer)
+    operator.attrgetter(name)(importlib.import_module(module)).__wrapped__(*args, **given)
 
 
 class Killer:
@@ -78,3 +108,7 @@ def failing_at_call(name: str, number: int, code: int) -> Iterator[None]:
         yield
     finally:
         setattr(os, name, real)
+
+
+if __name__ == "__main__":
+    main()
