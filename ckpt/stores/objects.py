@@ -10,6 +10,7 @@ Azure from the environment and their tools' default places, for the Hub from `HF
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -243,12 +244,12 @@ def unique_entries(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
         yield entry
 
 
-def _interruptible(action: Callable[[], T], limit: float | None = None) -> T:
+def _interruptible(action: Callable[[], T], limit: float = math.inf) -> T:
     """Return the result of `action`, run in another thread if called in the main thread: obstore ignores Ctrl-C.
 
     Raise StorageError if it takes more than `limit` seconds.
     """
-    if limit is None and threading.current_thread() is not threading.main_thread():
+    if limit == math.inf and threading.current_thread() is not threading.main_thread():
         return action()
     done: Future[T] = Future()
 
@@ -259,8 +260,10 @@ def _interruptible(action: Callable[[], T], limit: float | None = None) -> T:
             done.set_exception(error)
 
     threading.Thread(target=act, daemon=True).start()
-    if not wait([done], limit).done:
-        raise StorageError("the store's listing does not end", found=f"nothing new in {limit:.0f} s")
+    end = time.monotonic() + limit
+    while not wait([done], 0.2).done:  # Ctrl-C between two system calls doesn't end the second
+        if time.monotonic() > end:
+            raise StorageError("the store's listing does not end", found=f"nothing new in {limit:.0f} s")
     return done.result()
 
 

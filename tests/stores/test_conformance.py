@@ -10,6 +10,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 
+from ckpt.stores import objects
 from ckpt.testing import Served, StoreConformance, StoreDeclaration
 from tests.support.object_store import serve
 
@@ -41,11 +42,16 @@ def s3(folder: Path) -> Iterator[Served]:
 def memory(folder: Path) -> Iterator[Served]:
     """Serve a folder from fsspec's in-memory store, an example of a read-only store."""
     files, root = fsspec.filesystem("memory"), uuid4().hex
+    patch = pytest.MonkeyPatch()
+    patch.setattr(objects, "FIRST_WAIT", 0.001)
 
     def put(key: str, content: bytes) -> None:
         files.pipe_file(f"/{root}/{key}", content)
 
-    yield Served(root, put, lambda key: files.cat_file(f"/{root}/{key}"), lambda key: files.rm(f"/{root}/{key}"))
+    try:
+        yield Served(root, put, lambda key: files.cat_file(f"/{root}/{key}"), lambda key: files.rm(f"/{root}/{key}"))
+    finally:
+        patch.undo()
     with suppress(FileNotFoundError):
         files.rm(f"/{root}", recursive=True)
 

@@ -1,25 +1,24 @@
-"""moto's S3 server on the loopback, behind a proxy that counts requests and injects faults."""
+"""moto's S3 server on the loopback, which counts requests and injects faults."""
 
 from __future__ import annotations
 
-import http.client
-import logging
+import io
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import boto3
 from moto.core import DEFAULT_ACCOUNT_ID
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from moto.s3.models import s3_backends
-from moto.server import ThreadedMotoServer
+from werkzeug.serving import ThreadedWSGIServer
+from werkzeug.test import run_wsgi_app
 
 BUCKET = "runs"
 EXPIRED = (
@@ -65,7 +64,7 @@ class Faults:
 
 @dataclass
 class ObjectStore:
-    """A server; `endpoint` is the proxy's address, `faults` may be replaced at any time."""
+    """A server at `endpoint`; `faults` may be replaced at any time."""
 
     endpoint: str
     client: Any
@@ -107,48 +106,40 @@ class ObjectStore:
 @contextmanager
 def serve() -> Iterator[ObjectStore]:
     """Serve an empty bucket."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    direct = boto3.client(
+    server = _Server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), _Handler)
+    endpoint = f"http://127.0.0.1:{server.port}"
+    client = boto3.client(
         "s3",
-        endpoint_url=f"http://{host}:{port}",
+        endpoint_url=endpoint,
         region_name="us-east-1",
         aws_access_key_id="key",
         aws_secret_access_key="secret",
     )
-    direct.create_bucket(Bucket=BUCKET)
-    proxy = _Server(("127.0.0.1", 0), _Proxy)
-    proxy.daemon_threads = True
-    store = ObjectStore(f"http://127.0.0.1:{proxy.server_address[1]}", direct)
-    proxy.store, proxy.behind = store, (host, port)  # type: ignore[attr-defined]
-    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    server.store = store = ObjectStore(endpoint, client)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
+    client.create_bucket(Bucket=BUCKET)
+    store.requests.clear()
     try:
         yield store
     finally:
-        proxy.shutdown()
-        proxy.server_close()
-        moto.stop()
+        server.shutdown()
 
 
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnected: the message would appear during a later test."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
+class _Server(ThreadedWSGIServer):
+    store: ObjectStore
 
 
-class _Proxy(BaseHTTPRequestHandler):
+class _Handler(MotoRequestHandler):
+    server: _Server
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # a body waits 40 ms for the confirmation of its headers
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_request(self, *_: object) -> None:
         pass
 
     def _forward(self) -> None:
-        store: ObjectStore = self.server.store  # type: ignore[attr-defined]
+        store = self.server.store
         url = urlsplit(self.path)
         key = unquote(url.path).removeprefix(f"/{BUCKET}").strip("/")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -169,15 +160,14 @@ class _Proxy(BaseHTTPRequestHandler):
             return self._answer(400, {"Content-Type": "application/xml"}, EXPIRED)
         if fails:
             return self._answer(faults.status, {}, b"<Error><Code>InternalError</Code></Error>")
-        connection = http.client.HTTPConnection(*self.server.behind)  # type: ignore[attr-defined]
-        asked = {name.lower(): value for name, value in self.headers.items()}
-        if not asked.get("authorization", "").startswith("AWS"):  # Google's; the rest of its XML API is S3's
-            asked["authorization"] = _SIGNED
-        path = re.sub(r"continuation-token=[^&]*&?", "", self.path) if faults.never_ends else self.path
-        connection.request(self.command, path, body, asked)
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
+        if not self.headers.get("Authorization", "").startswith("AWS"):  # Google's; the rest of its XML API is S3's
+            del self.headers["Authorization"]
+            self.headers["Authorization"] = _SIGNED
+        if faults.never_ends:
+            self.path = re.sub(r"continuation-token=[^&]*&?", "", self.path)
+        environ = self.make_environ() | {"wsgi.input": io.BytesIO(body)}
+        parts, status, answered = run_wsgi_app(self.server.app, environ, buffered=True)
+        content = b"".join(parts)
         if faults.no_etags:
             content = re.sub(rb"<ETag>.*?</ETag>", b"", content) if b"<ListBucketResult" in content else content
         if faults.never_ends:
@@ -188,17 +178,17 @@ class _Proxy(BaseHTTPRequestHandler):
             store.requests.append(Request(self.command, key, url.query, self.headers.get("Range"), size))
         headers = {
             name: value
-            for name, value in answer.getheaders()
+            for name, value in answered
             if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server")
             and not (faults.no_etags and name.lower() == "etag")
         }
         if self.command == "HEAD":
-            headers["Content-Length"] = answer.getheader("Content-Length") or "0"
+            headers["Content-Length"] = answered.get("Content-Length", "0")
         if is_cut and self.command != "GET":  # the request succeeded, but the client never learns it
             self.close_connection = True
             self.connection.close()
             return None
-        self._answer(answer.status, headers, content, is_cut=is_cut, pause=faults.slow if is_slow else 0.0)
+        self._answer(int(status.split()[0]), headers, content, is_cut=is_cut, pause=faults.slow if is_slow else 0.0)
         return None
 
     def _answer(
