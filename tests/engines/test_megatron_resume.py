@@ -1,6 +1,6 @@
 """`converters/megatron/read.py`, `write.py`, `optimizer_read.py`, `optimizer_write.py`: runs resume elsewhere.
 
-Runs stop after 4 of 8 steps, move to another layout or engine, and resume. The loss equals the unbroken run's bit for
+Checkpoints after 4 of 8 steps move to another layout or engine, and resume. The loss equals the unbroken run's bit for
 bit if engine and layout stay, or if megatron-core reshards the checkpoint itself. Otherwise only rounding differs. The
 last row shows that a lost state exceeds the bound.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.megatron_runs import without_padding
 from tests.support.pages import row_differs
 from tests.support.places import REPOSITORY
 from tests.support.resuming import BOUNDS, Row, Run, apart, losses, options, shown, side_by_side, title
+from tests.support.sampling import sample
 from tests.support.tiny_sizes import tiny_sizes
 from train import models
 from train.config import Config
@@ -113,13 +115,12 @@ UNFIT = {
     Row(FSDP2, GRID): {"tp": 2, "pp": 2, "dtype": "fp32", "transformer_impl": "local"},
     Row(DIST, FSDP2): {},
 }
+RESHARDED = Row(DIST, megatron(pp=4), ("megatron",), own={})
 BY_HAND = [
-    FAMILIES["images, torch_dist"],
     Row(GRID, GRID, ("megatron-dist", "megatron"), equal=True),
     Row(GRID, GRID, ("zero3", "megatron"), equal=True),
     Row(ZERO3, ZERO3, ("megatron", "zero3"), equal=True),
     Row(ZERO3, DIST, ("megatron-dist",)),
-    Row(DIST, megatron(pp=4), ("megatron",), own={}),
 ]
 
 
@@ -128,14 +129,32 @@ def in_bf16(one: Row) -> Row:
 
 
 BF16 = [
-    in_bf16(Row(GRID, megatron(pp=4), ("megatron",))),
     in_bf16(Row(GRID, GRID, ("zero3", "megatron"), equal=True)),
+    in_bf16(Row(GRID, megatron(pp=4), ("megatron",))),
     in_bf16(Row(GRID, ZERO3, ("zero3",))),
     in_bf16(Row(ZERO3, GRID, ("megatron",))),
 ]
+ALIKE = [FSDP2, ZERO3, megatron(tp=4), megatron(pp=2, vpp=2)]
 FORGETFUL = Row(GRID, megatron(pp=4), ("megatron",))
-TABLE = [*UNFIT, *BY_HAND, *BF16]
-SOURCES = {one.source for one in TABLE}
+
+
+def facets(one: Row) -> Iterator[object]:
+    """Yield a row's model, the formats that it reads and writes, and its options.
+
+    `tests/formats/megatron/test_matrix.py` loads the states of more models, and those that come from FSDP.
+    """
+    formats = ["zero3" if name == "dcp" else name for name in (one.source.format, *one.through, one.target.format)]
+    yield "experts" if one.source.model in SPARSE else one.source.model
+    yield from (("from", one.source.model == SEEING, name) for name in formats[:-1])
+    yield from (("to", name) for name in formats[1:])
+    yield from (one.source.dtype, ("by hand", bool(one.through)), ("equal", one.equal), ("own", one.own is None))
+
+
+ALL_ROWS: list[Any] = list(dict.fromkeys([*FAMILIES.values(), RESHARDED, *UNFIT, *BY_HAND, *BF16]))
+TABLE: list[Any] = sample(ALL_ROWS, facets)
+#: Runs with an unbroken counterpart on the page, and those that this session runs.
+SOURCES = {one.source for one in ALL_ROWS}
+UNBROKEN = SOURCES & {run for one in TABLE for run in (one.source, one.target)}
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +162,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all unbroken runs in one launch, and conversions and resumed runs in another."""
     folder = tmp_path_factory.mktemp("resume")
     whole: list[dict[str, Any]] = []
-    for run in sorted(SOURCES, key=lambda run: run.folder):
+    for run in sorted(UNBROKEN, key=lambda run: run.folder):
         begins = {}
         if run.format.startswith("megatron") and run.job(folder, 0)["model"] == "llama_wide":
             begins = {"resume": str(start(folder, run.dtype))}
@@ -219,7 +238,7 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
     assert not (different := row_differs(RECORDED, one.name, cells)), different
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family, one in FAMILIES.items() if one in TABLE])
 def test_weights_masters_and_states_are_those_of_the_live_ranks(family: str, resumed: Path) -> None:
     """Compare every bit gathered by megatron-core when it saved, and after other ranks loaded."""
     one = FAMILIES[family]
@@ -230,7 +249,7 @@ def test_weights_masters_and_states_are_those_of_the_live_ranks(family: str, res
     assert loaded.metadata["adam_step"] == held.metadata["adam_step"] == 4
 
 
-@pytest.mark.parametrize("engine", [FSDP2, ZERO3, megatron(tp=4)], ids=lambda run: run.folder)
+@pytest.mark.parametrize("engine", [run for run in ALIKE if run in UNBROKEN], ids=lambda run: run.folder)
 def test_engines_begin_and_learn_alike(engine: Run, resumed: Path) -> None:
     """Without this, different engine settings could explain a difference after a conversion."""
     assert unbroken(resumed, engine) == pytest.approx(unbroken(resumed, GRID), rel=BOUNDS["fp32"])
