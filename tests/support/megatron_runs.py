@@ -6,14 +6,14 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.planner import check_source
-from tests.support import engines
+from tests.support import engines, sampling
 from tests.support.describing import content
 from tests.support.engines import Truth
 
@@ -84,35 +84,46 @@ class Run:
 
 ETP1 = {"etp": 1, **SEQUENCE}
 FSDP = {"layers": 2, **FORMS["fsdp"]}
-RUNS = [
+ALL_RUNS = [
     Run("llama", "llama", tp=2, pp=2, forms=(*BOTH, "gathered")),
-    Run("llama-vpp", "llama", pp=2, vpp=2),
     Run("llama-buckets", "llama", tp=2, options={"bucket_size": 3000}, forms=("megatron", "buckets", "shifted")),
-    Run("llama-uneven", "llama", pp=2, options={"layers": 5, "first_stage_layers": 2}),
-    Run("llama-counted", "llama", pp=4, options=COUNTED),
     Run("llama-uneven-vpp", "llama", pp=4, vpp=2, options={"layers": 10, **UNEVEN}),
     Run("llama-plain", "llama", tp=2, pp=2, options=PLAIN),
-    Run("llama-fp32", "llama", tp=2, options={**PLAIN, "dtype": "fp32"}),
     Run("llama-fp32-tp4", "llama", tp=4, options={"dtype": "fp32"}),
+    Run("llama-counted", "llama", pp=4, options=COUNTED),
     Run("llama-mtp", "llama", tp=2, pp=2, options={"mtp_layers": 1}),
     Run("mistral", "mistral", tp=4),
     # The tied embedding has its own bucket, so `fully_reshardable` would shift it.
     Run("qwen2", "qwen2", tp=2, pp=2, forms=("megatron", "buckets")),
     Run("qwen3", "qwen3", pp=2, vpp=2),
-    Run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("qwen3_moe-ep4", "qwen3_moe", tp=2, ep=4, options=ETP1),
-    Run("mixtral", "mixtral", tp=2, ep=2, options=SEQUENCE),
-    Run("qwen3_next", "qwen3_next", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("mixtral-plain", "mixtral", pp=2, ep=2, options=PLAIN),
+    Run("qwen3_next", "qwen3_next", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("gpt2", "gpt2", tp=4),
     Run("gpt_neox", "gpt_neox", tp=2, pp=2, options=PLAIN),
     Run("gpt_oss", "gpt_oss", pp=2, ep=2),
     Run("deepseek_v3", "deepseek_v3", tp=2, pp=2, options={"mtp_layers": 1, **SEQUENCE}),
     # Megatron-FSDP saves with a collective per tensor, and has no pipeline stages to distribute layers.
+    Run("mixtral-fsdp", "mixtral", tp=2, ep=2, options=SEQUENCE | FSDP, forms=("fsdp",)),
+    Run("llama-vpp", "llama", pp=2, vpp=2),
+    Run("llama-uneven", "llama", pp=2, options={"layers": 5, "first_stage_layers": 2}),
+    Run("llama-fp32", "llama", tp=2, options={**PLAIN, "dtype": "fp32"}),
+    Run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
+    Run("mixtral", "mixtral", tp=2, ep=2, options=SEQUENCE),
     Run("llama-fsdp", "llama", tp=2, options=FSDP, forms=("fsdp",)),
     Run("qwen2-fsdp", "qwen2", options=FSDP, forms=("fsdp",)),
-    Run("mixtral-fsdp", "mixtral", tp=2, ep=2, options=SEQUENCE | FSDP, forms=("fsdp",)),
 ]
+
+
+def facets(run: Run) -> Iterator[object]:
+    """Yield a run's model, its options, and the forms in which it is saved."""
+    yield run.model
+    yield from run.options
+    yield from run.forms
+
+
+#: Only these are made. The first ones are those of other test files.
+RUNS = sampling.sample(ALL_RUNS, facets)
 BY_NAME = {run.name: run for run in RUNS}
 
 
