@@ -63,10 +63,13 @@ ALSO: dict[str, dict[str, Any]] = {
 }
 
 
+#: Class names of causal and image-text-to-text models by model type.
+MAPPINGS = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
 def model_types() -> list[str]:
     """Return transformers' causal and image-text-to-text model types."""
-    names = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return list(dict.fromkeys(model_type for mapping in names for model_type in mapping))
+    return list(dict.fromkeys(model_type for mapping in MAPPINGS for model_type in mapping))
 
 
 def _has(config: Any, key: str) -> bool:
