@@ -22,6 +22,7 @@ from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.planner import make_plan
 from converters.deepspeed.universal import UNIVERSAL
 from tests.support.engines import Truth, launch_in_turn
+from tests.support.sampling import sample
 
 STAGES = (1, 2, 3)
 STEPS = 2
@@ -133,7 +134,12 @@ UNIVERSALS = [
     # order before dealing.
     Cell(next(source for source in OPTIONS if source.name == "round_robin"), 2, 2, "universal", ds_config={}),
 ]
-CELLS = [*(Cell(s, *to) for s, all_to in OPTIONS.items() for to in all_to), *OTHERS, *UNIVERSALS]
+#: Each option, and each stage to each stage and number of ranks.
+RESHARDED = sample(
+    [Cell(s, *to) for s, all_to in OPTIONS.items() for to in all_to],
+    lambda cell: [cell.source, (cell.source.stage, cell.stage), (cell.stage, cell.world_size)],
+)
+CELLS = [*RESHARDED, *OTHERS, *UNIVERSALS]
 
 
 def foreign(checkpoint: Checkpoint) -> Checkpoint:
@@ -237,7 +243,7 @@ def assert_equal(cell: Cell, folder: Path) -> int:
     return len(after.tensors)
 
 
-@pytest.mark.parametrize("cell", [c for c in CELLS if c.source in OPTIONS and c.way == "zero"], ids=lambda c: c.name)
+@pytest.mark.parametrize("cell", RESHARDED, ids=lambda c: c.name)
 def test_options(cell: Cell, loaded: Path, tables: Any) -> None:
     row = tables["ZeRO options, from 3 ranks: tensors bit for bit equal in the engine that loaded them"]
     row[f"{cell.source.name} (zero{cell.source.stage})"][f"{cell.stage}w{cell.world_size}"] = str(

@@ -24,6 +24,7 @@ from ckpt.plan.tensors import Extent
 from ckpt.state.naming import to_namespace
 from tests.support.describing import content
 from tests.support.engines import Truth, launch_in_turn
+from tests.support.sampling import sample
 from tests.support.universal import ds_to_universal
 
 Raw = tuple[str, tuple[int, ...], bytes]
@@ -214,8 +215,25 @@ CELLS = list(cells())
 
 
 def cells_from(formats: Container[str]) -> list[Cell]:
-    """Return the conversions from these source formats."""
-    return [cell for cell in CELLS if cell.source.format in formats]
+    """Return the conversions from these source formats, or a sample: all pairs of formats and all pairs of ranks."""
+    found = [cell for cell in CELLS if cell.source.format in formats]
+    return sample(sorted(found, key=turn), facets)
+
+
+def turn(cell: Cell) -> int:
+    """Return a place in an order that takes a format to the targets from different numbers of ranks."""
+    return (cell.source.ranks + TARGETS.index(cell.target) // 2) % len(RANKS)
+
+
+def facets(cell: Cell) -> Iterator[object]:
+    source, model = cell.source, cell.source.options["model"]
+    yield "formats", source.format, cell.target
+    yield "ranks", source.ranks, cell.ranks
+    yield "files", source.format, source.ranks
+    yield "engines", source.title, source.strategy
+    yield "loader", cell.target, cell.engine
+    yield "model", model, "freeze" in source.options
+    yield "damage", cell.target, model == "llama"
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -311,7 +329,8 @@ class Damage:
     @property
     def cell(self) -> Cell:
         """First conversion of a llama to the target."""
-        return next(c for c in CELLS if c.target == self.target and c.source.options["model"] == "llama")
+        cells = cells_from((*ZERO, "universal"))
+        return next(c for c in cells if c.target == self.target and c.source.options["model"] == "llama")
 
     @property
     def name(self) -> str:
