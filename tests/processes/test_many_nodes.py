@@ -135,6 +135,17 @@ def test_torchrun_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.code == 2 and "torch to work together under torchrun" in done.err and "pip install torch" in done.err
 
 
+CONVERT = ("convert", "zero3", "zero3", ZERO3, "--world-size", "4", "-o")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return what one process writes."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    assert process(*CONVERT, out).code == 0
+    return contents(out)
+
+
 class TestSrunWithoutTorch:
     """Processes with Slurm's variables, and no torch."""
 
@@ -155,14 +166,12 @@ class TestSrunWithoutTorch:
             for rank, command in enumerate(commands)
         ]
 
-    def test_a_conversion(self, tmp_path: Path) -> None:
-        convert = ("convert", "zero3", "zero3", ZERO3, "--world-size", "4", "-o")
-        ranks = self.started(*[(*convert, tmp_path / "together")] * 3, port=free_port())
-        assert process(*convert, tmp_path / "alone").code == 0
+    def test_a_conversion(self, tmp_path: Path, alone: dict[str, str]) -> None:
+        ranks = self.started(*[(*CONVERT, tmp_path / "together")] * 3, port=free_port())
         printed = [rank.communicate(timeout=60) for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * 3, printed
         assert [out for out, _ in printed] == [f"{tmp_path / 'together'}\n", "", ""]
-        assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+        assert contents(tmp_path / "together") == alone
 
     def test_resume(self, tmp_path: Path) -> None:
         shutil.copytree(ZERO3, tmp_path / "run", ignore=shutil.ignore_patterns("truth"))
@@ -173,18 +182,16 @@ class TestSrunWithoutTorch:
         assert first == second and "converted from" in told
         assert (Path(first.strip()) / "latest").is_file() or Path(first.strip()).is_dir()
 
-    def test_one_is_killed_and_the_rest_is_done_by_others(self, tmp_path: Path) -> None:
-        convert = ("convert", "zero3", "zero3", ZERO3, "--world-size", "4", "-o")
-        ranks = self.started(*[(*convert, tmp_path / "out")] * 3, port=free_port(), scripts={1: KILLED})
-        assert process(*convert, tmp_path / "alone").code == 0
+    def test_one_is_killed_and_the_rest_is_done_by_others(self, tmp_path: Path, alone: dict[str, str]) -> None:
+        ranks = self.started(*[(*CONVERT, tmp_path / "out")] * 3, port=free_port(), scripts={1: KILLED})
         first, _, last = (rank.communicate(timeout=60)[1] for rank in ranks)
         assert [rank.returncode for rank in ranks] == [7, -signal.SIGKILL, 7], first
         assert "has ended, or cannot be reached any more: rank 1 of 3" in first and not last
         assert "kept: " in first and not (tmp_path / "out").exists()
-        ranks = self.started(*[(*convert, tmp_path / "out")] * 2, port=free_port())
+        ranks = self.started(*[(*CONVERT, tmp_path / "out")] * 2, port=free_port())
         assert "left by a stopped conversion" in ranks[0].communicate(timeout=60)[1]
         assert [rank.wait(60) for rank in ranks] == [0, 0]
-        assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+        assert contents(tmp_path / "out") == alone
 
     def test_one_of_them_fails(self, tmp_path: Path) -> None:
         """All end with the first one's exit code."""
@@ -211,10 +218,9 @@ def free_port() -> int:
     return port
 
 
-def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path, alone: dict[str, str]) -> None:
     """The agents restart all processes, and they continue from the journals."""
     port = free_port()
-    convert = ["convert", "zero3", "zero3", str(ZERO3), "--world-size", "4", "-o"]
     agent = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--monitor-interval", "0.1"]
     command = [
@@ -225,7 +231,7 @@ def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> 
         "KILL",
         "1",
         str(tmp_path / "died"),
-        *convert,
+        *map(str, CONVERT),
         str(tmp_path / "together"),
     ]
     agents = [
@@ -233,19 +239,18 @@ def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> 
         for _ in range(2)
     ]
     try:
-        assert process(*convert, tmp_path / "alone").code == 0
         printed = [agent.communicate(timeout=120) for agent in agents]
     finally:
         for one in agents:
             one.terminate()
     assert [agent.returncode for agent in agents] == [0, 0], printed
-    assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+    assert contents(tmp_path / "together") == alone
     out, err = ("".join(parts) for parts in zip(*printed, strict=True))
     assert out == f"{tmp_path / 'together'}\n", "one process prints"
     assert err.count("wrote ") == 1 and "exitcode: -9" in err, err
     there = re.search(r"(\S+ \S?B) were there already", err)
     assert there and not there[1].startswith("0"), err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "died", "together"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["died", "together"]
 
 
 def test_the_page_on_many_nodes(tmp_path: Path) -> None:

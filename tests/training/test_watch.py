@@ -66,7 +66,11 @@ def watch(run: Path, *options: str) -> tuple[int, str]:
     return done.code, done.out + done.err
 
 
-def test_a_stopped_rank_is_named_with_its_last_stack(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_stopped_rank_is_named_with_its_last_stack(
+    tmp_path: Path, ranks: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps = Watcher._dumps  # a stopped rank writes none, however long the watcher waits
+    monkeypatch.setattr(Watcher, "_dumps", lambda self, ranks, patience: dumps(self, ranks, patience / 10))
     start(ranks, tmp_path, "waits", "hangs", "waits")
     os.kill(ranks[1].pid, signal.SIGSTOP)
     code, out = watch(tmp_path, "--silent", "1")
