@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
 from tests.support.engines import Truth, raw
 from tests.support.places import FIXTURES, REPOSITORY
+from tests.support.sampling import sample
 
 
 @pytest.fixture
@@ -403,19 +405,19 @@ def test_a_reader_that_has_seen_enough_ends_it_as_sigpipe_does(fixtures: Path) -
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
-def test_a_terminal_without_unicode(
-    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locale: str
-) -> None:
+TYPED = ("inspect --tensors", "convert auto hf --dry-run", "convert auto hf")
+
+
+@pytest.mark.parametrize(("locale", "typed"), sample(product(["C", "C.UTF-8"], TYPED), lambda case: case))
+def test_a_terminal_without_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locale: str, typed: str) -> None:
     """Names may hold letters or undecodable bytes that the terminal can't show."""
     for name, value in (("LC_ALL", locale), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
         monkeypatch.setenv(name, value)
     run = Path(os.fsdecode(os.fsencode(tmp_path) + "/modèle-".encode() + b"\xff\x1b[2J"))
     write_stage2(run, [{"größe": torch.ones(2)}], 1)
-    for command in (("inspect", "--tensors"), ("convert", "auto", "hf", "--dry-run"), ("convert", "auto", "hf")):
-        result = process(*command, run)
-        assert result.code == 0, result.err
-        assert "\x1b" not in result.out + result.err
+    result = process(*typed.split(), run)
+    assert result.code == 0, result.err
+    assert "\x1b" not in result.out + result.err
 
 
 def test_no_help_text_is_missing() -> None:

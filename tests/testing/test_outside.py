@@ -24,6 +24,17 @@ EXAMPLE, STORE, COMMAND = (Path(__file__).parents[1] / f"example_{what}" for wha
 SAMPLE = EXAMPLE / "ckpt_mlx" / "sample"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+#: pip would start several processes for each project.
+_BUILD = """
+import os, sys
+from setuptools import build_meta
+for project in sys.argv[2:]:
+    if not os.fork():
+        os.chdir(project)
+        build_meta.build_wheel(sys.argv[1])
+        os._exit(0)
+    assert not os.wait()[1]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +52,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for project in projects:
         ignored = (".*", "build", "fixtures", "*.egg-info", *(["tests"] if project is REPOSITORY else []))
         shutil.copytree(project, folder / project.name, ignore=shutil.ignore_patterns(*ignored))
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
-    install += ["--no-compile", "--target", site]
-    subprocess.run([*install, *(folder / project.name for project in projects)], check=True)
+    build = [sys.executable, "-c", _BUILD, folder / "wheels", *(folder / project.name for project in projects)]
+    subprocess.run(build, check=True, capture_output=True)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*install, "--target", site, *(folder / "wheels").iterdir()], check=True)
 
     def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
