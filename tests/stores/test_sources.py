@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import filecmp
 import os
 import queue
@@ -423,6 +424,21 @@ def test_ctrl_c_is_heard_while_a_store_says_nothing(store: ObjectStore, what: st
     store.faults = Faults(before=say_nothing)
     with pytest.raises(KeyboardInterrupt):
         ckpt.open(url)
+    ended.set()
+    assert was_heard.get(), "before the store has said anything"
+
+
+def test_ctrl_c_just_before_the_wait_for_a_store_is_heard() -> None:
+    """The signal has come before the wait's system call, and ends none."""
+    ended, was_heard = threading.Event(), queue.Queue[bool]()
+
+    def say_nothing() -> None:
+        time.sleep(0.1)  # until the main thread waits
+        _thread.interrupt_main()  # as a signal, but no system call ends
+        was_heard.put(ended.wait(10))
+
+    with pytest.raises(KeyboardInterrupt):
+        objects._interruptible(say_nothing)
     ended.set()
     assert was_heard.get(), "before the store has said anything"
 
