@@ -10,6 +10,10 @@ from typing import Any
 
 import yaml
 
+#: libyaml's, which are six times faster, if it is there.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
 
 def flip(file: str, at: str) -> None:
     """Change the lowest bit in one byte; a negative place counts from the end."""
@@ -46,7 +50,8 @@ def edit_json(file: str, *entries: str) -> None:
 
 
 def edit_yaml(file: str, *entries: str) -> None:
-    Path(file).write_text(yaml.safe_dump(edit(yaml.safe_load(Path(file).read_text()), entries)))
+    content = yaml.load(Path(file).read_text(), LOADER)
+    Path(file).write_text(yaml.dump(edit(content, entries), Dumper=DUMPER))
 
 
 VERBS: dict[str, Callable[..., object]] = {
