@@ -32,6 +32,7 @@ from tests.support.engines import raw
 from tests.support.hostile import make as hostile
 from tests.support.model_files import edit
 from tests.support.places import REPOSITORY
+from tests.support.sampling import sample
 
 STAGES = ("zero1", "zero2", "zero3")
 SOURCES = (*STAGES, "hf")
@@ -199,8 +200,9 @@ LATEST: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", LATEST)
-@pytest.mark.parametrize("format", ["auto", "zero3"])
+@pytest.mark.parametrize(
+    ("case", "format"), sample([(case, one) for one in ("auto", "zero3") for case in LATEST], lambda case: case)
+)
 def test_latest_is_stale_or_its_step_incomplete(tmp_path: Path, case: str, format: str) -> None:
     damage, complete = LATEST[case]
     source = two_steps(tmp_path / "source" / "run")
@@ -211,8 +213,14 @@ def test_latest_is_stale_or_its_step_incomplete(tmp_path: Path, case: str, forma
     assert f"taking {complete}" in said
 
 
-@pytest.mark.parametrize("damage", [half, one_byte_short, emptied, zeroed_tail])
-@of(*STAGES)
+TRUNCATIONS = (half, one_byte_short, emptied, zeroed_tail)
+
+
+@pytest.mark.parametrize(
+    ("source", "damage"),
+    sample([(STAGES[n % 3], TRUNCATIONS[n % 4]) for n in range(3 * 4)], lambda case: case),
+    indirect=["source"],
+)
 def test_truncated(source: Path, damage: Damage) -> None:
     for path in files_of(source):
         content = path.read_bytes()
@@ -368,26 +376,29 @@ def test_state_of_single_ranks_is_listed(fixtures: Path, tmp_path: Path) -> None
 EXECUTING = ("reduce-os-system", "builtins-eval", "newobj-ex-popen", "getattr-of-a-type", "torch-load")
 
 
-@pytest.mark.parametrize("attack", EXECUTING)
-def test_a_pickle_that_runs_code(fixtures: Path, tmp_path: Path, attack: str) -> None:
+#: Attacks with the kind of file that contains them, by turns.
+ATTACKS = sample(
+    [(attack, ("optimizer", "model")[(n + turn) % 2]) for turn in (0, 1) for n, attack in enumerate(EXECUTING)],
+    lambda case: case,
+)
+
+
+@pytest.mark.parametrize(("attack", "kind"), ATTACKS)
+def test_a_pickle_that_runs_code(fixtures: Path, tmp_path: Path, attack: str, kind: str) -> None:
     """The attack starts no process, imports nothing and creates no file, whichever file contains it."""
     run = Path(shutil.copytree(fixtures / "toy-zero3", tmp_path / "source" / "run"))
     empty = tmp_path / "empty"
     empty.mkdir()
-    body = hostile.PICKLES[attack].content
-    content = hostile.archive(hostile.records(body))
-    for path in (optimizer_file(run, 0), model_file(run, 2)):
-        original = path.read_bytes()
-        path.write_bytes(content)
-        before = snapshot(run)
-        result = process("convert", "zero3", "hf", run, "-o", tmp_path / "out", script=AUDITED, cwd=empty)
-        assert result.code == 5, result.err
-        assert result.out == "events [] modules [] folder []\n"
-        assert path.name in result.err
-        assert "Traceback" not in result.err
-        assert snapshot(run) == before
-        assert not (tmp_path / "out").exists()
-        path.write_bytes(original)
+    path = optimizer_file(run, 0) if kind == "optimizer" else model_file(run, 2)
+    path.write_bytes(hostile.archive(hostile.records(hostile.PICKLES[attack].content)))
+    before = snapshot(run)
+    result = process("convert", "zero3", "hf", run, "-o", tmp_path / "out", script=AUDITED, cwd=empty)
+    assert result.code == 5, result.err
+    assert result.out == "events [] modules [] folder []\n"
+    assert path.name in result.err
+    assert "Traceback" not in result.err
+    assert snapshot(run) == before
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_global_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ckpt.errors import CorruptError
 from ckpt.move.json_files import MAX_JSON_DEPTH, read_json
 from tests.support.commands import Result, ckpt
 from tests.support.places import REPOSITORY
+from tests.support.sampling import sample
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +72,21 @@ def commands(path: Path, out: Path) -> Iterator[Result]:
     yield ckpt("verify", path, path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def placed(*names: str) -> list[tuple[str, str]]:
+    """Return names with kinds: a link to itself and another kind for each name, then all others."""
+    kinds = list(KINDS)
+    cases = [
+        (name, kinds[(place + turn) % len(kinds)]) for turn in range(len(kinds)) for place, name in enumerate(names)
+    ]
+    return sample(cases, lambda case: (case[1], (case[0], case[1] == "a link to itself")))
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "model.safetensors.index.json",
-        "config.json",
-        "generation_config.json",
-        "tokenizer_config.json",
+    ("name", "kind"),
+    placed(
+        *("model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer_config.json"),
         "ckpt-manifest.json",
-    ],
+    ),
 )
 def test_beside_weights(model: Path, tmp_path: Path, name: str, kind: str) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
@@ -93,9 +99,9 @@ def test_beside_weights(model: Path, tmp_path: Path, name: str, kind: str) -> No
         assert codes == [4 if kind == "a pipe" else 5] * 4 + [3] + [4 if kind == "a pipe" else 5]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name", ["latest", "global_step2/mp_rank_00_model_states.pt", "config.json", "adapter_config.json", "model.pt"]
+    ("name", "kind"),
+    placed("latest", "global_step2/mp_rank_00_model_states.pt", "config.json", "adapter_config.json", "model.pt"),
 )
 def test_in_a_run(fixtures: Path, tmp_path: Path, name: str, kind: str) -> None:
     run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from tests.support.commands import Result, ckpt
 from tests.support.model_files import merge_json, rewriting
+from tests.support.sampling import sample
 
 HOOKS = "unet/diffusion_pytorch_model.safetensors"
 BROKEN = "this step is not whole: "
@@ -49,18 +51,27 @@ def next_step(step: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("act", [halve, empty])
-@pytest.mark.parametrize(
-    ("fixture", "step", "file"),
-    [
-        ("trainer-plain", "checkpoint-2", "generation_config.json"),
-        ("trainer-zero2", "checkpoint-2", "tokenizer_config.json"),
-        ("trl-zero2", "outputs/llama-sft/checkpoint-2", "tokenizer.json"),
-        ("diffusers-zero2", "checkpoint-2", HOOKS),
-        ("diffusers-zero2", "checkpoint-2", "unet_ema/config.json"),
-        ("diffusers-fsdp2", "checkpoint-2", "pytorch_lora_weights.safetensors"),
-    ],
-)
+UNREAD = [
+    ("trainer-plain", "checkpoint-2", "generation_config.json"),
+    ("trainer-zero2", "checkpoint-2", "tokenizer_config.json"),
+    ("trl-zero2", "outputs/llama-sft/checkpoint-2", "tokenizer.json"),
+    ("diffusers-zero2", "checkpoint-2", "unet_ema/config.json"),
+    ("diffusers-zero2", "checkpoint-2", HOOKS),
+    ("diffusers-fsdp2", "checkpoint-2", "pytorch_lora_weights.safetensors"),
+]
+
+
+def acted(files: list[Any]) -> list[Any]:
+    """Return each file with an act, halved and emptied in turn, and all others."""
+    acts = [
+        (file, act)
+        for start in ((halve, empty), (empty, halve))
+        for file, act in zip(files, cycle(start), strict=False)
+    ]
+    return sample(acts, lambda case: case)
+
+
+@pytest.mark.parametrize(("fixture", "step", "file", "act"), [(*file, act) for file, act in acted(UNREAD)])
 def test_a_broken_file_that_the_trainer_itself_does_not_read(
     copied: Callable[[str], Path], fixture: str, step: str, file: str, act: Callable[[Path], None]
 ) -> None:
@@ -95,16 +106,14 @@ def test_deepspeeds_engine_needs_no_config_of_a_module(copied: Callable[[str], P
     assert resumed.code == 0 and f"note: {BROKEN}{file}: missing, modules.json lists its" in resumed.err, resumed.err
 
 
-@pytest.mark.parametrize("act", [halve, empty])
 @pytest.mark.parametrize(
-    "file",
-    [
-        "modules.json",
-        "1_Pooling/config.json",
-        "2_Dense/config.json",
-        "tokenizer.json",
-        "config_sentence_transformers.json",
-    ],
+    ("file", "act"),
+    acted(
+        [
+            *("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "tokenizer.json"),
+            "config_sentence_transformers.json",
+        ]
+    ),
 )
 def test_sentence_transformers_builds_its_model_from_the_step(
     copied: Callable[[str], Path], file: str, act: Callable[[Path], None]
@@ -271,7 +280,7 @@ def test_accelerates_schedules(copied: Callable[[str], Path]) -> None:
     assert [one.code for one in both(run)] == [0, 0] and "scheduler.bin" not in ckpt("check", run).out
 
 
-@pytest.mark.parametrize("item", ["step", "dataloader", "lr_scheduler"])
+@pytest.mark.parametrize("item", sample(("lr_scheduler", "step", "dataloader"), lambda _: ("an item",)))
 def test_an_item_of_torch_checkpointing(copied: Callable[[str], Path], item: str) -> None:
     run = copied("torch-checkpointing")
     step = run / "step-3"

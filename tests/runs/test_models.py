@@ -17,6 +17,7 @@ from tests.support.commands import ckpt
 from tests.support.dcp_folders import save
 from tests.support.describing import content
 from tests.support.places import REPOSITORY
+from tests.support.sampling import sample
 
 
 def _state(value: float) -> dict[str, object]:
@@ -155,21 +156,28 @@ def test_resume_carries_all_models_or_refuses(kind: str, tmp_path: Path) -> None
     assert [one.name for one in tmp_path.iterdir()] == ["save"]
 
 
+#: What the tag of a save's model by number is given for.
+ASKED = sample(
+    [(number, of) for number in range(4) for of in ("the save", "the run", "the run and its step")], lambda case: case
+)
+
+
 @pytest.mark.parametrize("kind", SAVES)
 def test_every_command_takes_the_tag_of_a_model(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     names = SAVES[kind](place := run / "checkpoint-4")
-    for tag in (*names, *(name.partition(".")[0] for name in names if "." in name)):
+    for number, tag in enumerate((*names, *(name.partition(".")[0] for name in names if "." in name))):
         model = path_of(place, next(name for name in names if tag in (name, name.partition(".")[0])))
         whole = check(place, tag=tag, every_byte=True)
         assert whole.whole and whole.checkpoints[0].num_files >= len(api.open(model).files)
         assert ckpt("inspect", place, "--tag", tag).code == 0
         equal = ckpt("verify", place, model, "--tag-a", tag)
         assert equal.code == 0 and "equal" in equal.out
-        for asked in ((place, tag), (run, tag), (run, f"checkpoint-4/{tag}")):
-            assert Path(api.open(asked[0], tag=asked[1]).path) == model
-            assert ckpt("resume", asked[0], "--tag", asked[1]).out.strip() == str(place)
+        given = {"the save": (place, tag), "the run": (run, tag), "the run and its step": (run, f"checkpoint-4/{tag}")}
+        for path, full_tag in (given[of] for one, of in ASKED if one == number):
+            assert Path(api.open(path, tag=full_tag).path) == model
+            assert ckpt("resume", path, "--tag", full_tag).out.strip() == str(place)
     done = ckpt("inspect", place, "--tag", "model_7")
     assert done.code == 3 and f"use --tag {names[0]} or --tag {names[1]}" in done.err
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from ckpt import api
 from tests.support.commands import Result, ckpt
 from tests.support.model_files import rewriting
+from tests.support.sampling import sample
 
 WHOLE = "every part of every tensor"
 LAST, FABRIC, COMPOSER = "checkpoints/last.ckpt", "fabric/step=4.ckpt", "ep2-ba4-rank0.pt"
@@ -371,18 +372,23 @@ def add_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors["more.weight"] = torch.zeros(3, 4)
 
 
+UNKNOWN_NAMES = [
+    (rename_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+    (fuse_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+    (split_rows_of_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
+    (swap_down_for_another_kind_of_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
+    (swap_down_for_a_smaller_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
+    (add_one, "whole", "{cls} don't have 1 tensor: more.weight"),
+]
+
+
 @pytest.mark.parametrize(
-    ("act", "state", "what"),
-    [
-        (rename_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
-        (fuse_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
-        (split_rows_of_down, "parts not checked", f"missing, or under another name: 1 tensor from {{cls}}: {DOWN}"),
-        (swap_down_for_another_kind_of_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
-        (swap_down_for_a_smaller_tensor, "incomplete", f"missing: 1 tensor from {{cls}}: {DOWN}"),
-        (add_one, "whole", "{cls} don't have 1 tensor: more.weight"),
-    ],
+    ("act", "state", "what", "format"),
+    sample(
+        [(*case, format) for format in ("hf", "trainer") for case in UNKNOWN_NAMES],
+        lambda case: (case[0], (case[1], case[3])),
+    ),
 )
-@pytest.mark.parametrize("format", ["trainer", "hf"])
 def test_a_name_that_the_configs_class_does_not_know(
     copied: Callable[[str], Path],
     tmp_path: Path,
@@ -436,7 +442,13 @@ def test_hf_trainers_only_step_without_its_record(fixtures: Path, tmp_path: Path
     assert lost not in said("check", step).out
 
 
-@pytest.mark.parametrize("place", ["other", "other/deep", "checkpoint-1", "global_step1"])
+@pytest.mark.parametrize(
+    "place",
+    sample(
+        ("global_step1", "other/deep", "other", "checkpoint-1"),
+        lambda place: (f"named: {place[-1].isdigit()}", f"deep: {'/' in place}"),
+    ),
+)
 def test_a_folder_with_weights_in_hf_trainers_step(copied: Callable[[str], Path], tmp_path: Path, place: str) -> None:
     step = copied("trainer-plain") / "checkpoint-2"
     (step / "other" / "empty").mkdir(parents=True)
