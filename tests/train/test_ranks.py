@@ -8,17 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.support.engines import fork_once, modeling, outcome
 from tests.support.places import REPOSITORY
+from tests.support.sampling import sample
 from train import ranks
 from train.config import STRATEGIES
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 COMMAND = [sys.executable, "-m", "train", "--ranks", "2"]
+FILES_OF_RANKS = ["--strategy", "fsdp2", "--save", "ranks", "--model", "toy"]
 
 
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -48,45 +51,54 @@ def test_the_help_has_groups_and_examples() -> None:
 
 @pytest.mark.slow
 def test_every_strategy_works_with_the_defaults_alone(tmp_path: Path) -> None:
-    words = [["--strategy", strategy, "--output", str(tmp_path / strategy)] for strategy in STRATEGIES]
-    starts = [(size, "train.__main__", [*line[:-1], f"{line[-1]}-{size}"]) for line in words for size in (1, 2)]
+    def start(strategy: str, size: int) -> tuple[int, str, list[str]]:
+        return size, "train.__main__", ["--strategy", strategy, "--output", str(tmp_path / f"{strategy}-{size}")]
+
+    # On 2 ranks, and one of its stages or versions alone
+    cases = sample(product((2, 1), STRATEGIES), lambda case: [case[1], (case[0], case[1].rstrip("123"))])
     engines = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"]
-    fork_once(tmp_path, starts, [*engines, modeling("llama")])
-    assert len(list(tmp_path.glob("*/metrics.jsonl"))) == 2 * len(STRATEGIES)
+    fork_once(tmp_path, [start(strategy, size) for size, strategy in cases], [*engines, modeling("llama")])
+    assert len(list(tmp_path.glob("*/metrics.jsonl"))) == len(cases)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """Interrupt a run of ranks that import little and load a file each. Return its folder, exit code and stderr."""
+    output = tmp_path_factory.mktemp("interrupted") / "run"
+    words = [*FILES_OF_RANKS, "--until", "100000", "--beat", "0.2", "--output", str(output)]
+    process = subprocess.Popen([*COMMAND, *words], cwd=REPOSITORY, env=ENV, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 200
+    while not (output / "metrics.jsonl").is_file():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    return output, process.returncode, said
 
 
 @pytest.mark.slow
-def test_the_error_of_any_rank_is_shown_once(tmp_path: Path) -> None:
-    """Each rank loads its own file, and this strategy's ranks import little."""
-    output = str(tmp_path / "run")
-    words = ["--strategy", "fsdp2", "--save", "ranks", "--model", "toy", "--steps", "1", "--output", output]
-    fork_once(tmp_path, [(2, "train.__main__", words)], ["train.engines.native"])
+def test_an_interrupt_has_all_ranks_save(interrupted: tuple[Path, int, str]) -> None:
+    output, code, said = interrupted
+    assert code == 143 and "Traceback" not in said
+    assert "SIGTERM: saved, and ended before the last step" in said and list(output.glob("step-*"))
+
+
+@pytest.mark.slow
+def test_the_error_of_any_rank_is_shown_once(interrupted: tuple[Path, int, str]) -> None:
+    output, _, _ = interrupted
+    words = [*FILES_OF_RANKS, "--steps", "1", "--output", str(output)]
     _, _, again = outcome([(2, "train.__main__", words)], ["train.engines.native"])
     (said,) = re.findall(r"^train: error: .*\n.*$", again, re.MULTILINE)
     assert "exit code 2" in again and re.fullmatch(
         r"train: error: --output \S+: a run has left .* there\nhint: use --resume .*", said
     )
-    (cut,) = tmp_path.rglob("optim_world_size_2_rank_1.pt")
+    (cut,) = output.rglob("optim_world_size_2_rank_1.pt")
     os.truncate(cut, 1000)
-    done = run(*words, "--resume", output)
+    done = run(*words, "--resume", str(output))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.findall("^.*error: .*$", done.stderr, re.MULTILINE) == re.findall(
         "^train: error: rank 1: --resume .*$", done.stderr, re.MULTILINE
     )
-
-
-@pytest.mark.slow
-def test_an_interrupt_has_all_ranks_save(tmp_path: Path) -> None:
-    words = ["--strategy", "ddp", "--model", "toy", "--until", "100000", "--beat", "0.2", "--output", str(tmp_path)]
-    process = subprocess.Popen([*COMMAND, *words], cwd=REPOSITORY, env=ENV, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 200
-    while not (tmp_path / "metrics.jsonl").is_file():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 143 and "Traceback" not in said
-    assert "SIGTERM: saved, and ended before the last step" in said and list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize("other", ["exit 1", "exec sleep 100"], ids=["fails without it", "waits for it"])
