@@ -42,7 +42,8 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
     asked = ["--gpus-per-node=0", f"--output={logs}", f"--job-name={tmp_path / 'ranks'}", TRAIN]
     train = [run, "--until", "100000", "--save-every", "3", *words]
-    number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="5")
+    path = path_with(cluster, tmp_path, "sleep", "exec /bin/sleep 3")  # between two looks for a dead node
+    number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="1", PATH=path)
     firsts = []  # each start's first step
 
     def steps() -> int:
@@ -69,7 +70,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         go_on("1")
         cluster.ask("scancel", urgent)
         cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
-        with cluster.configured(KillWait=5):
+        with cluster.configured(KillWait=1, MessageTimeout=5):
             cluster.ask("scancel", "--signal=USR1", number)  # like Slurm before the limit, to all ranks
             cluster.start_again(number, "2")
             go_on("2")
@@ -159,11 +160,11 @@ def test_the_preflight_names_what_is_odd(cluster: Cluster, nodes_apart: Path, tm
 
 def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = f"srun python -m ckpt preflight {tmp_path} --timeout 5"
+    command = f"srun python -m ckpt preflight {tmp_path} --timeout 1"
     with cluster.frozen("n2"):
         number = cluster.submit("-N2", f"--output={log}", "--wrap", command)
         cluster.wait(lambda: log.is_file() and "2 nodes, 1 problem\n" in log.read_text(), "a verdict")
-    assert "preflight: n2: not heard of within 5 s" in log.read_text()
+    assert "preflight: n2: not heard of within 1 s" in log.read_text()
     cluster.ask("scancel", number)
     cluster.wait_for_state(number, "CANCELLED", "FAILED")
 
@@ -279,7 +280,7 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
         go_on(2)
         cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
         cluster.start_again(number, "1")
-        go_on(newest() + 4)
+        go_on(newest() + 2)
         cluster.ask("scancel", "--batch", "--signal=USR1", number)  # like Slurm before the limit, to the script
         cluster.start_again(number, "2")
         cluster.wait(lambda: said().count("node 0 of 1,") == 2, "started twice on one node")
