@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import process
+from tests.support.commands import ckpt, process
 from tests.support.engines import fork, launch, launch_in_turn
 from tests.support.pages import Command, blocks, commands, differences, row_differs
 from tests.support.places import REPOSITORY
+from tests.support.sampling import sample
 
 pytestmark = pytest.mark.slow
 
@@ -104,26 +105,22 @@ def test_fsdp_goes_on(tmp_path: Path, tables: Any) -> None:
         return common | {"output": str(tmp_path / output)} | options
 
     launch([job(s, s, save="dcp", steps=8, save_every=4) for s in ("fsdp1", "fsdp2")], 4, tmp_path, WORKER)
-    starts = []
-    ways = {2: [("fsdp2", "dcp"), ("fsdp2", "full"), ("fsdp1", "full")], 3: [("fsdp2", "dcp")]}
-    for n, targets in ways.items():
-        jobs = []
-        for strategy, to in targets:
-            folder = tmp_path / f"{strategy}-{to}-{n}"
-            done = process(
-                "convert", "dcp", to, tmp_path / strategy / "checkpoint-4", "--world-size", str(n), "-o", folder
-            )
-            assert done.code == 0, done.err
-            jobs.append(job(strategy, f"{folder}-on", save=to, steps=4, resume=str(folder)))
-        starts.append((n, jobs))
-    launch_in_turn(starts, tmp_path, WORKER)
-    for n, targets in ways.items():
-        for strategy, to in targets:
-            unbroken = history(tmp_path / strategy / "checkpoint-8")
-            resumed = history(tmp_path / f"{strategy}-{to}-{n}-on" / "checkpoint-8")
-            title = f"{strategy} on {n}, from 4" + (" by way of full" if to == "full" else "")
-            for row, lines in ((f"{strategy} on 4, unbroken", unbroken), (title, resumed)):
-                tables[TITLE][row] = {str(step): f"{line['loss']:.6f}" for step, line in lines.items()}
-            for step, line in resumed.items():
-                assert line["learning_rate"] == unbroken[step]["learning_rate"]
-                assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=1e-5), (title, step)
+    ways = sample(
+        [(3, "fsdp2", "dcp"), (2, "fsdp2", "full"), (2, "fsdp1", "full"), (2, "fsdp2", "dcp")], lambda way: [way[1:]]
+    )
+    starts: dict[int, list[dict[str, Any]]] = {}
+    for n, strategy, to in ways:
+        folder = tmp_path / f"{strategy}-{to}-{n}"
+        done = ckpt("convert", "dcp", to, tmp_path / strategy / "checkpoint-4", "--world-size", str(n), "-o", folder)
+        assert done.code == 0, done.err
+        starts.setdefault(n, []).append(job(strategy, f"{folder}-on", save=to, steps=4, resume=str(folder)))
+    launch_in_turn(starts.items(), tmp_path, WORKER)
+    for n, strategy, to in ways:
+        unbroken = history(tmp_path / strategy / "checkpoint-8")
+        resumed = history(tmp_path / f"{strategy}-{to}-{n}-on" / "checkpoint-8")
+        title = f"{strategy} on {n}, from 4" + (" by way of full" if to == "full" else "")
+        for row, lines in ((f"{strategy} on 4, unbroken", unbroken), (title, resumed)):
+            tables[TITLE][row] = {str(step): f"{line['loss']:.6f}" for step, line in lines.items()}
+        for step, line in resumed.items():
+            assert line["learning_rate"] == unbroken[step]["learning_rate"]
+            assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=1e-5), (title, step)
