@@ -45,11 +45,11 @@ OTHERS = [
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 BY_HAND = [
     row(("zero3", 4), ("zero3", 4), "zero3", equal=True),
-    row(("zero3", 3), ("zero3", 3), "dcp", "zero3", equal=True),
     row(("fsdp2", 2), ("fsdp2", 2), "zero3", "full", "dcp", equal=True),
+    row(("zero3", 3), ("zero3", 3), "dcp", "zero3", equal=True),
     row(("zero1", 3), ("zero1", 2), "universal", load=UNIVERSAL),
-    row(("fsdp2", 4), ("fsdp2", 2), "dcp", own={}),
     row(("ddp", 2), ("fsdp2", 3), "dcp", own={}),
+    row(("fsdp2", 4), ("fsdp2", 2), "dcp", own={}),
     row(("zero1", 3), ("zero1", 3), "zero1", equal=True),
     row(("fsdp2", 4), ("fsdp2", 4), "dcp", equal=True),
     row(("zero1", 3), ("zero2", 4), "zero2"),
@@ -74,12 +74,14 @@ def in_fp32(one: Row) -> Row:
 
 
 def facets(one: Row) -> Iterator[object]:
-    """Yield a row's formats on the way, its engines and its options."""
-    way = [one.source.format, *(one.through or ("resume", one.target.format))]
-    formats = tuple(re.sub(r"\d", "", format) for format in way)
-    yield formats, one.source.options
-    yield from (one.source.strategy, one.target.strategy, ("own", one.own is None), ("equal", one.equal))
-    yield one.source.dtype, formats[0]
+    """Yield the formats that a row reads and writes, its engines and its options."""
+    way = [one.source.format, *(one.through or (one.target.format,))]
+    formats = [re.sub(r"\d", "", format) for format in way]
+    how = bool(one.through), one.source.options
+    yield from (("from", format, how) for format in formats[:-1])
+    yield from (("to", format, how) for format in formats[1:])
+    yield from (one.source.strategy, one.target.strategy, one.source.dtype)
+    yield from (("own", one.own is None), ("equal", one.equal))
 
 
 IN_FP32 = [*UNFIT, row(("fsdp2", 4), ("fsdp2", 2), "dcp", own={})]

@@ -49,6 +49,9 @@ NOT_IN_TABLES = set(
     qwen4_exp qwen4_exp_text shieldgemma2 step3p7 vision-encoder-decoder
     """.split()  # noqa: SIM905
 )
+#: Model types with a path of their own: positions of some layers alone or of unknown kinds, experts of several sizes,
+#: names split by sizes, a part without a type, names that another trainer has too.
+APART = {"beam", "deepseek_v4", "longcat_flash", "molmo2", "mpt", "olmo2"}
 #: The causal map names a class of another model, so the saved names don't load.
 NOT_EQUAL = {"shieldgemma2"}
 
@@ -143,6 +146,7 @@ def facets(model_type: str) -> Iterator[object]:
     rules = rules_of(model_type)
     names = [mapping[model_type] for mapping in MAPPINGS if model_type in mapping]
     yield rules is None, len(names)
+    yield model_type if model_type in APART else None
     yield from rules or ()
     yield repr(transformers_source.all_tied_weights({"model_type": model_type, "architectures": names[-1:]}))
 

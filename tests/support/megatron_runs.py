@@ -119,6 +119,7 @@ def facets(run: Run) -> Iterator[object]:
     """Yield a run's model, its options, and the forms in which it is saved."""
     yield run.model
     yield from run.options
+    yield run.options.get("dtype"), run.options.get("no_distributed_optimizer")
     yield from run.forms
 
 

@@ -198,13 +198,14 @@ ALL_LOADS = [
     _to("deepseek_v3", "m m", pp=2, ep=2, **MTP),
     _to("qwen3_next", "m m", pp=2, ep=2),
     _to("qwen3_next", "d d", tp=2, ep=4, **ETP1),
+    _to("deepseek_v3", "d d", pp=2, ep=2, **MTP),
+    _to("llama-mtp", "d d", tp=2, **MTP),
     _to("llama", "d d", pp=4),
     _to("llama-vpp", "d d", tp=2, pp=2),
     _to("llama-plain", "d d", **TWO_CHUNKS, **PLAIN),
     _to("llama-fp32-tp4", "d d", pp=2, dtype="fp32"),
     _to("llama-buckets", "d d", tp=4),
     _to("llama-uneven-vpp", "d d", tp=2, pp=2, layers=10, first_stage_layers=7),
-    _to("llama-mtp", "d d", tp=2, **MTP),
     _to("mistral", "d d", tp=2, pp=2),
     _to("qwen2", "d d", tp=4),
     _to("qwen3", "d d", tp=2),
@@ -213,7 +214,6 @@ ALL_LOADS = [
     _to("gpt2", "d d", tp=2, pp=2),
     _to("gpt_neox", "d d", pp=4, **PLAIN),
     _to("gpt_oss", "d d", tp=2, ep=2, **ETP1),
-    _to("deepseek_v3", "d d", pp=2, ep=2, **MTP),
     # Between the two formats.
     _to("llama-uneven-vpp", "m d", pp=2, layers=10),
     _to("mixtral", "m d", tp=2, pp=2, ep=2, **ETP1),
@@ -255,6 +255,7 @@ def facets(load: Load) -> Iterator[object]:
     yield load.run.model
     yield load.way, load.run.model in HYBRIDS and load.weights_only
     options = {**BY_NAME[load.source].options, **load.run.options}
+    yield load.way[0], options.get("dtype"), options.get("no_distributed_optimizer")
     yield from ((load.way[0], option) for option in [*options, *(["vpp"] if load.run.vpp > 1 else [])])
 
 
@@ -308,7 +309,7 @@ ALL_DEPARTURES = [
     ("llama-vpp", "megatron-dist", "zero3"),
     ("llama-fp32-tp4", "megatron-dist", "fsdp2"),
 ]
-ARRIVALS = sampling.sample(ALL_ARRIVALS, lambda one: one[:2])
+ARRIVALS = sampling.sample(ALL_ARRIVALS, lambda one: [one[0], (one[1], one[2].options.get("dtype"))])
 DEPARTURES = sampling.sample(ALL_DEPARTURES, lambda one: one[1:])
 
 
