@@ -96,7 +96,9 @@ ALL_RUNS = [
     # The tied embedding has its own bucket, so `fully_reshardable` would shift it.
     Run("qwen2", "qwen2", tp=2, pp=2, forms=("megatron", "buckets")),
     Run("qwen3", "qwen3", pp=2, vpp=2),
+    Run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("qwen3_moe-ep4", "qwen3_moe", tp=2, ep=4, options=ETP1),
+    Run("mixtral", "mixtral", tp=2, ep=2, options=SEQUENCE),
     Run("mixtral-plain", "mixtral", pp=2, ep=2, options=PLAIN),
     Run("qwen3_next", "qwen3_next", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("gpt2", "gpt2", tp=4),
@@ -108,18 +110,17 @@ ALL_RUNS = [
     Run("llama-vpp", "llama", pp=2, vpp=2),
     Run("llama-uneven", "llama", pp=2, options={"layers": 5, "first_stage_layers": 2}),
     Run("llama-fp32", "llama", tp=2, options={**PLAIN, "dtype": "fp32"}),
-    Run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
-    Run("mixtral", "mixtral", tp=2, ep=2, options=SEQUENCE),
     Run("llama-fsdp", "llama", tp=2, options=FSDP, forms=("fsdp",)),
     Run("qwen2-fsdp", "qwen2", options=FSDP, forms=("fsdp",)),
 ]
 
 
 def facets(run: Run) -> Iterator[object]:
-    """Yield a run's model, its options, and the forms in which it is saved."""
+    """Yield a run's model, its options, its ranks if it has experts, and the forms in which it is saved."""
     yield run.model
     yield from run.options
     yield run.options.get("dtype"), run.options.get("no_distributed_optimizer")
+    yield (run.tp, run.pp, run.ep) if run.ep > 1 else None
     yield from run.forms
 
 

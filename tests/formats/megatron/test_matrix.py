@@ -255,7 +255,7 @@ def facets(load: Load) -> Iterator[object]:
     yield load.run.model
     yield load.way, load.run.model in HYBRIDS and load.weights_only
     options = {**BY_NAME[load.source].options, **load.run.options}
-    yield load.way[0], options.get("dtype"), options.get("no_distributed_optimizer")
+    yield load.way[0], options.get("dtype"), options.get("no_distributed_optimizer"), load.run.ep > 1
     yield from ((load.way[0], option) for option in [*options, *(["vpp"] if load.run.vpp > 1 else [])])
 
 
