@@ -102,8 +102,11 @@ def some_cases(key: str) -> list[Any]:
     def facets(case: Any) -> list[object]:
         if isinstance(case, str):
             return [LIKE.get(case, case)]
-        value = case.values[0][1]
-        return [(type(value), type(value[0]) if isinstance(value, list) else None)]
+        value, kinds = case.values[0][1], []
+        while isinstance(value, list) and value:
+            kinds.append(list)
+            value = value[0]
+        return [(*kinds, type(value))]
 
     return sample(cases(key), facets)
 
