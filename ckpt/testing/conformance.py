@@ -108,11 +108,11 @@ def write_byte(file: Path, position: int, byte: int) -> None:
         stream.write(bytes([byte]))
 
 
-def mutated(checkpoint: Checkpoint, file: Path, size: int) -> Iterator[int]:
+def mutated(checkpoint: Checkpoint, file: Path, size: int, most: int) -> Iterator[int]:
     """Yield positions in a file, but only every eighth of those in tensor elements: opening reads no elements."""
     extents = [one.extent for tensor in checkpoint.tensors.values() for one in tensor.fragments()]
     spans = [(one.offset, one.end) for one in extents if one.path == str(file)]
-    for number, position in enumerate(range(0, size, max(97, size // 300))):
+    for number, position in enumerate(range(0, size, max(97, size // most))):
         if number % 8 == 0 or not any(start <= position < stop for start, stop in spans):
             yield position
 
@@ -136,19 +136,26 @@ class Conformance:
 
     A subclass sets `declarations`: their samples are read, damaged, and converted to every writable format. A target
     without a declaration may refuse a sample; the test is then skipped with the error message. `containers` are samples
-    in other containers: they are read, damaged and converted to `hf`.
+    in other containers: they are read, damaged and converted to `hf`. About `most_mutations` bytes of a large file are
+    inverted.
     """
 
     declarations: ClassVar[Sequence[Declaration]] = ()
     containers: ClassVar[Sequence[Declaration]] = ()
+    most_mutations: ClassVar[int] = 300
+
+    def chosen(self, pairs: Sequence[tuple[Declaration, str]]) -> Sequence[tuple[Declaration, str]]:
+        """Return the pairs of a sample and a target to test: all, or a subclass's choice."""
+        return pairs
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "target" in metafunc.fixturenames:
-            metafunc.parametrize("target", [name for name in registry.names() if registry.get(name).writes])
-        if "declaration" in metafunc.fixturenames:
-            requested = (
-                self.declarations if "target" in metafunc.fixturenames else [*self.declarations, *self.containers]
-            )
+            targets = [name for name in registry.names() if registry.get(name).writes]
+            pairs = self.chosen([(one, target) for one in self.declarations for target in targets])
+            cases = [pytest.param(one, to, id=f"{one.format}-{to}", marks=one.marks) for one, to in pairs]
+            metafunc.parametrize(("declaration", "target"), cases)
+        elif "declaration" in metafunc.fixturenames:
+            requested = [*self.declarations, *self.containers]
             names = ["-".join(filter(None, (one.format, one.container))) for one in requested]
             cases = [pytest.param(one, id=name, marks=one.marks) for one, name in zip(requested, names, strict=True)]
             metafunc.parametrize("declaration", cases)
@@ -259,12 +266,13 @@ class Conformance:
         ckpt.open(path, declaration.format)
 
     def test_mutations_raise_only_our_errors(self, sample: Sample, shared: Shared) -> None:
-        """Invert bytes in vital files: every 97th, 300 in a large file, and few in tensor elements."""
+        """Invert bytes in vital files: every 97th, or fewer in a large file, and few in tensor elements."""
         declaration, path, _ = sample
         outcomes = {"read": 0, "refused": 0}
         for file in [file for pattern in declaration.vital for file in sorted(path.glob(pattern))][:2]:
             original = file.read_bytes()
-            for position in mutated(shared.checkpoint, shared.path / file.relative_to(path), len(original)):
+            same = shared.path / file.relative_to(path)
+            for position in mutated(shared.checkpoint, same, len(original), self.most_mutations):
                 write_byte(file, position, original[position] ^ 0xFF)
                 try:
                     ckpt.open(path, declaration.format)

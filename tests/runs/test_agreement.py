@@ -27,11 +27,18 @@ from ckpt.runs.opening import can_resume
 from ckpt.runs.steps import run_at
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
+from tests.support.sampling import sample
 
-#: Fixtures with a single checkpoint or run; no command may read the files in `hostile`.
-NAMES = sorted({path.name for path in FIXTURES.iterdir() if path.is_dir()} - {"hostile", "__pycache__"})
 #: Folders to compare digests for in every disguise.
 HASHED = ("toy-zero1", "dcp-fsdp2", "trainer-zero2", "verl-fsdp2", "lora-zero3", "with_by_products")
+#: Fixtures with a single checkpoint or run, of each trainer and strategy; no command may read the files in `hostile`.
+NAMES = sample(
+    sorted(
+        {path.name for path in FIXTURES.iterdir() if path.is_dir()} - {"hostile", "__pycache__"},
+        key=lambda name: (name not in HASHED, name),
+    ),
+    lambda name: (name.partition("-")[0], next((end for end in ("fsdp1", "fsdp2", "zero3") if name.endswith(end)), "")),
+)
 
 
 # -- run folders from fixtures ---------------------------------------------------------------------------------------
