@@ -147,7 +147,8 @@ def facets(one: Row) -> Iterator[object]:
     yield "experts" if one.source.model in SPARSE else one.source.model
     yield from (("from", one.source.model == SEEING, name) for name in formats[:-1])
     yield from (("to", name) for name in formats[1:])
-    yield from (one.source.dtype, ("by hand", bool(one.through)), ("equal", one.equal), ("own", one.own is None))
+    yield one.source.dtype, one.source.strategy == one.target.strategy
+    yield from (("by hand", bool(one.through)), ("equal", one.equal), ("own", one.own is None))
 
 
 ALL_ROWS: list[Any] = list(dict.fromkeys([*FAMILIES.values(), RESHARDED, *UNFIT, *BY_HAND, *BF16]))

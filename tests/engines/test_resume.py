@@ -1,4 +1,4 @@
-"""`ckpt/commands/resume/resuming.py`: runs stop after 4 of 8 steps, get converted and resume in a live engine.
+"""`ckpt/commands/resume/resuming.py`: runs stop midway, get converted and resume in a live engine.
 
 The data doesn't depend on the number of ranks. The loss equals the unbroken run's bit for bit if engine and ranks stay,
 or if the framework reshards by itself. Otherwise only the order of sums differs, within a bound for rounding. Column
@@ -80,7 +80,8 @@ def facets(one: Row) -> Iterator[object]:
     how = bool(one.through), one.source.options
     yield from (("from", format, how) for format in formats[:-1])
     yield from (("to", format, how) for format in formats[1:])
-    yield from (one.source.strategy, one.target.strategy, one.source.dtype)
+    yield from (("source", one.source.strategy), ("target", one.target.strategy))
+    yield one.source.dtype, len({re.sub(r"\d", "", run.format) for run in (one.source, one.target)})
     yield from (("own", one.own is None), ("equal", one.equal))
 
 

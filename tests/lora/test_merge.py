@@ -106,9 +106,12 @@ def kinds(model: str) -> dict[str, list[dict[str, Any]]]:
 def cases() -> list[tuple[str, str]]:
     """Return models and kinds. The sample has each kind in each class of layers, and those of experts in each model."""
     every = [(model, kind) for model in MODELS for kind in kinds(model)]
-    return sample(
-        every, lambda case: [case[0], (case[1], case[0] if "param" in case[1] else MODELS[case[0]].linear[0])]
-    )
+
+    def facets(case: tuple[str, str]) -> list[object]:
+        model, kind = case
+        return [model, (kind, model) if "param" in kind else (kind, MODELS[model].linear[0], model in MOE)]
+
+    return sample(every, facets)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -289,9 +289,9 @@ def overwritten(file: Path, parts: Parts) -> Iterator[None]:
 
 
 def facets(layout: str) -> list[object]:
-    """Return the method, and the name and dtype of the scale."""
-    scales = [(part, dtype) for part, (dtype, _) in EVERY[layout][1].items() if part.endswith(_SCALES)]
-    return [layout.split()[0], *scales[:1]]
+    """Return the method with the parts of a weight, and the parts with their dtypes."""
+    parts = EVERY[layout][1]
+    return [(layout.split()[0], *parts), *((part, dtype) for part, (dtype, _) in parts.items())]
 
 
 @pytest.mark.parametrize("model", sample(EVERY, facets), indirect=True)

@@ -206,7 +206,7 @@ def cells() -> Iterator[Cell]:
                 source = choice[-1]
                 engine = loader_of(source, target, after)
             yield Cell(source, target, engine, after)
-            if target == title:  # a ZeRO stage to itself: from every number to every number
+            if target == title:  # with ALL=1, each ZeRO stage to itself from every number to every number
                 others = (ranks for ranks in RANKS if ranks != after and target in ZERO)
                 yield from (Cell(source, target, engine, ranks) for ranks in others)
 
@@ -221,7 +221,7 @@ def cells_from(formats: Container[str]) -> list[Cell]:
 
 
 def turn(cell: Cell) -> int:
-    """Return a place in an order that takes a format to the targets from different numbers of ranks."""
+    """Sort key that takes a format to its targets from different numbers of ranks."""
     return (cell.source.ranks + TARGETS.index(cell.target) // 2) % len(RANKS)
 
 
@@ -232,7 +232,7 @@ def facets(cell: Cell) -> Iterator[object]:
     yield "files", source.format, source.ranks
     yield "engines", source.title, source.strategy
     yield "loader", cell.target, cell.engine
-    yield "model", model, "freeze" in source.options
+    yield "model", model, "freeze" in source.options, source.strategy == "zero3"
     yield "damage", cell.target, model == "llama"
 
 

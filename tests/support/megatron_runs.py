@@ -121,7 +121,7 @@ def facets(run: Run) -> Iterator[object]:
     yield from run.options
     yield run.options.get("dtype"), run.options.get("no_distributed_optimizer")
     yield (run.tp, run.pp, run.ep) if run.ep > 1 else None
-    yield from run.forms
+    yield from ((form, run.ep > 1) for form in run.forms)
 
 
 #: Only these are made. The first ones are those of other test files.

@@ -119,7 +119,8 @@ def facets(load: Load) -> Iterator[object]:
     """
     yield load.run.model
     yield load.run.options.get("dtype")
-    yield from (["megatron"] if load.is_megatron else load.via)
+    yield load.is_megatron
+    yield from load.via
 
 
 LOADS = sampling.sample(ALL_LOADS, facets)

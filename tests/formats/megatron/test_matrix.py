@@ -253,7 +253,7 @@ ALL_LOADS = [
 def facets(load: Load) -> Iterator[object]:
     """Yield a load's model, its way, and the options of both runs by their format."""
     yield load.run.model
-    yield load.way, load.run.model in HYBRIDS and load.weights_only
+    yield load.way, load.run.ep > 1, load.run.model in HYBRIDS and load.weights_only
     options = {**BY_NAME[load.source].options, **load.run.options}
     yield load.way[0], options.get("dtype"), options.get("no_distributed_optimizer"), load.run.ep > 1
     yield from ((load.way[0], option) for option in [*options, *(["vpp"] if load.run.vpp > 1 else [])])
@@ -265,7 +265,7 @@ DIRECTIONS |= {("megatron", "hf", "megatron"), ("megatron-dist", "hf", "megatron
 
 
 def test_every_architecture_goes_in_every_direction() -> None:
-    """Includes every architecture of the trainer. `tests/names` compares names, shapes and logits for the others."""
+    """With ALL=1, every architecture of the trainer. `tests/names` compares names, shapes and logits for all."""
     assert {(load.run.model, load.way) for load in ALL_LOADS} >= {(a, way) for a in ARCHITECTURES for way in DIRECTIONS}
 
 
