@@ -118,9 +118,9 @@ def serve() -> Iterator[ObjectStore]:
     server.store = store = ObjectStore(endpoint, client)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    client.create_bucket(Bucket=BUCKET)
-    store.requests.clear()
     try:
+        client.create_bucket(Bucket=BUCKET)
+        store.requests.clear()
         yield store
     finally:
         server.shutdown()
