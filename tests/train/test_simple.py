@@ -21,8 +21,8 @@ TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp")
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = (*TORCH, *ZERO)
 BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids 2 by 2, and 2 by 1
-#: All of torch's strategies save DCP. Every format goes to every other one. With ALL=1, each strategy of torch stops, and
-#: goes on, with another one of torch, with itself, and with a stage of ZeRO.
+#: All of torch's strategies save DCP. Every format goes to every other one. With ALL=1, each strategy of torch stops,
+#: and goes on, with another one of torch, with itself, and with a stage of ZeRO.
 ALL_PAIRS = [
     *((one, ZERO[number % 3]) for number, one in enumerate(TORCH)),
     ("tp-fsdp", "zero3"),  # boxes are cut at other places than for stages 1 and 2
