@@ -44,7 +44,7 @@ def killed(folder: Path) -> dict[str, Any]:
         _wait_for(lambda: len(list((run / "records").glob("*.json"))) >= 2, process, folder / "log")
         pid = json.loads((run / "heartbeats" / "rank-1.json").read_text())["pid"]
         os.kill(pid, signal.SIGSTOP)
-        stopped = _watch(run, "--silent", "3")
+        stopped = _watch(run, "--silent", "4")
         os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGKILL)
         died = _watch(run)

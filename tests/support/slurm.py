@@ -94,8 +94,8 @@ class Cluster:
         slurmd refuses a job's credential from the second in which the last one was revoked.
         """
         self.wait(lambda: self.job(number).get("Restarts") == times, f"job {number} requeued")
-        requeued = int(time.time())
-        self.wait(lambda: int(time.time()) > requeued, "another second")
+        requeued = time.monotonic()
+        self.wait(lambda: time.monotonic() > requeued + 2, "another second")
 
     def start_again(self, number: str, times: str) -> None:
         """Wait for the requeue and restart the job now: Slurm would delay it for a credential's lifetime."""

@@ -42,8 +42,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
     asked = ["--gpus-per-node=0", f"--output={logs}", f"--job-name={tmp_path / 'ranks'}", TRAIN]
     train = [run, "--until", "100000", "--save-every", "3", *words]
-    path = path_with(cluster, tmp_path, "sleep", "exec /bin/sleep 3")  # between two looks for a dead node
-    number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="1", PATH=path)
+    number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="5")
     firsts = []  # each start's first step
 
     def steps() -> int:
@@ -70,7 +69,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         go_on("1")
         cluster.ask("scancel", urgent)
         cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
-        with cluster.configured(KillWait=1, MessageTimeout=5):
+        with cluster.configured(KillWait=5):
             cluster.ask("scancel", "--signal=USR1", number)  # like Slurm before the limit, to all ranks
             cluster.start_again(number, "2")
             go_on("2")
