@@ -104,7 +104,8 @@ class Cluster:
         self.run("scontrol", "update", f"jobid={number}", "starttime=now")  # no effect if it has started meanwhile
 
     def wait_for_nodes(self) -> None:
-        """Wait until both nodes answer and are idle."""
+        """Wait until both nodes answer and are idle, and no job is ending on one: sinfo still calls that idle."""
+        self.wait(lambda: not self.ask("squeue", "-h"), "jobs gone", 60)
         self.wait(lambda: self.ask("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == "2", "nodes idle", 60)
 
     @contextmanager
