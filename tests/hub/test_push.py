@@ -32,7 +32,6 @@ from converters.names.hub import save_pretrained
 from tests.support.commands import Result, ckpt, process
 from tests.support.hub_server import LARGE, File, HubServer, Repo
 from tests.support.places import FIXTURES, REPOSITORY
-from tests.support.sampling import sample
 
 REPO = "me/merged"
 Run = Callable[..., Result]
@@ -105,7 +104,7 @@ def test_push_and_push_again(server: HubServer, folder: Path, run: Run) -> None:
     assert not server.uploads and len(server.repos[REPO].messages) == 2
 
 
-@pytest.mark.parametrize("server", sample(["lfs", "xet"], lambda _: ["where it is committed"]), indirect=True)
+@both_ways
 def test_a_branch_and_a_pull_request(server: HubServer, folder: Path, run: Run) -> None:
     (folder / "README.md").write_text("---\ntags: [mine]\n---\nmy own card\n")
     branch = run("push", folder, "--repo-id", REPO, "--revision", "v1")
@@ -159,14 +158,8 @@ def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
     assert {name: server.tree(REPO)[name] for name in before} == before
 
 
-@pytest.mark.parametrize(
-    ("server", "how"),
-    sample(
-        [("xet", signal.SIGINT), ("lfs", signal.SIGKILL), ("xet", signal.SIGKILL), ("lfs", signal.SIGINT)],
-        lambda case: case,
-    ),
-    indirect=["server"],
-)
+@both_ways
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_midway_and_resumed(server: HubServer, folder: Path, run: Run, how: signal.Signals) -> None:
     server.hold = threading.Event()
     command = [sys.executable, "-m", "ckpt", "push", str(folder), "--repo-id", REPO]
