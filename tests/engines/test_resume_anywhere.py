@@ -25,10 +25,10 @@ COMMON = {"model": "llama_wide", "vocab": 512, "dtype": "fp32", "scheduler": "to
 GRID = {"tp": 2, "pp": 2, "transformer_impl": "local"}
 #: Strategy, ranks, ckpt.resume's options not recorded by this trainer, and the trainer's options.
 CHAIN: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("zero3", 2, {}, {}),
+    ("zero3", 4, {}, {}),
     ("zero2", 3, {"format": "zero2"}, {}),
     ("fsdp2", 2, {"format": "dcp"}, {}),
-    ("zero3", 3, {"format": "zero3", "dtype": "fp32"}, {}),
+    ("zero3", 4, {"format": "zero3", "dtype": "fp32"}, {}),
     ("megatron", 4, {"format": "megatron"} | GRID, {"tp": 2, "pp": 2, "save": "torch", "vocab_multiple": 128}),
     ("zero1", 2, {"format": "zero1"}, {}),
 ]
@@ -95,7 +95,7 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
     worker = "tests.support.user_script"
     for number, (engine, ranks) in enumerate(parts, 1):
         starts.append((ranks, worker, [str(2 * number), str(tmp_path), "resume_anywhere.py", engine, "outputs"]))
-    starts.append((2, worker, ["0", str(tmp_path), "resume_anywhere.py", "zero3", "unbroken"]))
+    starts.append((4, worker, ["0", str(tmp_path), "resume_anywhere.py", "zero3", "unbroken"]))
     fork(starts, ["tests.support.hf_trainer", *RESUMING])
     history, unbroken = (
         {
