@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,11 +124,27 @@ def serve() -> Iterator[ObjectStore]:
         store.requests.clear()
         yield store
     finally:
+        client.close()
         server.shutdown()
+        for connection in server.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 class _Server(ThreadedWSGIServer):
+    """Its end waits for the threads of all connections: other tests compare threads and open files."""
+
     store: ObjectStore
+    daemon_threads = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.connections: list[socket.socket] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
 
 
 class _Handler(MotoRequestHandler):

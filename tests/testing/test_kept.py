@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,33 @@ def test_the_same_is_copied_and_the_copy_is_the_tests_own(run: Callable[..., str
     (tmp_path / "two/made.txt").write_text("changed")
     assert run("four") == "copied"
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
+
+
+def test_two_processes_make_the_same_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that begins later waits, and copies."""
+    monkeypatch.setenv("CKPT_TEST_CACHE", str(tmp_path / "cache"))
+    context = multiprocessing.get_context("fork")
+    made, begun = context.Queue(), context.Event()
+
+    def make(folder: Path) -> None:
+        def fill() -> None:
+            begun.set()
+            folder.mkdir()
+            time.sleep(0.3)
+            (folder / "made.txt").write_text("made")
+            made.put(folder.name)
+
+        kept.make_once(folder, MODULE, "{}", fill)
+
+    first, second = (context.Process(target=make, args=(tmp_path / name,)) for name in ("one", "two"))
+    first.start()
+    assert begun.wait(60)
+    second.start()
+    for process in (first, second):
+        process.join(60)
+        assert process.exitcode == 0
+    assert made.get(timeout=60) == "one" and made.empty()
+    assert (tmp_path / "two/made.txt").read_text() == "made"
 
 
 def test_what_is_read_is_part_of_what_must_be_the_same(run: Callable[..., str], tmp_path: Path) -> None:

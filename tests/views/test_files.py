@@ -65,7 +65,7 @@ def test_every_kind_of_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buf
     monkeypatch.setattr(views, "MAX_ROWS", 2)
     before = open_files()
     assert_reads(Views(case.plan, 1 << 20), case.expected, Random(0))
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_threads_read_one_file_at_a_time_each_its_own_range(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ class TestConversion:
             conversion.open("../latest")
 
     def test_nothing_runs_behind_it(self) -> None:
-        threads = threading.active_count()
+        threads = threading.enumerate()
         with ckpt.plan(ckpt.open(TOY), "zero2", Layout(world_size=3)).open("latest") as view:
             view.read()
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= set(threads)
 
     def test_positions(self) -> None:
         with ckpt.plan(ckpt.open(TOY), "zero2", Layout(world_size=3)).open("latest") as view:
