@@ -261,7 +261,7 @@ def _interruptible(action: Callable[[], T], limit: float = math.inf) -> T:
 
     threading.Thread(target=act, daemon=True).start()
     end = time.monotonic() + limit
-    while not wait([done], 0.2).done:  # Ctrl-C between two system calls doesn't end the second
+    while not wait([done], 0.2).done:  # a signal that comes just before a wait doesn't end it
         if time.monotonic() > end:
             raise StorageError("the store's listing does not end", found=f"nothing new in {limit:.0f} s")
     return done.result()

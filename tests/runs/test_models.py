@@ -156,7 +156,7 @@ def test_resume_carries_all_models_or_refuses(kind: str, tmp_path: Path) -> None
     assert [one.name for one in tmp_path.iterdir()] == ["save"]
 
 
-#: What the tag of a save's model by number is given for.
+#: Numbers of a save's tags, and the paths that each tag is tried with.
 ASKED = sample(
     [(number, of) for number in range(4) for of in ("the save", "the run", "the run and its step")], lambda case: case
 )

@@ -195,7 +195,7 @@ def test_a_run_of_diffusers_under_deepspeed_has_its_hooks_config(
     hooks = ["unet", "unet_ema"] if stage == 2 else ["unet"]
     for target in (target for of, target in HOOKED if of == stage):
         out = tmp_path / f"out-{target}"
-        done = ckpt("convert", "auto", target, run, "--world-size", 3, "-o", out)
+        done = ckpt("convert", "auto", target, run, "--world-size", 3, "--verify", "-o", out)
         told = f"copied for the script's load hook: {', '.join(f'{name}/' for name in hooks)}"
         assert done.code == 0 and told in done.err, done.err
         for name in hooks:

@@ -54,7 +54,7 @@ def test_every_strategy_works_with_the_defaults_alone(tmp_path: Path) -> None:
     def start(strategy: str, size: int) -> tuple[int, str, list[str]]:
         return size, "train.__main__", ["--strategy", strategy, "--output", str(tmp_path / f"{strategy}-{size}")]
 
-    # On 2 ranks, and one of its stages or versions alone
+    # Every strategy on 2 ranks, and one stage or version of each on 1
     cases = sample(product((2, 1), STRATEGIES), lambda case: [case[1], (case[0], case[1].rstrip("123"))])
     engines = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"]
     fork_once(tmp_path, [start(strategy, size) for size, strategy in cases], [*engines, modeling("llama")])

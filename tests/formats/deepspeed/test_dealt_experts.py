@@ -15,11 +15,10 @@ from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.deepspeed.facts import DeepSpeedFacts
 from tests.formats.deepspeed.expert_runs import RUNS
-from tests.support.engines import DEEPSPEED, fork_once, raw
+from tests.support.engines import UNCOMPILED, fork_once, raw
 from tests.support.sampling import sample
 
 STEP = "global_step2"
-PRELOAD = [*DEEPSPEED, "tests.train.uncompiled"]  # a build of its operation takes a minute
 #: ep_size and ranks.
 TARGETS = ((2, 4), (4, 4), (1, 4), (2, 2), (1, 2), (1, 1))
 #: Each target, and each run to each ep_size.
@@ -31,12 +30,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the state of each engine when it saved, and of engines on other ranks after loading."""
     folder = tmp_path_factory.mktemp("experts")
     worker = "tests.formats.deepspeed.expert_runs"
-    fork_once(folder, [(4, worker, ["save", str(folder)])], PRELOAD)
+    fork_once(folder, [(4, worker, ["save", str(folder)])], UNCOMPILED)
     for size, ranks, name in CASES:
         plan = api.plan(api.open(folder / name), name, Layout(world_size=ranks, ep_size=size))
         plan.run(folder / f"{name}-ep-{size}-on-{ranks}")
     numbers = dict.fromkeys(ranks for _, ranks in TARGETS)
-    fork_once(folder, [(ranks, worker, ["load", str(folder)]) for ranks in numbers], PRELOAD)
+    fork_once(folder, [(ranks, worker, ["load", str(folder)]) for ranks in numbers], UNCOMPILED)
     return folder
 
 

@@ -62,7 +62,7 @@ ALL_CELLS = [
 
 
 def turn(cell: Cell) -> int:
-    """Return a place in the order in which the fewest runs are enough for the sample."""
+    """Sort key with which the sample needs the fewest runs."""
     return (2 * cell.world_size + 5 * DTYPES.index(cell.dtype) + 3 * MODELS.index(cell.model)) % 7
 
 
