@@ -1,8 +1,8 @@
 """Tables of times, ratios and peak memory: `python -m benchmarks`.
 
 Conversions are compared with `cp` and `sync` of the output, because ckpt's output is on disk when it returns. Caches
-are warm, except in the section `cold`, and ckpt is compiled to bytecode. Every figure covers a whole process. A time is
-the median over the rounds, and a ratio the median over the rounds' ratios, both with minimum and maximum.
+are warm, except in `cold` and `disk`, and ckpt is compiled to bytecode. `plans`, `many` and `huge` run each command
+once. In the other sections a time is the median over the rounds, and a ratio the median over the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from benchmarks import (
 )
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
+from ckpt.base.text import pluralize
 
 SECTIONS = {
     "zero": zero,
@@ -61,6 +62,8 @@ SECTIONS = {
 }
 NAMED_ONLY = {"disk": disk, "huge": huge, "many": many, "release": release}
 ALL = SECTIONS | NAMED_ONLY
+#: Sections that run each command once, whatever `--rounds` says.
+ONCE = {"plans", "many", "huge"}
 
 _SHORT = readme.RESULTS.relative_to(Path(__file__).parents[1])
 
@@ -105,12 +108,12 @@ def main() -> None:
         measure = partial(zero.measure, large=options.large) if name == "zero" else ALL[name].measure
         later = {kind for other in chosen[position + 1 :] for kind in ALL[other].SOURCES}
         try:
-            day = _day(options.rounds)
+            day = _day(1 if name in ONCE else options.rounds)
             say(name, str(measure(bench)), day)
         finally:
             bench.clear(sources=[kind for kind in ALL[name].SOURCES if kind not in later])
     if "zero" in chosen:
-        started = rounds([Case("ckpt --help", [*CKPT, "--help"])], 5)["ckpt --help"]
+        started = rounds([Case("ckpt --help", [*CKPT, "--help"])], options.rounds)["ckpt --help"]
         told = f"ckpt --help: {started.seconds:.2f} s, {started.cpu_seconds:.2f} s of cpu, {started.peak_mb:.0f} MB"
         say("help", told, _day(options.rounds))
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
@@ -122,7 +125,7 @@ def _day(num_rounds: int) -> str:
     day = datetime.now(timezone.utc).strftime("%d %B %Y").lstrip("0")
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     load = f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}"
-    return f"{day}, {load}, {num_rounds} rounds, {versions}"
+    return f"{day}, {load}, {pluralize(num_rounds, 'round')}, {versions}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`ckpt hash` against `xxhsum` and `b3sum` on the same files, with digests checked by other readers.
 
-Start-up dominates the smaller checkpoint, so only the larger one has a speed goal.
+Start-up dominates the smaller checkpoint, so only the larger one has a speed goal. A row names the Python library that
+stands in for a missing program.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def measure(bench: Bench) -> Table:
         source = bench.source(kind)
         hashing = Case(f"ckpt hash, {kind}", [*CKPT, "hash", source, "-q"])
         run_by = [PYTHON, "-m", "benchmarks.hash_peer"]
-        peers = [Case(f"{name}, {kind}", [*run_by, name, source]) for name in ALGORITHMS if name not in neither]
+        peers = [Case(f"{_label(name)}, {kind}", [*run_by, name, source]) for name in ALGORITHMS if name not in neither]
         report = bench.scratch(f"hash-{kind}.json")
         run(Case("report", ["sh", "-c", 'exec "$@" >"$0"', report, *hashing.command, "--json"]))
         folder = source / f"global_step{STEP}" if kind == "zero3" else source
@@ -43,3 +44,7 @@ def measure(bench: Bench) -> Table:
         goals,
         notes,
     )
+
+
+def _label(name: str) -> str:
+    return name if is_installed(name) else f"Python {ALGORITHMS[name].library} for {name}"

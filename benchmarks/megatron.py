@@ -53,4 +53,4 @@ def _plan(bench: Bench) -> str:
         one.cpu_seconds <= PLAN_SECONDS and one.peak_mb <= PLAN_MB, f"<= {PLAN_SECONDS} s of cpu, {PLAN_MB} MB"
     )
     figures = f"{one.seconds:.1f} s, {one.cpu_seconds:.1f} s of cpu, peak {one.peak_mb:.0f} MB {reached}"
-    return f"plan of DeepSeek-V3 ({made}) -> TP 8, PP 16, EP 8: {figures}"
+    return f"plan of DeepSeek-V3 ({made}) -> TP 8, PP 16, EP 8, run once: {figures}"

@@ -1,7 +1,7 @@
-"""Plans for many small tensors, and a folder with many items: the cost without bytes to move.
+"""Plans for many small tensors, and checkpoints with many items: the cost without bytes to move.
 
-`--dry-run` uses sparse files with real sizes. Written tensors are compared with the source, read by transformers or
-DeepSpeed's rule, unless they are holes.
+Each row runs once. Real sizes are in sparse files. Written tensors are compared with the source, read by transformers
+or DeepSpeed's rule, unless they are holes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 
 from benchmarks.measure import CKPT, PYTHON, Case, call, run
 from benchmarks.models import STEP
-from benchmarks.runner import Bench, verdict
+from benchmarks.runner import Bench, within
 
 SOURCES: Sequence[str] = ()
 PEER = "zero_to_fp32.py"
+TITLE = "Qwen3-235B-A22B (36,945 tensors in hf, 1,037 in zero3), unless a row names something else"
 
 #: ckpt's arguments after the format, the source, and the limits for processor seconds and megabytes.
 _GOALS: dict[str, tuple[list[str], str, float, float]] = {
@@ -52,7 +53,7 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
 
 
 def measure(bench: Bench) -> str:
-    lines = ["Structure of Qwen3-235B-A22B, 36,945 tensors", f"{'':<46}{'seconds':>9}{'cpu s':>8}{'peak MB':>9}"]
+    lines = [TITLE, f"{'':<46}{'seconds':>9}{'cpu s':>8}{'peak MB':>9}"]
 
     def add(case: Case, said: Callable[[float, float], str] = lambda *_: "") -> None:
         one = run(case)
@@ -79,9 +80,7 @@ def measure(bench: Bench) -> str:
 
 def judged(name: str, cpu_seconds: float, peak_mb: float) -> str:
     """Return the goals of the row `name`, marked if missed."""
-    *_, cpu, peak = _GOALS[name]
-    memory = verdict(peak_mb <= peak, f"<= {peak:g} MB")
-    return f"cpu {verdict(cpu_seconds <= cpu, f'<= {cpu:g} s')}; memory {memory}"
+    return within(cpu_seconds, peak_mb, _GOALS[name][2:])
 
 
 def _compared(kind: str, arguments: Sequence[str], source: Path, output: Path) -> str | None:

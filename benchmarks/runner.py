@@ -51,6 +51,13 @@ def verdict(reached: bool, goal: str) -> str:
     return f"({goal})" if reached else f"(MISSED {goal})"
 
 
+def within(cpu_seconds: float, peak_mb: float, goals: tuple[float, float]) -> str:
+    """Return the goals for processor seconds and megabytes, marked if missed."""
+    cpu, peak = goals
+    memory = verdict(peak_mb <= peak, f"<= {peak:g} MB")
+    return f"cpu {verdict(cpu_seconds <= cpu, f'<= {cpu:g} s')}; memory {memory}"
+
+
 @dataclass(frozen=True)
 class Table:
     title: str

@@ -53,5 +53,5 @@ def _large(bench: Bench) -> list[str]:
     found = []
     for name, extra in (("fp32", ()), ("bf16", ("--dtype", "bf16"))):
         one = run(Case(name, [*CKPT, "convert", "zero3", "hf", source, "-q", "-o", output, *extra], (output,)))
-        found.append(f"{num_params(num_layers) / 1e6:.0f} M parameters, {name}: peak {one.peak_mb:.0f} MB")
+        found.append(f"{num_params(num_layers) / 1e6:.0f} M parameters, {name}, run once: peak {one.peak_mb:.0f} MB")
     return found
