@@ -11,7 +11,7 @@ import torch
 from ckpt import api
 from ckpt.plan.checkpoint import Layout
 from tests.engines.odd_optimizers import KINDS, STEPS
-from tests.support.engines import UNCOMPILED, fork_once
+from tests.support.engines import DEEPSPEED, fork_once
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("odd")
     for what, ranks in RANKS.items():
         starts = [(ranks, "tests.engines.odd_optimizers", [what, str(folder)])]
-        fork_once(folder, starts, UNCOMPILED)
+        fork_once(folder, starts, DEEPSPEED)
         for name, kind in KINDS.items() if what == "save" else ():
             plan = api.plan(api.open(folder / name), f"zero{kind.stage}", Layout(world_size=RANKS["load"]))
             plan.run(folder / f"{name}-converted")

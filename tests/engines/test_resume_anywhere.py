@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import RESUMING, Truth, fork, launch_in_turn, raw
+from tests.support.engines import DEEPSPEED, RESUMING, Truth, fork, launch_in_turn, raw
 from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 
@@ -96,7 +96,7 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
     for number, (engine, ranks) in enumerate(parts, 1):
         starts.append((ranks, worker, [str(2 * number), str(tmp_path), "resume_anywhere.py", engine, "outputs"]))
     starts.append((4, worker, ["0", str(tmp_path), "resume_anywhere.py", "zero3", "unbroken"]))
-    fork(starts, ["tests.support.hf_trainer", *RESUMING])
+    fork(starts, ["tests.support.hf_trainer", *DEEPSPEED, *RESUMING])
     history, unbroken = (
         {
             line["step"]: line

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt, process
-from tests.support.engines import fork, launch, launch_in_turn
+from tests.support.engines import DEEPSPEED, fork, launch, launch_in_turn
 from tests.support.pages import Command, blocks, commands, differences, row_differs
 from tests.support.places import REPOSITORY
 from tests.support.sampling import sample
@@ -44,7 +44,7 @@ def output(words: list[str], folder: Path) -> str:
     (folder / words[4]).mkdir(exist_ok=True)
     # Importing transformers and DeepSpeed in each rank would dominate the run time.
     watched = ["0", str(folder), *words[3:]]
-    return fork([(int(words[2]), "tests.support.user_script", watched)], ["tests.support.hf_trainer"])
+    return fork([(int(words[2]), "tests.support.user_script", watched)], ["tests.support.hf_trainer", *DEEPSPEED])
 
 
 def history(step: Path) -> dict[int, dict[str, Any]]:

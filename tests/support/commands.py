@@ -10,14 +10,15 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from ckpt.cli import app
+from ckpt.cli import app, parser
+from ckpt.plan import registry
 from tests.support.hints import check_hint
 from tests.support.places import REPOSITORY
 
@@ -31,8 +32,22 @@ class Result:
 
 @functools.cache
 def _command() -> Any:
-    """Build the command for `app` once: typer inspects every parameter, most of a short run's time."""
+    """Build `app` and each of its commands once: typer inspects every parameter, most of a short run's time."""
+    setattr(parser, "_built", _built_once(parser._built))  # noqa: B010
     return typer.main.get_command(app)
+
+
+def _built_once(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `build` with its results kept, as long as the installed formats declare the same options."""
+    kept: dict[Any, Any] = {}
+
+    def built(command: Any) -> Any:
+        declared = tuple((owner, *formats) for owner, formats in registry.declared_options().items())
+        if (command, declared) not in kept:
+            kept[command, declared] = build(command)
+        return kept[command, declared]
+
+    return built
 
 
 def ckpt(*args: str | Path) -> Result:

@@ -39,10 +39,11 @@ MEGATRON = (
     "megatron.core.dist_checkpointing.serialization",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
 )
-#: DeepSpeed, and its imports at the first engine's start.
-DEEPSPEED = ("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer")
-#: The same without a build of its operation, which takes a minute.
-UNCOMPILED = (*DEEPSPEED, "tests.train.uncompiled")
+#: DeepSpeed without a build of its operation, which takes a minute, and its imports at the first engine's start.
+DEEPSPEED = (
+    *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    "tests.train.uncompiled",
+)
 #: Packages to preload for our own modules, by module prefix.
 _BEHIND = {
     "train.engines": DEEPSPEED,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import RESUMING, UNCOMPILED, fork
+from tests.support.engines import DEEPSPEED, RESUMING, fork
 from tests.support.places import REPOSITORY
 from tests.support.sampling import sample
 
@@ -41,7 +41,7 @@ def facets(pair: tuple[str, str]) -> Iterator[object]:
 
 
 PAIRS = sample(ALL_PAIRS, facets)
-PRELOAD = [*UNCOMPILED, *RESUMING]
+PRELOAD = [*DEEPSPEED, *RESUMING]
 TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
 #: All strategies in a chain in one folder, in bf16 like the default.
 CHAIN = [("zero3", 4), ("fsdp2", 3), ("hsdp", 2), ("tp-fsdp", 4), ("zero1", 2), ("ddp", 1), ("fsdp1", 3), ("zero2", 2)]

@@ -15,7 +15,7 @@ from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.deepspeed.facts import DeepSpeedFacts
 from tests.formats.deepspeed.expert_runs import RUNS
-from tests.support.engines import UNCOMPILED, fork_once, raw
+from tests.support.engines import DEEPSPEED, fork_once, raw
 from tests.support.sampling import sample
 
 STEP = "global_step2"
@@ -30,12 +30,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the state of each engine when it saved, and of engines on other ranks after loading."""
     folder = tmp_path_factory.mktemp("experts")
     worker = "tests.formats.deepspeed.expert_runs"
-    fork_once(folder, [(4, worker, ["save", str(folder)])], UNCOMPILED)
+    fork_once(folder, [(4, worker, ["save", str(folder)])], DEEPSPEED)
     for size, ranks, name in CASES:
         plan = api.plan(api.open(folder / name), name, Layout(world_size=ranks, ep_size=size))
         plan.run(folder / f"{name}-ep-{size}-on-{ranks}")
     numbers = dict.fromkeys(ranks for _, ranks in TARGETS)
-    fork_once(folder, [(ranks, worker, ["load", str(folder)]) for ranks in numbers], UNCOMPILED)
+    fork_once(folder, [(ranks, worker, ["load", str(folder)]) for ranks in numbers], DEEPSPEED)
     return folder
 
 

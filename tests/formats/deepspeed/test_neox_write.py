@@ -16,7 +16,7 @@ from ckpt.errors import LossError
 from ckpt.plan.checkpoint import Layout
 from tests.formats.deepspeed.neox_pipeline import INPUT, ROLES
 from tests.support import commands
-from tests.support.engines import UNCOMPILED, fork_once, raw
+from tests.support.engines import DEEPSPEED, fork_once, raw
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -104,7 +104,7 @@ def held(model: Any, trained: Any, tmp_path_factory: pytest.TempPathFactory) -> 
             run, out = folder / f"{name}-{stages}", folder / f"{name}-{stages}-held"
             ckpt.plan(ckpt.open(source.folder), FORMAT, Layout(pp=stages, world_size=stages)).run(run)
             starts.append((stages, "tests.formats.deepspeed.neox_pipeline", [json.dumps(SIZES), str(run), str(out)]))
-    fork_once(folder, starts, UNCOMPILED)
+    fork_once(folder, starts, DEEPSPEED)
     return {
         (name, stages): [torch.load(folder / f"{name}-{stages}-held" / f"{rank}.pt") for rank in range(stages)]
         for name in ("model", "trained")
