@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-cards"), help="folder for checkpoints")
     parser.add_argument("--disk", type=float, default=100, help="GB that may be used there (default: 100)")
     parser.add_argument("--part", action="store_true", help="move only as much as holds each kind of layer once")
+    parser.add_argument("--part-states", action="store_true", help="the same for masters and states; move all weights")
     parser.add_argument(
         "--narrow", type=int, default=1, metavar="N", help="keep one in N heads, and as much of the MLPs' inner width"
     )
@@ -45,13 +46,20 @@ def main() -> None:
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.pages.mkdir(parents=True, exist_ok=True)
     for name in options.models or known:
-        card = made(known[name], options.folder, options.disk, options.part, options.narrow)
+        card = made(known[name], options.folder, options.disk, options.part, options.narrow, options.part_states)
         (options.pages / f"{name}.md").write_text(page(card))
         (options.pages / "index.md").write_text(index(options.pages, known))
         print(options.pages / f"{name}.md", flush=True)
 
 
-def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False, narrow: int = 1) -> Card:
+def made(
+    model: Model,
+    folder: Path,
+    disk_gb: float,
+    part_only: bool = False,
+    narrow: int = 1,
+    part_states: bool = False,
+) -> Card:
     """Move the model through all journeys."""
     released, shapes = model, shapes_of(model, folder)
     whole = shapes
@@ -59,7 +67,7 @@ def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False, na
         model = replace(model, config=narrowed(model.config, narrow))
         shapes = shapes_of(model, folder)
     found: list[tuple[Journey, tuple[Moved, ...]]] = []
-    for number, chosen in enumerate(_chosen(model, shapes, int(disk_gb * 1e9), part_only)):
+    for number, chosen in enumerate(_chosen(model, shapes, int(disk_gb * 1e9), part_only, part_states)):
         journey = _journeys(model)[number]
         moved = []
         for window in chosen:
@@ -68,16 +76,22 @@ def made(model: Model, folder: Path, disk_gb: float, part_only: bool = False, na
             moved.append(travel(fitted, model.config, window, folder / model.name, model.ranks[0]))
             print(f"{model.name}: {journey.title.lower()}, layers {window.start} to {window.stop - 1}", flush=True)
         if moved:
-            check_held(moved, model.config, journey.held(shapes), not part_only)
+            is_part = part_only or (part_states and journey.source == "zero3")
+            check_held(moved, model.config, journey.held(shapes), not is_part)
         found.append((journey, tuple(moved)))
-    options = f"--disk {disk_gb:g}{' --part' if part_only else ''}{f' --narrow {narrow}' if narrow > 1 else ''}"
+    options = f"--disk {disk_gb:g}{' --part' if part_only else ''}{' --part-states' if part_states else ''}"
+    options += f" --narrow {narrow}" if narrow > 1 else ""
     return Card(released, circumstances(folder, options), whole, tuple(found), narrow)
 
 
-def _chosen(model: Model, shapes: Mapping[str, Shape], disk: int, part_only: bool) -> list[list[Window]]:
+def _chosen(
+    model: Model, shapes: Mapping[str, Shape], disk: int, part_only: bool, part_states: bool
+) -> list[list[Window]]:
     """Return each journey's windows. A part is the same in both, or too large for the second and left out there."""
     limits = [most_elements(journey, disk) for journey in _journeys(model)]
     try:
+        if part_states:
+            return [windows(model.config, shapes, limits[0]), part(model.config, shapes, limits[1])]
         if not part_only:
             return [windows(model.config, shapes, most) for most in limits]
         with contextlib.suppress(ValueError):

@@ -17,16 +17,17 @@ _INDEX = """# Verification cards
 
 Each card is one run of `make cards`: a released model's config, tensors filled with random bits, and their way from
 Hugging Face through Megatron, other sizes, ZeRO-3 on two numbers of ranks and DCP, and back. A second journey carries
-fp32 masters and Adam's states. An adapter goes to Megatron and back instead, and its merge through all formats. No
-weights were downloaded or trained.
+fp32 masters and Adam's states. An adapter goes to Megatron and back instead, and its merge takes the first journey. No
+weights were downloaded or trained. The table below names how much of each model was moved: of most, a small part.
 
 - A generator seeded by each tensor's name makes any bit pattern: -0.0, infinities, subnormal numbers, NaN with any
   payload. Exceptions: Qwen3.5's gated norms are numbers of bf16 from 0.5 to 2, because Megatron stores one less. An
-  adapter, and the weights that it changes, have no infinities and NaNs. Cards of commits 7ce0497b and add0e186 have no
-  signalling NaNs in bf16, and give other digests today.
+  adapter, and the weights that it changes, have no infinities and NaNs.
 - At the source and every station, `ckpt hash --dtype bf16` gave each tensor the generator's digest, and after a merge
   the digest of the tensor that PEFT's `merge_and_unload` saved. At the end torch and safetensors alone compared the
   last checkpoint with the source, or with PEFT's (`benchmarks/equal.py`). A page is only written if all were equal.
+- DCP keeps the masters as its weights, so `--dtype bf16` rounds them there. The last checkpoint was made from it, and
+  its masters were compared in full.
 - A model larger than the disk goes through in windows. A window is a model of its own: its layers count from 0, it has
   the tensors outside the layers, and its pipeline and expert ranks divide what it has. With `PART=1` a window is cut to
   hold each kind of layer once, and `NARROW=4` leaves a quarter of the heads and of the MLPs' inner width. A card names
@@ -100,11 +101,17 @@ def index(folder: Path, known: Iterable[str]) -> str:
 def _total(cards: Sequence[str]) -> str:
     moved = [re.findall(r"([\d,]+) tensors, ([\d,]+) elements", card)[0] for card in cards]
     tensors, elements = (sum(_number(one[n]) for one in moved) for n in range(2))
-    stations = re.findall(r"^\| \d\. .+?\| ([\d,]+) \| ([\d.]+) \|", "\n".join(cards), re.MULTILINE)
-    size, seconds = sum(_number(size) for size, _ in stations), sum(float(one) for _, one in stations)
+    whole = sum(": a part, " not in card.splitlines()[2] for card in cards)
+    conversions, size, seconds = 0, 0, 0.0
+    for journey in "\n".join(cards).split("\n## "):
+        windows = re.search(r"^(\d+) windows of layers", journey, re.MULTILINE)
+        stations = re.findall(r"^\| \d\. .+?\| ([\d,]+) \| ([\d.]+) \|", journey, re.MULTILINE)
+        conversions += len(stations) * (int(windows[1]) if windows else 1)
+        size += sum(_number(one) for one, _ in stations)
+        seconds += sum(float(one) for _, one in stations)
     return (
-        f"{len(cards)} models, {tensors:,} tensors of {elements:,} elements: {len(stations)} conversions wrote "
-        f"{size:,} bytes in {seconds:,.0f} s. No tensor differed."
+        f"{len(cards)} models, {whole} of them whole: {tensors:,} tensors of {elements:,} elements. {conversions} "
+        f"conversions wrote {size:,} bytes in {seconds:,.0f} s. No tensor differed."
     )
 
 

@@ -147,6 +147,15 @@ def test_a_part_is_called_a_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_states_alone_can_be_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_stations = (Journey("Weights", "hf", (), "safetensors"), Journey("States", "zero3", (), "zero3"))
+    monkeypatch.setattr(cards, "journeys", lambda *_: without_stations)
+    text = page(cards.made(TINY, tmp_path, disk_gb=1, part_states=True))
+    assert "**Weights: whole**" in text and "**States: a part, " in text
+    assert f"python -m benchmarks.cards {TINY.name} --disk 1 --part-states\n" in text
+
+
+@pytest.mark.slow
 def test_a_narrow_model_is_called_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "journeys", lambda *_: (Journey("Weights", "hf", (), "safetensors"),) * 2)
     card = cards.made(TINY, tmp_path, disk_gb=1, part_only=True, narrow=2)
