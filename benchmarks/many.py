@@ -144,4 +144,4 @@ def _killed(command: Sequence[str | Path], output: Path) -> str:
     if codes != {7, -signal.SIGKILL} or any(process.wait() for process in again):
         raise RuntimeError(f"{codes}: {told}")
     ended = f"rank {SIZES[-1] - 1} of {SIZES[-1]} killed: the others ended after {seconds:.1f} s; {error}"
-    return f"{ended}; then {SIZES[-1]} processes: {goes_on}"
+    return f"{ended}; then {SIZES[-1]} processes: {goes_on.replace(f'{output.parent}/', '')}"

@@ -244,7 +244,7 @@ class _Many:
         if len(self.started) == 1:
             return [_Process(7, "error: rank 47 of 48 has ended")] * (size - 1) + [_Process(-9, "")]
         self.write(command, size)
-        return [_Process(0, "note: continuing")] * size
+        return [_Process(0, f"note: continuing {command[command.index('-o') + 1]}")] * size
 
 
 def test_many_prints_every_row_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_many_prints_every_row_in_one_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert toy == ["31.0", "15.0", "400", "per process: cpu (MISSED <= 1 s); memory (<= 400 MB) |"]
     (killed,) = cells
     assert killed.startswith("hf -> hf, tiny, rank 47 of 48 killed: ")
-    assert killed.endswith(f"; then 48 processes: note: continuing; {many.SAME}")
+    assert killed.endswith(f"; then 48 processes: note: continuing many-output; {many.SAME}")
     assert processes.started == [48, 48]
     assert text.count(f"67 layers, hf: the largest share of many-{many.LARGER}") == 1
 
