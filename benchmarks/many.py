@@ -62,9 +62,9 @@ def measure(bench: Bench) -> str:
     try:
         add("whole conversion of a toy", ["zero3", "hf", _TOY, "-o", output], SIZES[-1:], _START)
         remove([other])
-        for source, layers in ((published, PUBLISHED), (larger, LARGER)):
+        for source, layers, sizes in ((published, PUBLISHED, SIZES[:1]), (larger, LARGER, SIZES)):
             zero3 = ["hf", "zero3", source, "--world-size", str(RANKS), *plan]
-            add(f"plan hf -> zero3, {layers} layers", zero3, SIZES, _PLAN)
+            add(f"plan hf -> zero3, {layers} layers", zero3, sizes, _PLAN)
         add(f"plan hf -> hf, {PUBLISHED} layers", ["hf", "hf", published, *plan], SIZES[:2], _PLAN)
         add("hf -> hf, tiny", move, SIZES)
         killed = _killed([*CKPT, "convert", *move], output)
