@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -39,12 +40,23 @@ class Goal:
 
     def said(self, factors: Sequence[float]) -> str:
         """Return the median with minimum and maximum, and the goal, marked if missed."""
-        factor = median(factors)
-        if self.at_least is not None:
-            figures = f"{factor:.1f} ({min(factors):.1f} to {max(factors):.1f}) x faster than {self.other}"
-            return f"{figures} {verdict(factor >= self.at_least, f'>= {self.at_least}')}"
-        reached = "" if self.at_most is None else f" {verdict(factor <= self.at_most, f'<= {self.at_most}')}"
-        return f"{factor:.2f} ({min(factors):.2f} to {max(factors):.2f}) x {self.other}{reached}"
+        if self.at_least is None:
+            return f"{self._shown(factors, 2)} x {self.other}{self._verdict(median(factors), f'<= {self.at_most}')}"
+        figures = f"{self._shown(factors, 1)} x faster than {self.other}"
+        return f"{figures}{self._verdict(median(factors), f'>= {self.at_least}')}"
+
+    def _reached(self, factor: float) -> bool:
+        return factor <= (self.at_most or inf) if self.at_least is None else factor >= self.at_least
+
+    def _verdict(self, factor: float, goal: str) -> str:
+        return "" if self.at_least is None and self.at_most is None else f" {verdict(self._reached(factor), goal)}"
+
+    def _shown(self, factors: Sequence[float], digits: int) -> str:
+        """Return the three figures. The median has more digits if rounding changes its verdict."""
+        factor, more = median(factors), digits
+        while self._reached(round(factor, more)) != self._reached(factor):
+            more += 1
+        return f"{factor:.{more}f} ({min(factors):.{digits}f} to {max(factors):.{digits}f})"
 
 
 def verdict(reached: bool, goal: str) -> str:

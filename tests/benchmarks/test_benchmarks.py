@@ -17,7 +17,7 @@ import pytest
 from benchmarks import hash_peer, hashing, load, many, measure, moe_source, plans, readme, runner
 from benchmarks.__main__ import ALL, ONCE, SECTIONS, main
 from benchmarks.measure import Case, Measured, Run
-from benchmarks.runner import Bench, Table
+from benchmarks.runner import Bench, Goal, Table
 from tests.support.places import REPOSITORY
 
 
@@ -103,6 +103,15 @@ def test_a_recorded_factor_has_its_verdict() -> None:
         is_reached = float(factor) <= float(limit) if sign == "<" else float(factor) >= float(limit)
         is_rounded = float(factor) == float(limit)
         assert is_rounded or is_reached != bool(missed), (factor, missed, sign, limit)
+
+
+def test_rounding_changes_no_verdict() -> None:
+    faster = Goal("ckpt", "peer", at_least=3)
+    assert faster.said([2.96, 2.5, 3.5]) == "2.96 (2.5 to 3.5) x faster than peer (MISSED >= 3)"
+    assert faster.said([2.9996]) == "2.9996 (3.0 to 3.0) x faster than peer (MISSED >= 3)"
+    assert faster.said([3.04]) == "3.0 (3.0 to 3.0) x faster than peer (>= 3)"
+    assert Goal("ckpt", "cp", at_most=1.25).said([1.254]) == "1.254 (1.25 to 1.25) x cp (MISSED <= 1.25)"
+    assert Goal("ckpt", "cp").said([1.254]) == "1.25 (1.25 to 1.25) x cp"
 
 
 def test_the_recorded_plans_have_every_goal_met_or_missed() -> None:
@@ -260,8 +269,8 @@ def test_many_prints_every_row_in_one_run(tmp_path: Path, monkeypatch: pytest.Mo
     cells = {one[1]: one[2:] for one in table[2:]}
     goals = "per process: cpu (<= 15 s); memory (<= 400 MB) |"
     same = f"{many.SAME} |"
+    assert cells.pop("plan hf -> zero3, 61 layers, 1 process") == ["31.0", "15.0", "400", goals]
     for size in ("1 process", "8 processes", "48 processes"):
-        assert cells.pop(f"plan hf -> zero3, 61 layers, {size}") == ["31.0", "15.0", "400", goals]
         missed = goals.replace("cpu (", "cpu (MISSED ")
         assert cells.pop(f"plan hf -> zero3, 67 layers, {size}") == ["31.0", "16.0", "400", missed]
         assert cells.pop(f"hf -> hf, tiny, {size}") == ["31.0", "15.0", "400", " |" if size == "1 process" else same]
