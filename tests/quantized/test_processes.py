@@ -150,7 +150,7 @@ def test_a_number_that_is_not_finite_is_the_same_error(folder: Path, tmp_path: P
 def test_only_heavy_work_is_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ckpt.plan(ckpt.open(folder / "llama"), "hf", Layout(quantize="mxfp4")).plan
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr("ckpt.move.workers.in_use", lambda: False)  # unlike in tests before
+    monkeypatch.setattr("ckpt.move.workers.in_use", lambda: False)  # an earlier test may have left a store open
     assert Resources().num_processes(plan) == 1 < plan.computed_bytes < 64 << 20
     large = replace(plan, computed_bytes=1 << 30)
     assert [Resources().num_processes(large), Resources(workers=2).num_processes(large)] == [4, 1]
