@@ -128,7 +128,7 @@ bench: env  ## speed and memory against cp and the peers
 	$(BIN)/python -m benchmarks
 
 # DISK: GB for checkpoints; larger models go through in windows of layers. PART=1 moves each kind of layer once.
-cards: env  ## pages of released models, moved from hf through Megatron torch_dist, ZeRO-3 and DCP and back, adapters from PEFT; MODELS='Qwen3-8B gpt-oss-20b' DISK=50 PART=1 NARROW=4
+cards: env  ## pages of released models, moved through Megatron, ZeRO-3 and DCP; MODELS='Qwen3-8B gpt-oss-20b' DISK=50 PART=1 NARROW=4
 	$(BIN)/python -m benchmarks.cards $(MODELS) $(if $(DISK),--disk $(DISK)) $(if $(PART),--part) $(if $(NARROW),--narrow $(NARROW))
 
 clean:

@@ -35,8 +35,9 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"one of {', '.join(known)} (default: all)")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-cards"), help="folder for checkpoints")
     parser.add_argument("--disk", type=float, default=100, help="GB that may be used there (default: 100)")
-    parser.add_argument("--part", action="store_true", help="move only as much as holds each kind of layer once")
-    parser.add_argument("--part-states", action="store_true", help="the same for masters and states; move all weights")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--part", action="store_true", help="move only as much as holds each kind of layer once")
+    parts.add_argument("--part-states", action="store_true", help="the same in the second journey; all in the first")
     parser.add_argument(
         "--narrow", type=int, default=1, metavar="N", help="keep one in N heads, and as much of the MLPs' inner width"
     )
@@ -76,7 +77,7 @@ def made(
             moved.append(travel(fitted, model.config, window, folder / model.name, model.ranks[0]))
             print(f"{model.name}: {journey.title.lower()}, layers {window.start} to {window.stop - 1}", flush=True)
         if moved:
-            is_part = part_only or (part_states and journey.source == "zero3")
+            is_part = part_only or (part_states and number == 1)
             check_held(moved, model.config, journey.held(shapes), not is_part)
         found.append((journey, tuple(moved)))
     options = f"--disk {disk_gb:g}{' --part' if part_only else ''}{' --part-states' if part_states else ''}"
