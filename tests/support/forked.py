@@ -12,6 +12,9 @@ import os
 import sys
 import traceback
 
+#: Seconds for the other ranks to end by themselves after one has failed.
+_PATIENCE = 10.0
+
 
 def main() -> None:
     if len(sys.argv) > 1:
@@ -76,8 +79,13 @@ def launch(preload: list[str], starts: list) -> None:
         begun = mp.start_processes(_rank, (module, arguments, waits, goes), ranks, join=False, start_method="fork")
         os.close(goes)
         os.close(waits)
-        while not begun.join():
-            pass
+        try:
+            while not begun.join(grace_period=_PATIENCE):
+                pass
+        except mp.ProcessExitedException:  # names one rank, though several may have failed at once
+            codes = [process.exitcode for process in begun.processes]
+            print(*(f"rank {rank}: exit code {code}" for rank, code in enumerate(codes)), sep="\n", file=sys.stderr)
+            raise
 
 
 def leave_imports() -> None:

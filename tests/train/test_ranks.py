@@ -101,6 +101,14 @@ def test_the_error_of_any_rank_is_shown_once(interrupted: tuple[Path, int, str])
     )
 
 
+@pytest.mark.slow
+def test_the_tests_see_the_exit_code_of_each_rank() -> None:
+    """A rank that only lost the connection may end before the rank with the error."""
+    script = "import os, time; rank = int(os.environ['RANK']); time.sleep(rank); os._exit(rank + 1)"
+    _, _, said = outcome([(2, "timeit", ["-n1", "-r1", script])])
+    assert "rank 0: exit code 1\nrank 1: exit code 2\n" in said
+
+
 @pytest.mark.parametrize("other", ["exit 1", "exec sleep 100"], ids=["fails without it", "waits for it"])
 def test_a_rank_that_is_killed_is_named(
     other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
