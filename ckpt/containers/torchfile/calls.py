@@ -303,7 +303,7 @@ def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
         # DTensor, ShardedTensor: no elements, only a state.
         return Record(cls.module, cls.name, inner, state=state)
     # Only these, so that no function calls itself here.
-    if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
+    if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta, _from_cpu_tensor):
         raise MalformedError("a tensor subclass without a tensor function")
     made = function.build(machine, function, inner)
     if (cls.module, cls.name) not in _PLAIN_TENSORS or type(made) is not StoredTensor:

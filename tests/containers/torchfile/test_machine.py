@@ -378,6 +378,21 @@ def test_no_package_gives_a_name_another_meaning(
     assert error.value.hint
 
 
+#: Calls that torch never writes.
+NO_TENSORS = {
+    "a parameter without a tensor": make.called("torch._utils", "_rebuild_parameter", "data", "True", "hooks"),
+    "a device tensor with data in another dtype": make.called(
+        "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "data", "float32", "xla:0", "False"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_TENSORS)
+def test_a_tensor_made_from_text_is_damage(what: str) -> None:
+    with pytest.raises(CorruptError, match=what):
+        loads(make.pickled(NO_TENSORS[what]))
+
+
 def test_damage_is_placed() -> None:
     with pytest.raises(CorruptError) as error:
         loads(b"\x80\x04K\x01\xff.")

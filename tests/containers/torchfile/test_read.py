@@ -138,6 +138,44 @@ def test_parameters_with_attributes_and_bare_storages(tmp_path: Path, container:
     assert Path(file.path).read_bytes()[file.root[2].offset :][:5] == bytes(range(5))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("container", ["zip", "legacy"])
+def test_tensors_saved_from_an_xla_device(tmp_path: Path, container: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are saved as copies on the CPU. Here only the device's name is XLA's."""
+    made = tensors()
+    made["state"] = torch.nn.Buffer(torch.arange(4.0))
+    made["parameter with attributes"] = torch.nn.Parameter(torch.arange(3.0))
+    made["parameter with attributes"].note = 1
+    made = {name: tensor for name, tensor in made.items() if tensor.numel()}
+    real, on_xla = torch.Tensor.device, {tensor.data_ptr() for tensor in made.values()}
+    with monkeypatch.context() as patch:
+        xla = property(lambda self: torch.device("xla:0") if self.data_ptr() in on_xla else real.__get__(self))
+        patch.setattr(torch.Tensor, "device", xla)
+        patch.setattr(torch.Tensor, "cpu", lambda self: self.detach().clone())
+        path = save(made, tmp_path / "a.pt", container)
+    assert b"_rebuild_device_tensor_from_cpu_tensor" in Path(path).read_bytes()
+    loaded = torch.load(path, map_location="cpu") if container == "zip" else made  # as above
+    file = torchfile.read(path)
+    assert list(file.root) == list(made)
+    for name in made:
+        assert_same(file.root[name], loaded[name])
+        assert bits(loaded[name]) == bits(made[name])
+    assert file.root["attributes"].attributes == {"ds_id": "0_7"}
+    assert file.root["parameter with attributes"].attributes == {"note": 1}
+
+
+def test_an_xla_tensor_with_data_in_another_dtype_is_refused(tmp_path: Path) -> None:
+    """A load by torch would cast it. A save by torch never needs that."""
+
+    class OnXla:
+        def __reduce__(self) -> Any:
+            function: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
+            return function, (torch.ones(2), torch.float64, "xla:0", False)
+
+    with pytest.raises(CorruptError, match="a device tensor with data in another dtype"):
+        torchfile.read(save(OnXla(), tmp_path / "a.pt"))
+
+
 @pytest.mark.parametrize("container", ["zip", "legacy"])
 def test_within_another_file(tmp_path: Path, container: str) -> None:
     """DCP's `.distcp` files contain several torch files in a row."""
