@@ -256,16 +256,37 @@ def test_a_folder_without_heartbeats(tmp_path: Path) -> None:
     assert code == 3 and "hint: give the trainer's output folder" in out
 
 
+DUMP = (
+    "Thread 0x00000000000000b2 (most recent call first):\n"
+    '  File "h.py", line 1 in wait\n\n'
+    "Current thread 0x00000000000000a1 (most recent call first):\n"
+    '  File "t.py", line 2 in matmul\n  File "t.py", line 3 in all_reduce\n  File "t.py", line 4 in wait\n'
+)
+
+
+def test_a_dump_is_read_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lines of a rank that waits look like a rank that does not."""
+    lines = DUMP.replace("matmul", "wait_stream").splitlines(keepends=True)
+    stack = "".join(lines[3:]).strip()
+    (tmp_path / "heartbeats").mkdir()
+
+    def write_a_line(_: float) -> None:
+        with (tmp_path / "heartbeats" / "rank-0.dump").open("a") as file:
+            file.writelines(lines[:1])
+        del lines[:1]
+
+    monkeypatch.setattr(time, "sleep", write_a_line)
+    rank = watcher.RankFacts({"rank": 0, "host": "elsewhere", "thread": "0x00000000000000a1"}, 0, 0)
+    assert Watcher(tmp_path, 30, 600)._dumps([rank], 60) == {0: stack}
+    assert is_waiting(stack) and not is_waiting(stack.splitlines()[0])
+
+
 def test_stacks_of_faulthandler() -> None:
-    dump = (
-        "Thread 0x00000000000000b2 (most recent call first):\n"
-        '  File "h.py", line 1 in wait\n\n'
-        "Current thread 0x00000000000000a1 (most recent call first):\n"
-        '  File "t.py", line 2 in matmul\n  File "t.py", line 3 in all_reduce\n  File "t.py", line 4 in wait\n'
-    )
-    main = main_stack(dump, "0x00000000000000a1")
-    assert main.splitlines()[1:] == dump.splitlines()[4:]
-    assert main_stack(dump, "0x00000000000000c3") == ""
+    main = main_stack(DUMP, "0x00000000000000a1")
+    assert main.splitlines()[1:] == DUMP.splitlines()[4:]
+    assert main_stack(DUMP + DUMP, "0x00000000000000a1") == main, "after a signal and a request"
+    assert main_stack(f"{main}\n\n{DUMP.partition('Current')[0]}", "0x00000000000000a1") == main
+    assert main_stack(DUMP, "0x00000000000000c3") == ""
     assert not is_waiting('  File "x.py", line 1 in awaited_items') and not is_waiting("")
     assert is_waiting('  File "x.py", line 1 in _engine_run_backward')
     assert is_waiting('  File "x.py", line 1 in broadcast\n  File "x.py", line 2 in main')

@@ -157,12 +157,14 @@ class Watcher:
                     os.kill(seen.facts["pid"], signal.SIGUSR2)
         threads = {seen.facts["rank"]: seen.facts["thread"] for seen in ranks}
         found: dict[int, str] = {}
-        end = time.monotonic() + patience
+        last, end = before, time.monotonic() + patience
         while time.monotonic() < end and len(found) < len(ranks):
+            sizes = {rank: _size(file) for rank, file in files.items()}
             for rank, file in files.items():
-                if rank not in found and _size(file) > before[rank]:
+                if rank not in found and before[rank] < sizes[rank] == last[rank]:  # written to the end
                     stack = main_stack(file.read_bytes()[before[rank] :].decode(errors="replace"), threads[rank])
                     found |= {rank: stack} if stack else {}
+            last = sizes
             time.sleep(0.05)
         return found
 
@@ -180,9 +182,9 @@ class Watcher:
 
 
 def main_stack(dump: str, thread: str) -> str:
-    """Return thread `thread`'s part in faulthandler's dump, most recent call first, or "" if incomplete."""
-    for part in re.split(r"\n(?=\n?(?:Current thread|Thread) 0x)", dump.rstrip() + "\n"):
-        if re.match(rf"\s*(Current thread|Thread) {thread} ", part) and part.endswith("\n"):
+    """Return thread `thread`'s part in faulthandler's dump, most recent call first, or "" if missing."""
+    for part in re.split(r"\n(?=\n?(?:Current thread|Thread) 0x)", dump):
+        if re.match(rf"\s*(Current thread|Thread) {thread} ", part):
             return part.strip()
     return ""
 
