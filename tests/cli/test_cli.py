@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import api, commands
 from ckpt.base.text import show_size
-from ckpt.commands.inspect import inspecting
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout
@@ -104,9 +103,21 @@ def test_arguments_that_nobody_types(run: Path, words: tuple[str, ...], code: in
     assert snapshot(Path()) == before
 
 
-def test_an_interrupted_command_has_its_exit_code(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspecting, "open_checkpoint", stop_with(KeyboardInterrupt()))
-    assert run_ckpt("inspect", run).code == 130
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        ("inspect", "inspect.inspecting.open_checkpoint"),
+        ("check", "check.checking.open_checkpoint"),
+        ("resume", "resume.resuming.source_of"),
+    ],
+)
+def test_an_interrupted_command_has_its_exit_code(
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: str, place: str
+) -> None:
+    """The interrupt is no finding about the checkpoint."""
+    monkeypatch.setattr(f"ckpt.commands.{place}", stop_with(KeyboardInterrupt()))
+    result = run_ckpt(command, run)
+    assert (result.code, result.out) == (130, "")
 
 
 def test_the_exit_codes_are_those_of_the_error_classes() -> None:

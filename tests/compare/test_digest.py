@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,7 +26,7 @@ from ckpt.errors import CorruptError
 from ckpt.move import file_pieces
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType
-from ckpt.plan.tensors import Extent, Tensor, whole
+from ckpt.plan.tensors import Extent, Fragment, Tensor, whole
 from ckpt.state.naming import to_namespace
 from tests.support.commands import ckpt
 from tests.support.engines import Truth
@@ -177,6 +179,50 @@ def test_row_major(data: st.DataObject) -> None:
         patch.setattr(digest, "_CHUNK", 4 * data.draw(st.integers(1, 9)))
         found = [bits.copy() for bits in row_major(tensor, reader)]
     assert np.array_equal(np.concatenate([np.empty(0, np.uint32), *found]).view(np.int32), values.reshape(-1))
+
+
+@pytest.mark.parametrize("slab", [4, 5, 7, 10, 40])
+def test_row_major_with_rows_of_any_length(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 5 elements, from a transposed tensor, in slabs shorter, equal and longer than a row."""
+    monkeypatch.setattr(digest, "_SLAB", 4 * slab)
+    values = np.arange(20, dtype=np.int32).reshape(4, 5)
+    tensor = tensor_of("t", values, [Fragment(whole((4, 5)), Extent("file", 0, FLOAT32, (4, 5), (1, 4)))])
+    with InMemory({"file": values.T.reshape(-1)}) as reader:
+        found = [bits.copy() for bits in row_major(tensor, reader)]
+    assert np.array_equal(np.concatenate(found).view(np.int32), np.arange(20))
+    assert {part.size for part in found[:-1]} <= {slab - slab % 5 if slab > 5 else slab}, "whole rows if one fits"
+
+
+def test_one_range_of_a_store_is_in_memory_at_a_time() -> None:
+    answers: list[weakref.ref[np.ndarray]] = []
+
+    class FromStore(digest.Reader):
+        def fetch(self, path: str, offset: int, size: int) -> memoryview:
+            assert not any(answer() is not None for answer in answers), "the last range is released first"
+            content = np.arange(offset, offset + size, dtype=np.uint8)
+            answers.append(weakref.ref(content))
+            return memoryview(content)
+
+    with FromStore() as reader:
+        for start in (0, 100, 100):
+            reader.hold(("file", start, 8))
+            assert bytes(reader.fetched_bytes("file", start + 2, 3) or b"") == bytes(range(start + 2, start + 5))
+        assert len(answers) == 2 and answers[1]() is not None
+        reader.hold(None)  # the next tensor is read alone
+        assert reader.fetched_bytes("file", 102, 3) is None and answers[1]() is None
+
+
+def test_an_empty_tensor_is_the_same_in_any_format(tmp_path: Path) -> None:
+    """DCP has no chunk for it."""
+    tensors = {"first": torch.arange(4.0), "empty": torch.empty(0, 4), "last": torch.ones(2)}
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    found = api.hash(tmp_path / "dcp")
+    assert found == api.hash(tmp_path / "hf")
+    empty = b"empty\0weight\0float32\x000,4\0" + bytes.fromhex(xxh3_128_hexdigest(b""))
+    assert {one.fqn: one.digest for one in found.tensors}["empty"] == xxh3_128_hexdigest(empty)
+    assert api.verify(tmp_path / "dcp", tmp_path / "hf").equal and api.verify(tmp_path / "hf", tmp_path / "dcp").equal
 
 
 class InMemory(digest.Reader):

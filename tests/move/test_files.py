@@ -23,7 +23,15 @@ import pytest
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.move import files
-from ckpt.move.files import Staging, check_destination, confined, sync_folder, translate_os_errors, write_file
+from ckpt.move.files import (
+    SharedStaging,
+    Staging,
+    check_destination,
+    confined,
+    sync_folder,
+    translate_os_errors,
+    write_file,
+)
 from tests.support.killing import in_small_process, killed_before_call
 
 NEW = {"model.bin": b"new" * 1000, "part/index.json": b"{}", "part/deep/x.bin": b"x"}
@@ -659,6 +667,16 @@ class TestDestination:
         write(tmp_path / "out")
         assert contents(tmp_path / "precious") == OLD
         assert sorted(os.listdir(tmp_path)) == ["out", "precious"]
+
+    def test_a_link_in_a_shared_staging_folder_is_not_followed(self, tmp_path: Path) -> None:
+        make(tmp_path / "precious", OLD)
+        stale = tmp_path / ".out.ckpt-staging"
+        stale.mkdir()
+        (stale / "model.bin").symlink_to(tmp_path / "precious" / "model.bin")
+        with pytest.raises(UnsafeError, match="a symlink leads out") as caught:
+            SharedStaging(tmp_path / "out").create("model.bin", len(OLD["model.bin"]))
+        assert caught.value.path == str(stale / "model.bin")
+        assert contents(tmp_path / "precious") == OLD
 
 
 class TestOverlap:

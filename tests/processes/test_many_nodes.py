@@ -9,13 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from ckpt.errors import UsageError
+from ckpt.processes import launch as launching
 from ckpt.processes.launch import Launch, joined, launch
 from tests.support.commands import contents, process
 from tests.support.places import REPOSITORY
@@ -120,6 +125,32 @@ def test_who_waits_for_the_first_process_can_be_ended(agent: str) -> None:
         words = [sys.executable, "-c", script, "convert", "zero3", "hf", str(ZERO3), "-o", "out"]
         done = subprocess.run(words, env=os.environ | where, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 143
+
+
+def test_processes_meet_that_come_late_or_were_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first look of rank 0, rank 1 takes the place of a dead process, and rank 2 comes."""
+    store, names, sleep = HashStore(), dict[int, str](), time.sleep
+    store.set_timeout(timedelta(seconds=20))
+    monkeypatch.setattr(launching, "_JOINING", timedelta(seconds=20))
+    store.set("ckpt/joins/1", "dead")
+
+    def meet(rank: int) -> None:
+        names[rank] = launching._attempt(store, rank, 3)
+
+    late = [threading.Thread(target=meet, args=[rank]) for rank in (1, 2)]
+
+    def come(seconds: float) -> None:
+        if late[0].ident is None:
+            for thread in late:
+                thread.start()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", come)
+    meet(0)
+    for thread in late:
+        thread.join(60)
+    assert names == dict.fromkeys(range(3), names[0])
+    assert store.get("ckpt/answer/dead").decode() == names[0] and not store.check([f"{names[0]}/0"])
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from ckpt.__main__ import main; main()"

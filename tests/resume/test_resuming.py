@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import ckpt
 from ckpt import api
 from ckpt.base.words import Message
 from ckpt.commands.resume.caller import Caller, caller
-from ckpt.commands.resume.resuming import RECORD
+from ckpt.commands.resume.resuming import RECORD, _in_all
 from ckpt.compare import manifest
 from ckpt.errors import (
     CkptError,
@@ -679,6 +680,13 @@ def test_errors_go_from_process_to_process() -> None:
     for error in (several, NotFoundError("not here", path="x", hint="look there")):
         other = pickle.loads(pickle.dumps(error))
         assert type(other) is type(error) and str(other) == str(error) and vars(other) == vars(error)
+
+
+def test_an_interrupt_is_not_sent_to_the_other_processes(tmp_path: Path) -> None:
+    group = Mock()
+    with pytest.raises(KeyboardInterrupt):
+        _in_all(Mock(side_effect=KeyboardInterrupt), tmp_path, group)
+    assert group.gather.call_count == 0
 
 
 def test_an_option_of_convert_is_proposed_as_its_command(tmp_path: Path) -> None:

@@ -7,13 +7,18 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ckpt
 from ckpt.errors import CkptError, CorruptError, StorageError, UsageError
+from ckpt.plan.checkpoint import TargetFile
 from ckpt.stores import upload
 from ckpt.views.files import Views
 from tests.support.commands import ckpt as command
@@ -259,3 +264,30 @@ def test_a_large_file_goes_in_parts(store: ObjectStore, tmp_path: Path, monkeypa
         conversion.run(f"s3://{BUCKET}/parts/bad")
     assert store.objects("parts/bad") == {}
     assert store.unfinished() == []
+
+
+def test_files_on_their_way_are_stopped_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "_PART", 1)
+    begun, stopped, parts = threading.Event(), [], []
+
+    def put(key: str, chunks: Iterator[memoryview], *_: int) -> None:
+        if key == "bad":
+            assert begun.wait(60)
+            raise StorageError("access denied", path=key)
+        try:
+            for chunk in chunks:
+                parts.append(chunk)
+                begun.set()
+                end = time.monotonic() + 60
+                while not sending._stopping and time.monotonic() < end:
+                    time.sleep(0.001)
+        except StorageError as error:
+            stopped.append((error.path, error.args[0]))
+            raise
+
+    views: Any = SimpleNamespace(read_into=lambda *_: None)
+    sending = upload._Sending(SimpleNamespace(put=put), "", views, lambda _: None)
+    with pytest.raises(StorageError, match="access denied"):
+        sending.send([TargetFile("bad", 9), TargetFile("good", 9)], hashing=False)
+    sending.close()
+    assert stopped == [("good", "another file could not be sent")] and len(parts) == 1
