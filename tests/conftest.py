@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,21 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return new paths next to each other, with names unlike a step's."""
+    folder = tmp_path_factory.mktemp("module")
+    return (folder / f"test_{number}" for number in count())
+
+
+@pytest.fixture
+def tmp_path(folders: Iterator[Path]) -> Path:
+    """Return an empty folder like pytest's own, but not next to thousands, which pytest and `ckpt` would list."""
+    path = next(folders)
+    path.mkdir()
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,8 @@ _REPEATED = ("--accept-setting", "--ignore-file")
 _OTHER_PROGRAM = re.compile(
     r"[Mm]egatron|NeoX|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download|save (?:it|them) with --"
 )
-_TEST_FOLDER = re.compile(r"/\S*?/pytest-\d+/(?:popen-gw\d+/)?[^/\s]+")  # xdist: one folder for each worker
+#: A test's folder, or one of a fixture. xdist has one folder for each worker.
+_TEST_FOLDER = re.compile(r"/\S*?/pytest-\d+/(?:popen-gw\d+/)?(?:module\d+/)?[^/\s]+")
 #: Commands with a dry run.
 _DRY = ("convert", "merge-lora")
 #: Commands that talk to a server, serve a folder, or wait for an answer.
