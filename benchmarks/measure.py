@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 PYTHON = sys.executable
 CKPT = (PYTHON, "-m", "ckpt")
@@ -65,9 +66,15 @@ def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) ->
     return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,), cold=cold)
 
 
-def parallel_copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
-    """Copy with one thread per processor, then `sync`."""
-    return Case(name, [PYTHON, "-m", "benchmarks.copying", source, copy], (copy,), cold=cold)
+def parallel_copy_of(
+    name: str,
+    source: Path,
+    copy: Path,
+    cold: tuple[Path, ...] = (),
+    sync: Literal["after", "meanwhile", "never"] = "after",
+) -> Case:
+    """Copy a folder, or spans in a JSON file, with one thread per processor."""
+    return Case(name, [PYTHON, "-m", "benchmarks.copying", source, copy, sync], (copy,), cold=cold)
 
 
 def written_to_disk(name: str, num_bytes: int, path: Path) -> Case:

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import CKPT, PYTHON, Case, call, run
+from benchmarks.measure import CKPT, Case, call, run
 from benchmarks.models import STEP
 from benchmarks.runner import Bench, within
+from benchmarks.zero import PEER, by_peer
 
 SOURCES: Sequence[str] = ()
-PEER = "zero_to_fp32.py"
 TITLE = "Qwen3-235B-A22B (36,945 tensors in hf, 1,037 in zero3), unless a row names something else"
 
+MILLION = "a Megatron-FSDP folder of a million items"
 #: ckpt's arguments after the format, the source, and the limits for processor seconds and megabytes.
 _GOALS: dict[str, tuple[list[str], str, float, float]] = {
     "hf -> zero3, 32 ranks": (["hf", "zero3", "--world-size", "32"], "tiny", 12, 700),
@@ -30,7 +31,7 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
         15,
         600,
     ),
-    "a Megatron-FSDP folder of a million items": (["inspect"], "fsdp", 10, 4000),
+    MILLION: (["inspect"], "fsdp", 10, 4000),
     "LLM-jp v4 291B, 288 ranks, inspect": (["inspect"], "llm-jp-291b", 15, 400),
     "LLM-jp v4 291B, 288 ranks, check": (["check"], "llm-jp-291b", 15, 400),
     "LLM-jp v4 291B, DP 48 -> 40, --dry-run": (
@@ -63,7 +64,7 @@ def measure(bench: Bench) -> str:
 
     output = bench.scratch("plans-output")
     for name, (arguments, kind, *_) in _GOALS.items():
-        source = _source(bench, kind)
+        source = source_of(bench, kind)
         command = [*CKPT, "convert", *arguments[:2], source, *arguments[2:], "-q", "-o", output]
         if len(arguments) == 1:
             command = [*CKPT, *arguments, source, "--json"]
@@ -73,14 +74,17 @@ def measure(bench: Bench) -> str:
         if same := _compared(kind, arguments, source, output):
             lines.append(f"  {same}")
         if kind == "32" and arguments[1] == "hf":
-            peer = [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, output, "--safe_serialization"]
-            add(Case(f"{PEER}, 32 ranks", peer, (output,)))
+            add(by_peer(source, output, f"{PEER}, 32 ranks"))
     return "\n".join(lines)
 
 
 def judged(name: str, cpu_seconds: float, peak_mb: float) -> str:
     """Return the goals of the row `name`, marked if missed."""
-    return within(cpu_seconds, peak_mb, _GOALS[name][2:])
+    return within(cpu_seconds, peak_mb, goals(name))
+
+
+def goals(name: str) -> tuple[float, float]:
+    return _GOALS[name][2:]
 
 
 def _compared(kind: str, arguments: Sequence[str], source: Path, output: Path) -> str | None:
@@ -98,7 +102,7 @@ def _compared(kind: str, arguments: Sequence[str], source: Path, output: Path) -
     return None
 
 
-def _source(bench: Bench, kind: str) -> Path:
+def source_of(bench: Bench, kind: str) -> Path:
     path = bench.folder / f"plans-{kind}"
     if not bench.keep:
         bench.made.append(path)

@@ -21,6 +21,8 @@ ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckp
 TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
 TORCHRUN = "ckpt, 2 processes by torchrun"
 
+ON_ONE_CORE = ("taskset", "-c", "0", *CKPT)
+BY_TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.05")
 _AS_MPIRUN = """
 export OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2
 OMPI_COMM_WORLD_RANK=1 "$@" & OMPI_COMM_WORLD_RANK=0 "$@" && wait $!
@@ -30,18 +32,17 @@ OMPI_COMM_WORLD_RANK=1 "$@" & OMPI_COMM_WORLD_RANK=0 "$@" && wait $!
 def measure(bench: Bench) -> Table:
     layers = bench.num_layers * TIMES
     source, random, out, other = (FOLDER / name for name in ("source", "random", "out", "other"))
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.05", "-m"]
     two = ["sh", "-c", _AS_MPIRUN, "sh", *CKPT]
     try:
         call("benchmarks.zero_source", source, layers, "zeros")
         measured = bench.rounds(
             [
-                Case(name, [*start, *_convert(source, out), *options], (out,))
+                Case(name, [*start, *converted(source, out), *options], (out,))
                 for name, start, options in (
                     (ONE, CKPT, []),
-                    (ONE_CORE, ["taskset", "-c", "0", *CKPT], []),
+                    (ONE_CORE, ON_ONE_CORE, []),
                     (TWO, two, []),
-                    (TORCHRUN, [*torchrun, "ckpt"], []),
+                    (TORCHRUN, [*BY_TORCHRUN, "-m", "ckpt"], []),
                     (ONE_WORKER, CKPT, ["--workers", "1"]),
                     (TWO_WORKERS, two, ["--workers", "1"]),
                 )
@@ -49,8 +50,8 @@ def measure(bench: Bench) -> Table:
         )
         remove([source, out])
         call("benchmarks.zero_source", random, CHECKED_LAYERS)
-        run(Case(ONE, [*CKPT, *_convert(random, out)]))
-        run(Case(TWO, [*two, *_convert(random, other)]))
+        run(Case(ONE, [*CKPT, *converted(random, out)]))
+        run(Case(TWO, [*two, *converted(random, other)]))
         same = call("benchmarks.equal", "safetensors", out, other)
     finally:
         remove([FOLDER])
@@ -67,5 +68,5 @@ def measure(bench: Bench) -> Table:
     )
 
 
-def _convert(source: Path, output: Path) -> list[str | Path]:
+def converted(source: Path, output: Path) -> list[str | Path]:
     return ["convert", "zero3", "hf", source, "--dtype", "bf16", "-q", "-o", output]

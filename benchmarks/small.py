@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks.measure import CKPT, Case, call, copy_of, run, warm
 from benchmarks.runner import Bench, Goal, Table
 
@@ -10,13 +12,11 @@ LAYERS = 50  # as many bytes in few tensors
 
 
 def measure(bench: Bench) -> Table:
-    few, many = bench.source("hf", LAYERS), bench.scratch("small-source")
+    few, many = sources(bench)
     outputs = bench.scratch("small-few"), bench.scratch("small-many")
     copy = bench.scratch("small-copy")
-    call("benchmarks.moe_source", many, "30b")
-    warm(many)
     cases = [
-        Case(f"ckpt convert hf hf, {name}", [*CKPT, "convert", "hf", "hf", source, "-q", "-o", output], (output,))
+        converted(f"ckpt convert hf hf, {name}", source, output)
         for name, source, output in (("few", few, outputs[0]), ("18,867", many, outputs[1]))
     ]
     for case in cases:
@@ -29,3 +29,15 @@ def measure(bench: Bench) -> Table:
         [Goal(cases[1].name, cases[0].name, at_most=1.2), Goal(cases[0].name, "cp -r of the small ones")],
         [f"{same[0]} and {same[1]} tensors are those of the source"],
     )
+
+
+def sources(bench: Bench) -> tuple[Path, Path]:
+    """Write few large tensors, and 18,867 small ones."""
+    few, many = bench.source("hf", LAYERS), bench.scratch("small-source")
+    call("benchmarks.moe_source", many, "30b")
+    warm(many)
+    return few, many
+
+
+def converted(name: str, source: Path, output: Path) -> Case:
+    return Case(name, [*CKPT, "convert", "hf", "hf", source, "-q", "-o", output], (output,))

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,8 @@ def _obstore(prefix: str, output: Path) -> Callable[[], None]:
     return partial(_read, sizes, lambda part: len(get(part)))
 
 
-def _obstore_writes(prefix: str, output: Path) -> Callable[[], None]:
+def _obstore_writes(prefix: str, output: Path, writing: AbstractContextManager[Any]) -> Callable[[], None]:
     sizes, get = _obstore_client(prefix)
-    writing = threading.Lock()  # Linux lets one thread write to a file
 
     def copy(part: Part, files: dict[str, int]) -> int:
         data = memoryview(get(part))
@@ -100,7 +100,8 @@ def _read(sizes: dict[str, int], take: Callable[[Part], int]) -> None:
 
 _PREPARED: dict[str, Callable[[str, Path], Callable[[], None]]] = {
     "obstore": _obstore,
-    "obstore writes": _obstore_writes,
+    "obstore writes": partial(_obstore_writes, writing=threading.Lock()),  # Linux lets one thread write to a file
+    "obstore writes, no lock": partial(_obstore_writes, writing=nullcontext()),
     "s3fs": _s3fs,
     "hash": _hash,
     "convert": _convert,

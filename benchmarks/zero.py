@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks.measure import CKPT, PYTHON, Case, call, copy_of, parallel_copy_of, run, written_to_disk
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table
@@ -24,7 +26,7 @@ def measure(bench: Bench, *, large: bool = False) -> Table:
             written_to_disk("dd of as many bytes", 4 * num_params(bench.num_layers), copy),
             Case("ckpt convert zero3 hf", [*convert, fp32], (fp32,)),
             Case("ckpt convert zero3 hf --dtype bf16", [*convert, bf16, "--dtype", "bf16"], (bf16,)),
-            Case(PEER, [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, peer, "--safe_serialization"], (peer,)),
+            by_peer(source, peer),
             Case("cmp", ["cmp", fp32 / "model.safetensors", other / "model.safetensors"]),
             Case("ckpt verify zero3 against hf", [*CKPT, "verify", source, fp32, "-q"]),
         ]
@@ -44,6 +46,10 @@ def measure(bench: Bench, *, large: bool = False) -> Table:
         notes,
         peak_mb=400,
     )
+
+
+def by_peer(source: Path, output: Path, name: str = PEER) -> Case:
+    return Case(name, [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, output, "--safe_serialization"], (output,))
 
 
 def _large(bench: Bench) -> list[str]:

@@ -188,7 +188,7 @@ def test_plans_run_each_row_once_and_name_other_structures(tmp_path: Path, monke
         return Run(1.0, 1.0, 10.0)
 
     monkeypatch.setattr(plans, "run", run)
-    monkeypatch.setattr(plans, "_source", lambda bench, kind: tmp_path)
+    monkeypatch.setattr(plans, "source_of", lambda bench, kind: tmp_path)
     monkeypatch.setattr(plans, "_compared", lambda *_: None)
     title, _, *rows = plans.measure(Bench(tmp_path, 1, 5)).splitlines()
     assert len(ran) == len(set(ran)) == len(rows)
