@@ -21,6 +21,7 @@ from benchmarks import (
     cold,
     dcp,
     disk,
+    floors,
     hashing,
     huge,
     load,
@@ -59,6 +60,7 @@ SECTIONS = {
     "stores": stores,
     "processes": processes,
     "quantized": quantized,
+    "floors": floors,
 }
 NAMED_ONLY = {"disk": disk, "huge": huge, "many": many, "release": release}
 ALL = SECTIONS | NAMED_ONLY
