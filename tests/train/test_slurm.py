@@ -282,7 +282,7 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
         go_on(newest() + 2)
         cluster.ask("scancel", "--batch", "--signal=USR1", number)  # like Slurm before the limit, to the script
         cluster.start_again(number, "2")
-        cluster.wait(lambda: said().count("node 0 of 1,") == 2, "started twice on one node")
+        cluster.wait(lambda: said().count("node 0 of 1,") == 2, "started twice on one node", 240)
         cluster.ask("scancel", number)
         cluster.wait_for_state(number, "CANCELLED")
     finally:
