@@ -11,7 +11,8 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 PART = 1 << 20  # larger buffers leave the processor's cache
 
@@ -30,7 +31,7 @@ def main(source: str, copy: str, when: str = "after") -> None:
             if key not in files:
                 files[key] = os.open(key, flags)
         pieces.setdefault(files[f"{copy}/{name}"], []).append((files[path], start, length))
-    run((job for file, parts in pieces.items() for job in _jobs(file, parts)), list(pieces), when)
+    run(_alternating([_jobs(file, parts) for file, parts in pieces.items()]), list(pieces), when)
 
 
 def run(jobs: Iterable[Job], files: list[int], when: str = "after") -> None:
@@ -91,6 +92,14 @@ def _spans(source: str, copy: str) -> Iterator[tuple[str, int, str, int, int]]:
         for name in names:
             path = os.path.join(folder, name)
             yield path, 0, os.path.join(inside, name), 0, os.path.getsize(path)
+
+
+def _alternating(files: Sequence[Iterator[Job]]) -> Iterator[Job]:
+    """Yield jobs of as many files in turn as there are threads, because Linux lets one thread write to a file."""
+    count = os.cpu_count() or 1
+    for first in range(0, len(files), count):
+        for jobs in zip_longest(*files[first : first + count]):
+            yield from filter(None, jobs)
 
 
 def _jobs(file: int, pieces: list[Piece]) -> Iterator[Job]:

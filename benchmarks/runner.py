@@ -118,6 +118,7 @@ class Bench:
         return path
 
     def rounds(self, cases: Sequence[Case]) -> dict[str, Measured]:
+        self.folder.mkdir(parents=True, exist_ok=True)
         filler = self.folder / "filler"
         self.made.append(filler)
         return rounds(cases, self.num_rounds, filler)

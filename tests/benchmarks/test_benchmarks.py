@@ -157,6 +157,13 @@ def test_the_order_of_cases_alternates(tmp_path: Path) -> None:
     assert log.read_text().split() == ["a", "b", "b", "a", "a", "b"]
 
 
+def test_rounds_make_the_folder_of_the_filler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section may write all its files to memory."""
+    monkeypatch.setattr(runner, "rounds", lambda cases, number, filler: filler.touch())
+    Bench(tmp_path / "new" / "folder", 1, 1).rounds([])
+    assert (tmp_path / "new" / "folder" / "filler").is_file()
+
+
 def test_a_parallel_copy_is_a_copy(tmp_path: Path) -> None:
     (tmp_path / "source" / "inside").mkdir(parents=True)
     contents = {"a": b"x" * (9 << 20), "inside/b": b"", "inside/c": b"y"}

@@ -215,13 +215,13 @@ def test_the_page_shows_each_floor_and_reference(ran: tuple[str, str, _Section])
 def test_the_title_names_parts_with_fewer_rounds(ran: tuple[str, str, _Section], tmp_path: Path) -> None:
     text, _, section = ran
     title = text.splitlines()[0]
-    assert title.endswith(" (3 for cold, 3 for lora, 2 for universal, 2 for plans, 2 for processes)")
+    assert title.endswith(" (3 for cold, 3 for small, 3 for lora, 2 for universal, 2 for processes, 1 for plans)")
     fewer = {name: int(number) for number, name in re.findall(r"(\d) for (\w+)", title)}
     for name, number in section.num_rounds.items():
         part = name.partition(":")[0]
         if part in floors.PARTS:
             assert number == fewer.get(part, 5), name
-    assert "rounds" not in str(floors.measure(Bench(tmp_path / "bench", 1, 2))).splitlines()[0]
+    assert "rounds" not in str(floors.measure(Bench(tmp_path / "bench", 1, 1))).splitlines()[0]
 
 
 def test_half_the_time_and_the_start_of_torchrun() -> None:
