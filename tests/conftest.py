@@ -75,16 +75,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def paths_of_the_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return new paths next to each other, with names unlike a step's."""
     folder = tmp_path_factory.mktemp("module")
     return (folder / f"test_{number}" for number in count())
 
 
 @pytest.fixture
-def tmp_path(folders: Iterator[Path]) -> Path:
+def tmp_path(paths_of_the_module: Iterator[Path]) -> Path:
     """Return an empty folder like pytest's own, but not next to thousands, which pytest and `ckpt` would list."""
-    path = next(folders)
+    path = next(paths_of_the_module)
     path.mkdir()
     return path
 
