@@ -297,6 +297,7 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
     assert [re.sub(r"^\d+: pre", "pre", end) for end in ends] == ["preempted", "75: time limit", "143"], said()
     assert "ZeRO-3 for 1 rank, from 2" in said()
     assert "checkpoint-999999: its save was cut off" in said() and not (run / "checkpoint-999999").exists()
+    assert list(run.glob("cut-off-*-999999"))
     last = newest()
     state = json.loads((run / f"checkpoint-{last}/trainer_state.json").read_text())
     assert [row["step"] for row in state["log_history"] if "loss" in row] == list(range(1, last + 1))
